@@ -1,0 +1,37 @@
+# make train   install into .venv and run the main job
+# make test    install what the tests need and run them
+# make check   formatter, linter, type checker
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/
+
+.PHONY: train test check clean
+
+train: $(VENV)/installed
+	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
+
+test: $(VENV)/installed-test
+	$(RUN)python -m pytest
+
+check: $(VENV)/installed-check
+	$(RUN)ruff format --check .
+	$(RUN)ruff check .
+	$(RUN)mypy
+
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("nlgrpo needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(RUN)pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/installed-check: $(VENV)/installed
+	$(RUN)pip install --quiet -c constraints.txt -e ".[test,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,46 @@
+"""Operations of a policy-gradient step, usable without the rest of nlgrpo: they need PyTorch and nothing else.
+
+    linear_logprob   hidden states, output matrix -> log-probability and entropy of each token
+    token_logprob    the same from logits
+    policy_loss      clipped policy-gradient loss with a KL penalty, per token
+    linearize        rewards of a group -> first variation of a rank-based objective
+
+``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "triton" or "torch".
+
+The folder is imported as ``nlgrpo.kernels``. A Python that was started in the root of this repository also finds it as
+``kernels``, which is the name of a package of Hugging Face's that transformers looks for and imports; then it defines
+nothing and leaves the name to that package, or to nobody.
+"""
+
+import sys
+
+
+def _leave_the_name() -> None:
+    """Put the real ``kernels`` in ``sys.modules``; without one, make this module look like an empty namespace package.
+
+    A module with neither ``__file__`` nor ``__version__`` is what transformers takes for "not installed".
+    """
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+    from pathlib import Path
+
+    here = Path(__file__).resolve().parent
+    spec = PathFinder.find_spec("kernels", [p for p in sys.path if Path(p, "kernels").resolve() != here])
+    if spec is None or spec.loader is None or spec.origin is None:  # nothing, or a folder without __init__.py
+        this = sys.modules["kernels"]
+        this.__path__ = []
+        del this.__file__
+        return
+    real = module_from_spec(spec)
+    sys.modules["kernels"] = real  # the import system returns what it finds here after this module has run
+    spec.loader.exec_module(real)
+
+
+if __name__ == "kernels":
+    _leave_the_name()
+else:
+    from .linearize import linearize
+    from .logprob import linear_logprob, token_logprob
+    from .policy_loss import policy_loss
+
+    __all__ = ["linear_logprob", "linearize", "policy_loss", "token_logprob"]

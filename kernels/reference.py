@@ -1,0 +1,98 @@
+"""What the ops equal, in plain PyTorch: no argument checks, no fused passes, differentiable throughout.
+
+Legend: T packed tokens, D width, V vocabulary, P prompts, M samples a prompt. Floating inputs narrower than float32 are
+widened before anything non-linear; results are float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# exp(20) = 5e8. A ratio that far from 1 says that something is broken upstream; cut there, the loss and the norm of its
+# gradient stay finite in float32. The cut is one-sided: exp of a very negative number is a harmless 0.
+MAX_LOG_RATIO = 20.0
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in float32, or unchanged when it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of ``targets`` (T,) and entropy (T,) of softmax((hidden @ weight.T + bias) / temperature)."""
+    return token_logprob(torch.nn.functional.linear(hidden, weight, bias), targets, temperature=temperature)
+
+
+def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability of ``targets`` (T,) and entropy (T,) of softmax(logits / temperature), logits (T, V)."""
+    logits = widen(logits)
+    if temperature != 1.0:
+        logits = logits / temperature
+    logp = logits.log_softmax(-1)
+    # A logit of -inf has p log p = 0 * -inf: the term is 0, and so is its gradient.
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str, log_ratio: Tensor | None = None) -> Tensor:
+    """Estimate of KL(pi || pi_ref) per token: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 with d = log pi_ref - log pi.
+
+    k3_iw is rho k3, rho = exp(``log_ratio``): an estimate under the current policy from samples of an older one, with a
+    gradient through rho as well.
+    """
+    d = ref_logprob - logprob
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return d.square() / 2
+    d = d.clamp(max=MAX_LOG_RATIO)
+    k3 = torch.expm1(d) - d
+    if kind == "k3":
+        return k3
+    assert log_ratio is not None, f"{kind} needs the log-ratio"
+    return k3 * log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def policy_loss(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    *,
+    log_ratio: Tensor | None = None,
+    ref_logprob: Tensor | None = None,
+    mask: Tensor | None = None,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    beta: float = 0.0,
+    kl: str = "k3",
+) -> Tensor:
+    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) + beta KL, elementwise; 0 where ``mask`` is false."""
+    logprob, old_logprob, advantages = widen(logprob), widen(old_logprob), widen(advantages)
+    log_ratio = logprob - old_logprob if log_ratio is None else widen(log_ratio)
+    keep = torch.ones_like(logprob, dtype=torch.bool) if mask is None else mask.bool()
+    # What is masked out may be anything, infinities included: it has to leave before exp, for 0 * inf is NaN and the
+    # gradient of a torch.where around the result multiplies exactly those two.
+    log_ratio = torch.where(keep, log_ratio, 0.0)
+    advantages = torch.where(keep, advantages, 0.0)
+    rho = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    loss = -torch.minimum(rho * advantages, rho.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    if ref_logprob is not None and beta != 0.0:
+        here, there = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
+        loss = loss + beta * kl_penalty(here, there, kl, log_ratio)
+    return loss
+
+
+def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
+    """r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)), in the order of ``rewards`` (P, M); ``weights`` (M,) or (P, M).
+
+    Equal rewards, also infinite ones, have a gap of 0; a gap of weight 0 counts 0, also when it is infinite.
+    """
+    ordered, order = rewards.sort(dim=-1, stable=True)
+    lower, upper = ordered[..., :-1], ordered[..., 1:]
+    falls = torch.where(lower == upper, 0.0, lower - upper)
+    falls = torch.where(weights[..., :-1] == 0, 0.0, weights[..., :-1] * falls)
+    below_best = falls.flip(-1).cumsum(-1).flip(-1)
+    return torch.zeros_like(rewards).scatter(-1, order, torch.nn.functional.pad(below_best, (0, 1)))

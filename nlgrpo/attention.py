@@ -1,0 +1,67 @@
+"""Causal attention over packed sequences, and the one place that decides which implementation runs it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PackedAttention:
+    """Causal attention in which each of several sequences, laid end to end, sees only itself.
+
+    softmax(q k^T scale, over the keys of the same sequence at or before the query and, with a window W, less than W
+    behind it) v
+
+    Built once a micro-batch from the sequence ``lengths``, then called by every layer with ``q (T, H, d)`` and
+    ``kv (T, 2 Hk, d)`` (keys, then values; ``H`` a multiple of ``Hk``); returns ``(T, H, d)``.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+        self.lengths = list(lengths)
+        self.longest = max(self.lengths, default=0)
+        self.kind = implementation(device.type, dtype)
+        if self.kind != "sdpa":
+            ends = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self.cu_seqlens = ends.to(device, non_blocking=True)
+
+    def __call__(self, q: Tensor, kv: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+        k, v = kv.chunk(2, dim=1)
+        if self.kind == "sdpa":
+            return self._sdpa(q, k, v, scale, window)
+        left = -1 if window is None else window - 1
+        bounds = (self.cu_seqlens, self.cu_seqlens, self.longest, self.longest)
+        if self.kind == "flash_attn":
+            from flash_attn import flash_attn_varlen_func
+
+            return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=(left, 0))
+        from torch.nn.attention.varlen import varlen_attn
+
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scale=scale, window_size=(left, 0))
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """One call a sequence: exact lengths beat one padded call on a CPU, in time and in memory."""
+        out = []
+        for q_i, k_i, v_i in zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True):
+            mask = None
+            if window is not None and len(q_i) > window:
+                mask = q_i.new_ones(len(q_i), len(q_i), dtype=torch.bool).tril().triu(1 - window)
+            heads_first = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
+            out_i = F.scaled_dot_product_attention(
+                *heads_first, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            out.append(out_i[0].transpose(0, 1))
+        return torch.cat(out) if out else torch.zeros_like(q)
+
+
+@functools.cache
+def implementation(device: str, dtype: torch.dtype) -> str:
+    """``"flash_attn"`` where installed, else PyTorch's ``"varlen"``, for half precision on a GPU; ``"sdpa"`` elsewhere."""
+    if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "sdpa"
+    return "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"

@@ -1,0 +1,399 @@
+"""Checkpoints of a run: model, optimiser, state and random generators, whole or not there.
+
+A folder of checkpoints belongs to one run, and all ranks see it. ``step-00000012`` holds
+
+    *.distcp, .metadata    tensors of the model and the optimiser, by torch.distributed.checkpoint, sharded as they were
+    state.json             the run's state, and the optimiser's settings by parameter group
+    rng-00000.json ..      random generators of each rank
+    manifest.json          size and SHA-256 of every other file
+
+It is written beside its place, as ``.step-00000012.partial``, synced to the disk and renamed, so a kill at any moment
+leaves each checkpoint whole or absent. A hidden name never counts as a checkpoint:
+
+    .partial    being written        removed by the next save or load
+    .old        being replaced       renamed back if its successor is not there, otherwise removed
+    .gone       being deleted        removed
+
+What is read: tensors with ``weights_only``, the rest as JSON. The one exception is ``.metadata``, which
+torch.distributed.checkpoint keeps as a pickle: load a checkpoint only from someone whose program you would run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import nlgrpo
+
+log = logging.getLogger("nlgrpo")
+
+Value = TypeVar("Value")
+Tensors = dict[str, torch.Tensor]
+
+_NAME = re.compile(r"step-(\d{8,})")
+_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|old|gone)")
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write checkpoint ``step`` and return its path; every rank calls it.
+
+    ``state`` is JSON with text keys, the same on every rank (rank 0's is written). One of the same step is replaced.
+    Afterwards the newest ``keep`` up to this step are kept; a later one, as a damaged one may be, is not touched.
+
+    Neither model, optimiser nor a random generator is changed: an optimiser that has not stepped stays as it is.
+    """
+    if step < 0 or keep < 1:
+        raise ValueError(f"save(step={step}, keep={keep}): step is 0 or more, keep 1 or more.")
+    folder, rank = Path(folder), _rank()
+    target = folder / f"step-{step:08d}"
+    partial = folder / f".{target.name}.partial"
+    tensors = _all_tensors(model, optimizer)
+    text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer)})
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        _tidy(folder)
+        partial.mkdir()
+    _gather(None)
+    with _single_process_is_fine():
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=not dist.is_initialized())
+    _write(partial / f"rng-{rank:05d}.json", _to_json(_rng_state()))
+    if rank == 0:
+        _write(partial / "state.json", text)
+    digests = _gather({path.name: _digest(path) for path in sorted(partial.iterdir()) if _writer(path.name) == rank})
+    if rank == 0:
+        _write_manifest(partial, {name: digest for part in digests for name, digest in part.items()})
+        _publish(partial, target)
+        _prune(folder, step, keep)
+    _gather(None)
+    return target
+
+
+def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Put the newest whole checkpoint into ``model``, ``optimizer`` and the random generators; every rank calls it.
+
+    Returns the state that was saved, or None if the folder holds no checkpoint. The number of ranks may be another one
+    than at the save; a rank that was not there then keeps the random generators as they are.
+
+    Gradients are dropped. Raises ValueError if there are checkpoints and none is whole, and if the newest whole one
+    does not fit the model or the optimiser; the model is then unchanged.
+    """
+    path = newest(folder)
+    if path is None:
+        return None
+    saved = json.loads((path / "state.json").read_text())
+    _restore(path, model, optimizer, saved["param_groups"])
+    _restore_rng(path)
+    return saved["state"]
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, None if there is none; a damaged one is reported and the one before it taken."""
+    folder = Path(folder)
+    if _rank() == 0 and folder.is_dir():
+        _tidy(folder)
+    found = [folder / f"step-{step:08d}" for step in _gather(_steps(folder) if _rank() == 0 else [])[0]]
+    damages = []
+    for path in reversed(found):
+        # The ranks share the work of hashing; the first complaint stands for all.
+        damage = next(filter(None, _gather(verify(path, _rank(), _ranks()))), None)
+        if damage is None:
+            return path
+        damages.append(damage)
+        if _rank() == 0:
+            log.warning("Checkpoint %s is damaged and left out: %s", path.name, damage)
+    if damages:
+        raise ValueError(
+            f"No checkpoint in {folder} is whole:\n  " + "\n  ".join(damages) + "\n"
+            "  Remove the folder, or name another one, to start anew."
+        )
+    return None
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint's files (of every ``parts``-th file, from ``part``); None if nothing is."""
+    manifest = path / "manifest.json"
+    try:
+        files = json.loads(manifest.read_text())["files"]
+        for name in sorted(files)[part::parts]:
+            size, digest = files[name]["bytes"], files[name]["sha256"]
+            if (path / name).stat().st_size != size:
+                return f"{path / name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
+            if _digest(path / name)["sha256"] != digest:
+                return f"{path / name} does not have the SHA-256 that manifest.json says"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{manifest} is not readable ({error})"
+    return None
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(value: Value) -> list[Value]:
+    """Every rank's value, on every rank; with it, all have come this far."""
+    values: list[Any] = [value] * _ranks()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in ``folder``, ascending, damaged ones included."""
+    matches = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _tidy(folder: Path) -> None:
+    """Finish or undo what a killed save left behind; see the module's table of hidden names."""
+    for path in sorted(folder.iterdir()):
+        match = _HIDDEN.fullmatch(path.name)
+        if match and match[2] == "old" and not (folder / match[1]).exists():
+            os.replace(path, folder / match[1])
+        elif match:
+            shutil.rmtree(path)
+    _sync(folder)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():  # a folder cannot be renamed onto one with content
+        os.replace(target, old)
+    os.replace(partial, target)
+    _sync(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    for outdated in [found for found in _steps(folder) if found <= step][:-keep]:
+        path = folder / f"step-{outdated:08d}"
+        gone = path.with_name(f".{path.name}.gone")
+        os.replace(path, gone)  # so that a half-deleted one is never taken for a checkpoint
+        shutil.rmtree(gone)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new names in ``folder`` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file, from its name: ``__3_0.distcp`` and ``rng-00003.json`` are rank 3's."""
+    match = re.match(r"(?:__|rng-)(\d+)", name)
+    return int(match[1]) if match else 0
+
+
+def _write_manifest(partial: Path, files: dict[str, Any]) -> None:
+    versions = {"nlgrpo": nlgrpo.__version__, "torch": torch.__version__}
+    _write(partial / "manifest.json", json.dumps({"versions": versions, "ranks": _ranks(), "files": files}, indent=1))
+    _sync(partial)
+
+
+def _to_json(value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(
+            f"A checkpoint's state holds texts, numbers, lists and dicts with text keys: {error}."
+        ) from error
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _model_tensors(model: nn.Module) -> Tensors:
+    return _only_tensors({f"model/{name}": value for name, value in get_model_state_dict(model).items()})
+
+
+def _optimizer_tensors(states: dict[str, Any]) -> Tensors:
+    """``{parameter: {"exp_avg": ..}}`` with flat names."""
+    named = {f"optimizer/{name}/{key}": value for name, entry in states.items() for key, value in entry.items()}
+    return _only_tensors(named)
+
+
+def _only_tensors(named: dict[str, Any]) -> Tensors:
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):  # PyTorch would read it back as a pickle
+            raise ValueError(f"{name} is a {type(value).__name__}; a checkpoint holds tensors only.")
+    return named
+
+
+def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    if not optimizer.state:  # get_optimizer_state_dict would make one by a step of size 0, which AdamW counts as a step
+        return _model_tensors(model)
+    states: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    return _model_tensors(model) | _optimizer_tensors(states["state"])
+
+
+def _param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimiser's settings by group, with the parameters' names, in which wrappers leave no trace."""
+    wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+    names = {parameter: wrappers.sub("", name) for name, parameter in model.named_parameters()}
+    if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("The optimiser holds a parameter that is not one of the model's; both are saved together.")
+    return [
+        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        | {"params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    moments = {name: entry for name, entry in stored.items() if name.startswith("optimizer/")}
+    tensors = _model_tensors(model)
+    _check_fit(path, tensors, {name: entry for name, entry in stored.items() if name not in moments})
+    if [group["params"] for group in _param_groups(model, optimizer)] != [group["params"] for group in groups]:
+        raise ValueError(f"{path} has other parameter groups in its optimiser; resume with the same ones.")
+    states = _blank_states(model, optimizer, {name.split("/")[1] for name in moments})
+    _check_fit(path, _optimizer_tensors(states["state"]), moments)
+    with _single_process_is_fine():
+        everything = tensors | _optimizer_tensors(states["state"])
+        dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+    set_model_state_dict(model, {name.removeprefix("model/"): value for name, value in tensors.items()})
+    if moments:
+        set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(strict=False))
+    _restore_settings(optimizer, groups)
+
+
+def _blank_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> dict[str, Any]:
+    """A state to load into, for the parameters that had one: without a gradient so far, a parameter has none."""
+    optimizer.state.clear()
+    optimizer.zero_grad(set_to_none=True)  # PyTorch makes no blank state while there are gradients
+    if not names:
+        return {"state": {}}
+    states: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    return {**states, "state": {name: entry for name, entry in states["state"].items() if name in names}}
+
+
+def _restore_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)  # a compiled step holds on to this tensor
+            elif key != "params":
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _check_fit(path: Path, ours: Tensors, stored: dict[str, Any]) -> None:
+    """Same names, shapes and types: a run that resumes with others is another run."""
+    for only, where in ((ours.keys() - stored.keys(), "this run"), (stored.keys() - ours.keys(), "the checkpoint")):
+        if only:
+            raise ValueError(
+                f"{path} does not fit: {min(only)} is only in {where} (one of {len(only)}).\n"
+                "  Resume with the model and optimiser that it was written with, or name another folder to start anew."
+            )
+    for name, tensor in ours.items():
+        there, here = _form(stored[name]), f"{tensor.dtype} {tuple(tensor.shape)}"
+        if there != here:
+            raise ValueError(f"{path} does not fit: {name} is {there} in the checkpoint and {here} in this run.")
+
+
+def _form(entry: TensorStorageMetadata | BytesStorageMetadata) -> str:
+    if isinstance(entry, BytesStorageMetadata):
+        return "a pickle"
+    return f"{entry.properties.dtype} {tuple(entry.size)}"
+
+
+# --- Random generators ------------------------------------------------------------------------------------------------
+
+
+def _rng_state() -> dict[str, Any]:
+    """The global generators of this process; the CUDA one is that of the current device."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - reward functions may draw from the global one
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    state = {"python": random.getstate(), "numpy": numpy, "torch": _to_text(torch.get_rng_state())}
+    if torch.cuda.is_initialized():
+        state["cuda"] = _to_text(torch.cuda.get_rng_state())
+    return state
+
+
+def _restore_rng(path: Path) -> None:
+    file = path / f"rng-{_rank():05d}.json"
+    if not file.exists():
+        log.warning("%s was written by fewer ranks: rank %d keeps its own random generators.", path.name, _rank())
+        return
+    state = json.loads(file.read_text())
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    state["numpy"]["state"]["key"] = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(_to_bytes(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_to_bytes(state["cuda"]))
+
+
+def _to_text(tensor: torch.Tensor) -> str:
+    return base64.b64encode(tensor.numpy().tobytes()).decode()
+
+
+def _to_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,369 @@
+"""What a run is made of: nested dataclasses, a line under each field, and the one place where they are checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from nlgrpo import objectives
+
+
+@dataclass
+class ModelConfig:
+    path: str = "story-lm"
+    """A Hugging Face model directory, a hub name, or the embedded "story-lm"."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type the model computes in; auto: bfloat16 on a GPU (float32 master weights), float32 on a CPU."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+
+@dataclass
+class DataConfig:
+    source: str = "story-prompts"
+    """A .jsonl, .json, .parquet, .csv or .txt file (.gz too), a `datasets` name, or the embedded "story-prompts"."""
+    evaluation: str = ""
+    """Prompts of the evaluation before and after, read the same way; empty: the last ones of `source`, held out."""
+    split: str = "train"
+    """Split of a `datasets` name or folder."""
+    prompt_column: str = "prompt"
+    """Column with a text, or with a conversation for the model's chat template."""
+    template: str = "{prompt}"
+    """Text around the columns, such as "Question: {question}\\nAnswer:"."""
+    cut_after: str | None = None
+    """The prompt is the text up to the last occurrence of this one, such as "\\n\\nAssistant:"."""
+    separator: str | None = None
+    """What parts the documents of a plain text; without it every line is one."""
+    first_words: int | None = None
+    """Keep so many words of the prompt column."""
+    limit: int | None = None
+    """Read the first so many examples only."""
+    shuffle: bool = True
+    """Visit the prompts in a new order every epoch."""
+    add_bos: bool | None = None
+    """Begin each prompt with BOS; none: as the tokenizer does."""
+
+
+@dataclass
+class RolloutConfig:
+    prompts: int = 6
+    """P, prompts a step, over all ranks."""
+    samples: int = 8
+    """M, completions a prompt (the group)."""
+    max_new_tokens: int = 128
+    """Longest completion."""
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in the loss."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all. Like the next two, it makes the sampler another policy than the trained."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep the tokens that have this share of the likeliest one's probability."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end a completion besides the model's own EOS."""
+    max_rows: int = 256
+    """Completions decoded together on a rank, which bounds the cache."""
+
+
+@dataclass
+class RewardConfig:
+    function: str = ""
+    """`length(target=25, scale=128)`, `lexicon(path=..)`, `regex(pattern=..)`, `gsm8k()`, `classifier(path=..)`,
+    `module:function` or `file.py:function`."""
+    objective: str = "bon:4"
+    """How completions are chosen at inference time: "mean", "bon:N", "soft:tau"."""
+    weight: float = 1.0
+    """Its share w_i in the sum of the objectives."""
+    timeout: float = 600.0
+    """Seconds that one call may take."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """skip: drop the groups that it failed on and count them."""
+
+
+@dataclass
+class LossConfig:
+    normalization: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
+    """What the token losses are divided by: their sequence's length, the tokens of the step (bnpo) or of the rollout
+    (dapo), or a constant."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of every token (GRPO) or of the whole sequence (GSPO)."""
+    eps_low: float = 0.2
+    """The ratio is clipped below at 1 - eps_low."""
+    eps_high: float = 0.2
+    """And above at 1 + eps_high."""
+    beta: float = 1e-4
+    """Weight of the KL divergence to the model that training starts from; 0 keeps no reference."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """In the loss token by token, or as -beta log(pi/pi_ref) of a completion in its linearised reward."""
+    kl_importance: bool = False
+    """Weigh k3 in the loss by the ratio (TRL's use_bias_correction_kl), exact in the gradient off-policy too."""
+    target_kl: float | None = None
+    """Adapt beta so that the KL per token stays near this value; none: beta is constant."""
+    scale: Literal["none", "group", "batch"] = "none"
+    """Divide advantages by the standard deviation of the group or batch, which undoes the scale of the linearisation."""
+    epochs: int = 1
+    """Passes over each rollout."""
+    minibatches: int = 1
+    """Optimiser steps in a pass."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    """Learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up."""
+    warmup_steps: int = 0
+    """Training steps in which the learning rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """The gradient's norm is clipped here; 0: never."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 100
+    """Rollouts to train on."""
+    seed: int = 0
+    """Of prompts, samples and minibatches."""
+    out: str = ""
+    """Folder of the run; empty: runs/<recipe>."""
+    micro_batch_tokens: int = 16384
+    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    samples_every: int = 50
+    """Steps between tables of sampled completions; 0: never."""
+    tensorboard: bool | None = None
+    """None: where it is installed."""
+    restart: bool = False
+    """Begin anew in a folder that holds a run, whose files are removed."""
+
+
+@dataclass
+class EvaluationConfig:
+    prompts: int = 64
+    """Prompts sampled before and after training; 0: no evaluation."""
+    samples: int = 16
+    """n, completions of each."""
+    ns: tuple[int, ...] = (1, 4)
+    """N of the best-of-N values that are printed; 1 is the mean."""
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    recipe: str = "blank"
+    """Name of the recipe that it began as."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @property
+    def run(self) -> Path:
+        return Path(self.train.out or f"runs/{self.recipe}")
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check(config: Config, *, world: int = 1) -> None:
+    """Refuse values out of range. Raises ValueError with every fault: what was given and what is allowed."""
+    faults = [fault for fault in _faults(config, world) if fault]
+    if faults:
+        raise ValueError("\n".join(["the configuration cannot be run:", *(f"  {fault}" for fault in faults)]))
+
+
+def _faults(config: Config, world: int) -> list[str]:
+    rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
+
+    def need(name: str, allowed: str, good: bool) -> str:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        return "" if good else f"{name} = {value!r}: allowed is {allowed}"
+
+    faults = [
+        need("rollout.prompts", ">= 1", rollout.prompts >= 1),
+        need("rollout.samples", ">= 2, because the baseline is the mean of the group", rollout.samples >= 2),
+        need("rollout.max_new_tokens", ">= 1", rollout.max_new_tokens >= 1),
+        need("rollout.temperature", "> 0", rollout.temperature > 0),
+        need("rollout.top_k", ">= 0 (0: off)", rollout.top_k >= 0),
+        need("rollout.top_p", "in (0, 1]", 0 < rollout.top_p <= 1),
+        need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
+        need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
+        need("loss.eps_high", "> 0", loss.eps_high > 0),
+        need("loss.beta", ">= 0", loss.beta >= 0),
+        need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
+        need("loss.epochs", ">= 1", loss.epochs >= 1),
+        need("loss.minibatches", ">= 1", loss.minibatches >= 1),
+        need("optim.lr", ">= 0", optim.lr >= 0),
+        need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
+        need("optim.betas", "two values in [0, 1)", all(0 <= b < 1 for b in optim.betas)),
+        need("optim.eps", "> 0", optim.eps > 0),
+        need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
+        need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+        need("train.steps", ">= 0", train.steps >= 0),
+        need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
+        need("train.micro_batch_tokens", ">= 1", train.micro_batch_tokens >= 1),
+        need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
+        need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+        need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
+        need("evaluation.prompts", ">= 0 (0: no evaluation)", evaluation.prompts >= 0),
+        need("evaluation.samples", ">= 1", evaluation.samples >= 1),
+        need(
+            "evaluation.ns",
+            f"between 1 and evaluation.samples = {evaluation.samples}",
+            all(1 <= n <= evaluation.samples for n in evaluation.ns) and len(evaluation.ns) > 0,
+        ),
+    ]
+    if rollout.prompts % world:
+        faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
+    if loss.minibatches > max(1, rollout.prompts * rollout.samples):
+        faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
+    if loss.kl_importance and loss.kl != "k3":
+        faults.append(f"loss.kl_importance weighs k3, and loss.kl is {loss.kl!r}")
+    if loss.target_kl is not None and loss.beta == 0:
+        faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
+    return faults + _reward_faults(config.rewards)
+
+
+def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:
+    faults = []
+    if not rewards:
+        faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
+    for name, reward in rewards.items():
+        if not reward.function:
+            faults.append(f"rewards.{name}.function is missing")
+        if not reward.timeout > 0:
+            faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0")
+        try:
+            objectives.parse(reward.objective)
+        except ValueError as error:
+            faults.append(f"rewards.{name}.objective: {error}")
+    return faults
+
+
+# --- files and the command line ---------------------------------------------------------------------------------------
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any], base: Config | None = None, where: str = "the configuration") -> Config:
+    """``base`` with ``values`` laid over it; a [rewards] table replaces the rewards as a whole.
+
+    Raises ValueError for a key that does not exist, with the nearest one that does, and for a value of another type.
+    """
+    return _overlay(base or Config(), values, where, "")
+
+
+def read_toml(path: Path, base: Config) -> Config:
+    """``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for a file that is not TOML."""
+    if not path.is_file():
+        raise ValueError(f"there is no configuration file {path}")
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    return from_dict(values, base, str(path))
+
+
+def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
+    hints = typing.get_type_hints(type(base))
+    changes = {}
+    for key, value in values.items():
+        name = prefix + key
+        if key not in hints:
+            raise ValueError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix)}")
+        current = getattr(base, key)
+        if dataclasses.is_dataclass(current) or hints[key] == dict[str, RewardConfig]:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{where}: {name} is a table, and {value!r} came")
+            if dataclasses.is_dataclass(current):
+                changes[key] = _overlay(current, value, where, f"{name}.")
+            else:
+                changes[key] = {
+                    k: _overlay(RewardConfig(), v if isinstance(v, Mapping) else {"function": v}, where, f"{name}.{k}.")
+                    for k, v in value.items()
+                }
+        else:
+            changes[key] = _coerce(value, hints[key], where, name)
+    return dataclasses.replace(base, **changes)
+
+
+def _coerce(value: Any, kind: Any, where: str, name: str) -> Any:
+    """``value`` as the annotated type: an int serves as a float and a list as a tuple, nothing else is converted."""
+    options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+    for option in options:
+        if typing.get_origin(option) is Literal and value in typing.get_args(option):
+            return value
+        if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
+            inner = typing.get_args(option)[0]
+            return tuple(_coerce(item, inner, where, name) for item in value)
+        if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if option in (int, str, bool, type(None)) and type(value) is option:
+            return value
+    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"{where}: {name} = {value!r}: expected {names}")
+
+
+def _hint(key: str, known: Mapping[str, Any], prefix: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    known_here = ", ".join(prefix + k for k in known)
+    return f"; did you mean {prefix + near[0]!r}?" if near else f"; known are: {known_here}"
+
+
+def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:
+    """``config`` with ``--section.key value`` arguments laid over it (tyro).
+
+    ``--rewards.NAME.key`` adds the reward NAME where there is none. An unknown key ends the program with the nearest
+    known ones, as does ``--help`` with all of them.
+    """
+    named = [part.split(".")[1] for part in arguments if part.startswith("--rewards.") and part.count(".") > 1]
+    rewards = {name: RewardConfig() for name in named} | config.rewards
+    return tyro.cli(Config, default=dataclasses.replace(config, rewards=rewards), args=list(arguments), prog=program)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lines ``section.key: old -> new`` for what differs between two configurations as dictionaries."""
+    lines = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif _plain(a) != _plain(b):
+            lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,251 @@
+"""Generation: M completions of each prompt with a KV cache, token in, token out.
+
+A prompt is prefilled once and its keys are handed to its M rows; rows that have ended leave the batch. What is drawn for a
+row depends on (seed, prompt, sample, position) alone, so that neither the batch nor the number of ranks changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nlgrpo.attention import PackedAttention
+from nlgrpo.model import Attend, Decoder, Rope, packed_positions
+from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """M completions for each of P prompts, padded with 0 to the longest; a stop id that ended one is part of it."""
+
+    prompt_ids: list[list[int]]
+    tokens: Tensor  # (P, M, L) int64
+    logprobs: Tensor  # (P, M, L) of the distribution that was sampled from
+    lengths: Tensor  # (P, M) int64
+    finished: Tensor  # (P, M) bool: ended by a stop id, not by the limit
+
+    def completion_ids(self) -> list[list[int]]:
+        """The P*M completions, prompt by prompt."""
+        flat, lengths = self.tokens.flatten(0, 1).tolist(), self.lengths.flatten().tolist()
+        return [ids[:n] for ids, n in zip(flat, lengths, strict=True)]
+
+    def finish_reasons(self) -> list[str]:
+        return ["stop" if stopped else "length" for stopped in self.finished.flatten().tolist()]
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    index: Sequence[int] | None = None,
+    max_rows: int = 256,
+) -> Rollout:
+    """Draw ``samples`` completions of every prompt.
+
+    ``index``: the number that keys each prompt's noise (its place in ``prompts`` by default); the same seed and index give
+    the same draws. ``max_rows`` bounds the rows that are decoded together, and with them the cache; at least one prompt's
+    samples are. The model's parameters must be whole (see ``parallel.gathered``).
+
+    Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
+    ``sampling.max_new_tokens`` in the model's context.
+    """
+    if samples < 1:
+        raise ValueError(f"samples = {samples}: expected at least 1")
+    _check(model, prompts, sampling)
+    index = range(len(prompts)) if index is None else index
+    chunk = max(1, max_rows // samples)
+    with torch.inference_mode():
+        parts = [
+            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk])
+            for i in range(0, len(prompts), chunk)
+        ]
+    longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
+    device = model.head_weight.device
+    empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
+    tokens = torch.cat([empty, *(F.pad(t, (0, longest - t.shape[1])) for t, _ in parts)])
+    logprobs = torch.cat([empty.float(), *(F.pad(p, (0, longest - p.shape[1])) for _, p in parts)])
+    return _rollout(prompts, tokens, logprobs, samples, sampling)
+
+
+def _check(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    room = model.shape.context - sampling.max_new_tokens
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty; it needs one token at least, such as the tokenizer's BOS")
+        if len(prompt) > room:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {sampling.max_new_tokens} passes the "
+                f"model's context of {model.shape.context}; shorten the prompt or lower max_new_tokens"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < model.shape.vocab:
+            raise ValueError(f"prompt {i} has a token id outside [0, {model.shape.vocab}), the model's vocabulary")
+
+
+def _rollout(
+    prompts: Sequence[Sequence[int]], tokens: Tensor, logprobs: Tensor, samples: int, sampling: Sampling
+) -> Rollout:
+    """Cut the (R, L) draws after their first stop id; what a row drew behind it, before it left the batch, is dropped."""
+    rows, longest = tokens.shape
+    stopped = _is_stop(tokens, _stops(sampling, tokens.device))
+    finished = stopped.any(-1)
+    first = stopped.int().argmax(-1) if longest else torch.zeros_like(finished, dtype=torch.int64)
+    lengths = torch.where(finished, first + 1, min(longest, sampling.max_new_tokens))
+    inside = torch.arange(longest, device=tokens.device) < lengths[:, None]
+    shape = (rows // samples, samples)
+    return Rollout(
+        prompt_ids=[list(p) for p in prompts],
+        tokens=torch.where(inside, tokens, 0).view(*shape, longest),
+        logprobs=torch.where(inside, logprobs, 0.0).view(*shape, longest),
+        lengths=lengths.view(shape),
+        finished=finished.view(shape),
+    )
+
+
+class _Prefill:
+    """Packed attention over the prompts that keeps each layer's keys and values."""
+
+    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
+        self.attend = PackedAttention(lengths, device, dtype)
+        self.kv: list[Tensor] = []  # per layer (T, 2 Hk, d)
+
+    def __call__(self, q: Tensor, kv: Tensor, **of_layer: object) -> Tensor:
+        self.kv.append(kv)
+        return self.attend(q, kv, **of_layer)
+
+
+class _Cache:
+    """Keys and values of R rows, whose prompts end at the same column and whose completions grow together.
+
+    ``kv (layers, R, 2 Hk, columns, d)``; the columns before a shorter prompt are masked. As all rows stand at the same
+    column, a step writes one slice and a window is a slice too.
+    """
+
+    def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
+        self.column = max(lengths)  # where the next token goes
+        tokens, heads, d = kv[0].shape
+        rows = len(lengths) * samples
+        self.kv = kv[0].new_zeros(len(kv), rows, heads, self.column + new_tokens, d)
+        start = 0
+        for i, n in enumerate(lengths):
+            prompt = torch.stack([x[start : start + n] for x in kv]).transpose(1, 2)  # (layers, 2 Hk, n, d)
+            self.kv[:, i * samples : (i + 1) * samples, :, self.column - n : self.column] = prompt[:, None]
+            start += n
+        self.mask = None
+        if min(lengths) < self.column:
+            first = self.column - torch.tensor(lengths, device=self.kv.device).repeat_interleave(samples)
+            columns = torch.arange(self.kv.shape[3], device=self.kv.device)
+            self.mask = (columns >= first[:, None])[:, None, None]  # (R, 1, 1, columns)
+
+    def __call__(self, q: Tensor, kv: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+        cache, end = self.kv[layer], self.column + 1
+        cache[:, :, self.column] = kv
+        seen = slice(0 if window is None else max(0, end - window), end)
+        keys, values = cache[:, :, seen].chunk(2, dim=1)
+        mask = None if self.mask is None else self.mask[..., seen]
+        grouped = q.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(q[:, :, None], keys, values, mask, scale=scale, enable_gqa=grouped)
+        return out[:, :, 0]
+
+    def move(self, source: Tensor, target: Tensor, rows: int) -> None:
+        """Copy rows ``source`` over rows ``target`` and keep the first ``rows``."""
+        used = self.kv[:, :, :, : self.column]
+        used[:, target] = used[:, source]
+        self.kv = self.kv[:, :rows]
+        if self.mask is not None:
+            self.mask[target] = self.mask[source]
+            self.mask = self.mask[:rows]
+
+
+class _Rows:
+    """The rows that are still growing: which of the R they are, their noise, and where they stand."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], samples: int, noise: Tensor) -> None:
+        self.number = torch.arange(len(noise), device=noise.device)
+        self.noise = noise
+        self.position = torch.tensor([len(p) for p in prompts], device=noise.device).repeat_interleave(samples)
+        self.token = torch.zeros_like(self.number)
+        self.done = torch.zeros_like(self.number, dtype=torch.bool)
+
+    def drop_finished(self, cache: _Cache) -> None:
+        """Let the finished rows leave once an eighth of them has: the last live rows take their places."""
+        alive = int((~self.done).sum())
+        if alive > len(self.done) * 7 // 8:
+            return
+        target = self.done[:alive].nonzero()[:, 0]
+        source = alive + (~self.done[alive:]).nonzero()[:, 0]
+        cache.move(source, target, alive)
+        for name, x in vars(self).items():
+            x[target] = x[source]
+            setattr(self, name, x[:alive])
+
+
+def _decode(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    index: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs (R, L) of the prompts' R = P * samples rows; behind a stop id they are not defined."""
+    device, limit = model.head_weight.device, sampling.max_new_tokens
+    keys = torch.tensor(list(index), device=device).repeat_interleave(samples)
+    sample = torch.arange(samples, device=device).repeat(len(prompts))
+    rows = _Rows(prompts, samples, uniform_noise(seed, keys, sample, torch.arange(limit, device=device)))
+    logits, cache = _prefill(model, prompts, samples, limit)
+    tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(len(keys), limit, dtype=torch.float32, device=device)
+    table, stops = model.rope(torch.arange(cache.column + limit, device=device)), _stops(sampling, device)
+    look_every = 1 if device.type == "cpu" else 16  # on a GPU, asking how many rows have ended waits for the device
+    for t in range(limit):
+        log_probs = log_distribution(logits, sampling)
+        rows.token = draw(log_probs, rows.noise[:, t])
+        tokens[rows.number, t] = rows.token
+        logprobs[rows.number, t] = log_probs.gather(-1, rows.token[:, None])[:, 0].float()
+        rows.done |= _is_stop(rows.token, stops)
+        if (t + 1) % look_every == 0:
+            rows.drop_finished(cache)
+        if t + 1 == limit or len(rows.done) == 0:
+            return tokens[:, : t + 1], logprobs[:, : t + 1]
+        rope = None if table is None else (table[0][rows.position], table[1][rows.position])
+        logits = _forward(model, rows.token, rows.position, rope, cache)
+        cache.column += 1
+        rows.position += 1
+    raise AssertionError("the loop returns at its limit")
+
+
+def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> tuple[Tensor, _Cache]:
+    """Run each prompt once; logits (R, V) of the first new token, and the cache of its R rows."""
+    weight, lengths = model.head_weight, [len(p) for p in prompts]
+    packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
+    positions = packed_positions(lengths, weight.device)
+    attend = _Prefill(lengths, weight.device, weight.dtype)
+    last = torch.tensor(lengths, device=weight.device).cumsum(0) - 1
+    logits = _forward(model, packed, positions, model.rope(positions), attend, last)
+    return logits.repeat_interleave(samples, dim=0), _Cache(attend.kv, lengths, samples, new_tokens)
+
+
+def _forward(
+    model: Decoder, tokens: Tensor, positions: Tensor, rope: Rope, attend: Attend, select: Tensor | None = None
+) -> Tensor:
+    """Logits of the selected tokens. ``block.forward`` and not ``block``: the hooks that shard the blocks must not run."""
+    x = model.enter(tokens, positions)
+    for block in model.blocks:
+        x = block.forward(x, rope, attend)
+    x = model.norm(x if select is None else x[select])
+    return F.linear(x, model.head_weight)
+
+
+def _stops(sampling: Sampling, device: torch.device) -> Tensor:
+    return torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+
+
+def _is_stop(tokens: Tensor, stops: Tensor) -> Tensor:
+    return (tokens[..., None] == stops).any(-1)

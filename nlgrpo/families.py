@@ -1,0 +1,260 @@
+"""What sets the supported model families apart: the shape read off a config, and where each tensor stands on disk."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that fixes the decoder's computation; the defaults are Llama's choices."""
+
+    family: str
+    vocab: int  # V
+    width: int  # D
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    context: int  # longest sequence that the positions reach
+    eps: float = 1e-5
+    norm: str = "rms"  # "rms" | "layer" (with bias)
+    activation: str = "silu"
+    gated: bool = True  # down(act(gate x) * up x), else down(act(up x))
+    parallel: bool = False  # x + attention(norm1 x) + mlp(norm2 x)
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    rotary_dim: int = 0  # leading dimensions of a head that are rotated; 0: learned positions
+    windows: tuple[int | None, ...] = ()  # per layer: keys that a query sees, itself included
+    scales: tuple[float, ...] = ()  # per layer: factor on q k^T
+
+
+def shape_of(config: Any) -> Shape:
+    """The ``Shape`` of a Hugging Face config.
+
+    Raises ValueError for an architecture, activation or rotary type that the decoder does not know; lists those it does.
+    """
+    if config.model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"unknown architecture {config.model_type!r}; nlgrpo's decoder reads: {known}")
+    shape = FAMILIES[config.model_type](config)
+    if shape.activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {shape.activation!r}; known: {', '.join(ACTIVATIONS)}")
+    return shape
+
+
+def _llama_like(config: Any, **differences: Any) -> Shape:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = config.num_hidden_layers
+    choices = {
+        "family": config.model_type,
+        "vocab": config.vocab_size,
+        "width": config.hidden_size,
+        "layers": layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": head_dim,
+        "ffn": config.intermediate_size,
+        "context": config.max_position_embeddings,
+        "eps": getattr(config, "rms_norm_eps", 1e-6),
+        "activation": config.hidden_act,
+        "tied": bool(config.tie_word_embeddings),
+        "rotary_dim": head_dim,
+        "windows": (None,) * layers,
+        "scales": (head_dim**-0.5,) * layers,
+    }
+    return Shape(**(choices | differences))
+
+
+def _llama(config: Any) -> Shape:
+    bias = bool(config.attention_bias)
+    return _llama_like(config, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.mlp_bias))
+
+
+def _mistral(config: Any) -> Shape:
+    return _llama_like(config, windows=(config.sliding_window,) * config.num_hidden_layers)
+
+
+def _qwen2(config: Any, **differences: Any) -> Shape:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    windows = tuple(config.sliding_window if slides else None for slides in sliding)
+    return _llama_like(config, **({"windows": windows, "qkv_bias": True} | differences))
+
+
+def _qwen3(config: Any) -> Shape:
+    bias = bool(config.attention_bias)
+    return _qwen2(config, qkv_bias=bias, out_bias=bias, qk_norm=True)
+
+
+def _gpt_neox(config: Any) -> Shape:
+    head_dim = config.hidden_size // config.num_attention_heads
+    bias = bool(getattr(config, "attention_bias", True))
+    return _llama_like(
+        config,
+        eps=config.layer_norm_eps,
+        norm="layer",
+        gated=False,
+        parallel=bool(config.use_parallel_residual),
+        rotary_dim=int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=True,
+    )
+
+
+def _gpt2(config: Any) -> Shape:
+    layers, head_dim = config.n_layer, config.n_embd // config.n_head
+    scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
+    by_depth = config.scale_attn_by_inverse_layer_idx
+    return Shape(
+        family="gpt2",
+        vocab=config.vocab_size,
+        width=config.n_embd,
+        layers=layers,
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_dim=head_dim,
+        ffn=config.n_inner or 4 * config.n_embd,
+        context=config.n_positions,
+        eps=config.layer_norm_epsilon,
+        norm="layer",
+        activation=config.activation_function,
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=bool(config.tie_word_embeddings),
+        windows=(None,) * layers,
+        scales=tuple(scale / (i + 1) if by_depth else scale for i in range(layers)),
+    )
+
+
+FAMILIES: dict[str, Callable[[Any], Shape]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt_neox": _gpt_neox,
+    "gpt2": _gpt2,
+}
+
+
+def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]:
+    """(r/2,) inverse frequencies and the factor on cos and sin (yarn); None for learned positions."""
+    if shape.rotary_dim == 0:
+        return None, 1.0
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind == "default":
+        steps = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32) / shape.rotary_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
+    if kind not in ("linear", "yarn", "llama3"):
+        raise ValueError(f"unsupported rotary embedding {kind!r}; supported: default, linear, yarn, llama3")
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return inv_freq, float(scale)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our tensors stands in a Hugging Face checkpoint.
+
+    ``names`` are concatenated along dim 0 (``rows`` each). ``layout``: ``"rows"`` as it is, ``"transposed"`` for GPT-2's
+    Conv1D (in, out), ``"interleaved"`` for GPT-NeoX, whose rows go head by head: q, k, v of head 0, then of head 1.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    layout: str = "rows"
+
+
+def tensor_map(shape: Shape) -> dict[str, Source]:
+    """Our parameter names -> their place on disk, for every parameter that a decoder of this shape has."""
+    names = {"gpt_neox": _neox_names, "gpt2": _gpt2_names}.get(shape.family, _llama_names)(shape)
+    return {ours: source if isinstance(source, Source) else Source((source,), (-1,)) for ours, source in names.items()}
+
+
+def _llama_names(shape: Shape) -> dict[str, str | Source]:
+    names: dict[str, str | Source] = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    if not shape.tied:
+        names["head.weight"] = "lm_head.weight"
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for i in range(shape.layers):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        names[ours + "norm1.weight"] = theirs + "input_layernorm.weight"
+        names[ours + "norm2.weight"] = theirs + "post_attention_layernorm.weight"
+        for part in ("weight", "bias"):
+            if part == "weight" or shape.qkv_bias:
+                parts = tuple(f"{theirs}self_attn.{x}_proj.{part}" for x in "qkv")
+                names[ours + f"qkv.{part}"] = Source(parts, (q, kv, kv))
+            if part == "weight" or shape.out_bias:
+                names[ours + f"out.{part}"] = f"{theirs}self_attn.o_proj.{part}"
+            if part == "weight" or shape.mlp_bias:
+                parts = (f"{theirs}mlp.gate_proj.{part}", f"{theirs}mlp.up_proj.{part}")
+                names[ours + f"up.{part}"] = Source(parts, (shape.ffn, shape.ffn))
+                names[ours + f"down.{part}"] = f"{theirs}mlp.down_proj.{part}"
+        if shape.qk_norm:
+            names[ours + "q_norm"] = theirs + "self_attn.q_norm.weight"
+            names[ours + "k_norm"] = theirs + "self_attn.k_norm.weight"
+    return names
+
+
+def _neox_names(shape: Shape) -> dict[str, str | Source]:
+    names: dict[str, str | Source] = {"embed.weight": "gpt_neox.embed_in.weight"}
+    if not shape.tied:
+        names["head.weight"] = "embed_out.weight"
+    for part in ("weight", "bias"):
+        names[f"norm.{part}"] = f"gpt_neox.final_layer_norm.{part}"
+        for i in range(shape.layers):
+            ours, theirs = f"blocks.{i}.", f"gpt_neox.layers.{i}."
+            names[ours + f"norm1.{part}"] = theirs + f"input_layernorm.{part}"
+            names[ours + f"norm2.{part}"] = theirs + f"post_attention_layernorm.{part}"
+            if part == "weight" or shape.qkv_bias:
+                names[ours + f"qkv.{part}"] = Source(
+                    (theirs + f"attention.query_key_value.{part}",), (-1,), "interleaved"
+                )
+            if part == "weight" or shape.out_bias:
+                names[ours + f"out.{part}"] = theirs + f"attention.dense.{part}"
+            names[ours + f"up.{part}"] = theirs + f"mlp.dense_h_to_4h.{part}"
+            names[ours + f"down.{part}"] = theirs + f"mlp.dense_4h_to_h.{part}"
+    return names
+
+
+def _gpt2_names(shape: Shape) -> dict[str, str | Source]:
+    names: dict[str, str | Source] = {
+        "embed.weight": "transformer.wte.weight",
+        "positions.weight": "transformer.wpe.weight",
+    }
+    if not shape.tied:
+        names["head.weight"] = "lm_head.weight"
+    projections = {"qkv": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+    for part in ("weight", "bias"):
+        names[f"norm.{part}"] = f"transformer.ln_f.{part}"
+        for i in range(shape.layers):
+            ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+            names[ours + f"norm1.{part}"] = theirs + f"ln_1.{part}"
+            names[ours + f"norm2.{part}"] = theirs + f"ln_2.{part}"
+            layout = "transposed" if part == "weight" else "rows"
+            for mine, its in projections.items():
+                names[ours + f"{mine}.{part}"] = Source((theirs + f"{its}.{part}",), (-1,), layout)
+    return names

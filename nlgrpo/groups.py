@@ -1,0 +1,83 @@
+"""The groups of a step on all ranks: values of the objectives, linearised rewards, and what is logged of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nlgrpo.advantages import effective_sample_size
+from nlgrpo.aggregation import WeightedSum
+from nlgrpo.data import Batch, plain_text
+from nlgrpo.engine import Rollout
+from nlgrpo.metrics import Sample, rollout_metrics
+from nlgrpo.objectives import Objective, linearize_present, value_present
+from nlgrpo.parallel import Ranks
+from nlgrpo.rewards import Scores
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rewards and lengths of the global batch, the same on every rank; ``own`` are the prompts of this one.
+
+    Everything that depends on the whole batch is computed from here on every rank alike, so that there is no average of
+    averages: P x M numbers are cheap to gather.
+    """
+
+    rewards: dict[str, Tensor]  # (P, M) float64, NaN where the reward abstained
+    lengths: Tensor  # (P, M)
+    finished: Tensor  # (P, M)
+    dropped: Tensor  # (P,)
+    own: slice
+    tokens: int  # of prompts and completions
+
+    @classmethod
+    def gather(cls, ranks: Ranks, scores: Scores, rollout: Rollout) -> Groups:
+        """From each rank's share, all of the same size."""
+        device, count = ranks.device, len(rollout.lengths)
+        prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
+        tokens = ranks.sum(rollout.lengths.sum() + prompts)
+        return cls(
+            rewards={name: ranks.gather(values.to(device)) for name, values in scores.values.items()},
+            lengths=ranks.gather(rollout.lengths),
+            finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
+            dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
+            own=slice(ranks.rank * count, (ranks.rank + 1) * count),
+            tokens=int(tokens),
+        )
+
+    def values(self, objectives: Mapping[str, Objective]) -> Tensor:
+        """(m,) R_i over the groups in which the reward was given; NaN where it was in none."""
+        return torch.stack([value_present(objectives[name], r).nanmean() for name, r in self.rewards.items()])
+
+    def linearize(self, objectives: Mapping[str, Objective]) -> Tensor:
+        """(m, P, M) first variation of every R_i at its group, centred; 0 where the reward abstained."""
+        return torch.stack([linearize_present(objectives[name], r) for name, r in self.rewards.items()])
+
+    def metrics(
+        self, aggregate: WeightedSum, weights: Mapping[str, float], values: Tensor, advantages: Tensor
+    ) -> dict[str, float]:
+        """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient."""
+        out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, values, strict=True)}
+        out["objective/aggregate"] = float(aggregate.value(values))
+        out["advantage/ess"] = float(effective_sample_size(advantages))
+        out["rewards/dropped_groups"] = float(self.dropped.sum())
+        return out | rollout_metrics(self.rewards, weights, self.lengths, self.finished)
+
+    def samples(
+        self, batch: Batch, texts: Sequence[str], linear: Tensor, advantages: Tensor, shown: int = 4
+    ) -> list[Sample]:
+        """The first completions of this rank's first prompt with their rewards, linearised rewards and advantages."""
+        first, rows = self.own.start, range(min(shown, self.lengths.shape[1]))
+        return [
+            Sample(
+                prompt=plain_text(batch.prompts[0]),
+                completion=texts[j],
+                rewards={name: float(r[first, j]) for name, r in self.rewards.items()},
+                linearized={name: float(x[first, j]) for name, x in zip(self.rewards, linear, strict=True)},
+                advantage=float(advantages[first, j]),
+            )
+            for j in rows
+        ]

@@ -1,0 +1,216 @@
+"""The update: from a rollout and its advantages to a step of the policy (SPEC of the loss: `policy_losses`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nlgrpo import kl
+from nlgrpo.config import LossConfig, OptimConfig
+from nlgrpo.engine import Rollout
+from nlgrpo.model import Decoder
+from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
+from nlgrpo.parallel import Ranks, clip_gradients
+from nlgrpo.policy_losses import packed_loss, token_weights
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of training step ``step`` of ``steps``: a linear rise over the warm-up, then the schedule."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return optim.lr * factor[optim.schedule]
+
+
+def make_optimizer(model: Decoder, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW; norms and biases, which have one dimension, do not decay."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A policy, the frozen reference it is held to (None where beta is 0), and how the one is optimised."""
+
+    model: Decoder
+    reference: Decoder | None
+    optimizer: torch.optim.Optimizer
+    loss: LossConfig
+    optim: OptimConfig
+    ranks: Ranks
+    temperature: float
+    max_new_tokens: int
+    micro_batch_tokens: int
+    seed: int
+
+    def micro_batches(self, rollout: Rollout, rows: list[int]) -> list[MicroBatch]:
+        """This rank's ``rows`` packed; as many micro-batches on every rank, because each one is a collective."""
+        samples = rollout.tokens.shape[1]
+        prompts = [prompt for prompt in rollout.prompt_ids for _ in range(samples)]
+        device = self.ranks.device
+        packed = pack(prompts, rollout.completion_ids(), rows, self.micro_batch_tokens, device)
+        most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
+        return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
+
+    @torch.no_grad()
+    def score(self, model: Decoder, rollout: Rollout) -> Tensor:
+        """Log-probs (R, L) of the completions under ``model``; 0 behind their ends."""
+        out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=_wide(model))
+        for batch in self.micro_batches(rollout, list(range(len(out)))):
+            logprob, _ = model(batch.tokens, batch.lengths, batch.select, batch.targets, self.temperature)
+            out[batch.row, batch.offset] = logprob.to(out)
+        return out
+
+    def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
+        return None if self.reference is None else self.score(self.reference, rollout)
+
+    def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
+        """-beta log(pi(y)/pi_ref(y)), (P, M): the first variation of -beta KL up to a constant, for the linearised reward."""
+        log_ratio = kl.estimate(self.score(self.model, rollout), ref_logprobs, "k1").sum(-1)
+        return -beta * log_ratio.view(rollout.lengths.shape)
+
+    def update(
+        self,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        step: int,
+        lr: float,
+        beta: float,
+        ref_logprobs: Tensor | None = None,
+        dropped: Tensor | None = None,
+    ) -> dict[str, float]:
+        """Optimise the surrogate loss on ``rollout``, with ``advantages (P, M)`` of this rank; what was measured.
+
+        The loss is the one over all ranks: its denominators are counted globally first, and FSDP's mean over ranks is
+        undone, so that neither ranks nor micro-batches change it. Groups that are ``dropped (P,)`` count nowhere.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        advantages, lengths = advantages.flatten(), rollout.lengths.flatten()
+        kept = torch.ones_like(rollout.lengths, dtype=torch.bool)
+        if dropped is not None:
+            kept[dropped] = False
+        kept = kept.flatten()
+        old = self.score(self.model, rollout) if self.loss.epochs * self.loss.minibatches > 1 else None
+        of_rollout = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
+        totals = _Totals(self.ranks)
+        for part, rows in enumerate(self._minibatches(kept, step)):
+            own = lengths[rows]
+            counts = torch.tensor([len(rows), float(own.sum())], dtype=torch.float64, device=lengths.device)
+            sequences, tokens = self.ranks.sum(counts).tolist()
+            if sequences == 0:
+                continue
+            weights = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+            weights[rows] = token_weights(
+                self.loss.normalization,
+                own,
+                sequences=int(sequences),
+                tokens=of_rollout if self.loss.normalization == "dapo" else tokens,
+                max_length=self.max_new_tokens,
+            )
+            self.optimizer.zero_grad()
+            for batch in self.micro_batches(rollout, rows):
+                loss, stats = self._loss(batch, advantages, weights, old, ref_logprobs, beta)
+                (loss * self.ranks.world).backward()
+                totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
+            totals.grad_norms.append(clip_gradients(self.model, self.optim.max_grad_norm))
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return totals.metrics() | {"learning_rate": lr}
+
+    def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
+        """This rank's rows of every optimiser step, those that are ``kept (R,)``.
+
+        One shuffle of the global rows an epoch, the same on all ranks: which completions meet does not depend on ranks.
+        """
+        rows, first = len(kept), len(kept) * self.ranks.rank
+        for epoch in range(self.loss.epochs):
+            generator = torch.Generator().manual_seed(self.seed + step * self.loss.epochs + epoch)
+            order = torch.randperm(rows * self.ranks.world, generator=generator)
+            for part in order.tensor_split(self.loss.minibatches):
+                mine = part[(part >= first) & (part < first + rows)] - first
+                yield sorted(mine[kept.cpu()[mine]].tolist())
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        advantages: Tensor,
+        weights: Tensor,
+        old: Tensor | None,
+        ref_logprobs: Tensor | None,
+        beta: float,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logprob, entropy = self.model(batch.tokens, batch.lengths, batch.select, batch.targets, self.temperature)
+        in_loss = self.loss.kl_in == "loss"
+        loss, stats = packed_loss(
+            logprob,
+            None if old is None else batch.pick(old),
+            advantages,
+            batch.row,
+            weights,
+            ref_logprob=None if ref_logprobs is None else batch.pick(ref_logprobs),
+            level=self.loss.level,
+            eps_low=self.loss.eps_low,
+            eps_high=self.loss.eps_high,
+            beta=beta if in_loss else 0.0,
+            kl="k3_iw" if self.loss.kl_importance else self.loss.kl,
+        )
+        return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
+
+
+def _wide(model: Decoder) -> torch.dtype:
+    return torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
+
+
+class _Totals:
+    """Sums of an update's statistics over micro-batches, reduced over ranks once at its end."""
+
+    NAMES = ("loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_region", "gap", "compared")
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.sums = dict.fromkeys(self.NAMES, 0.0)
+        self.largest = {"ratio": 0.0, "gap": 0.0}
+        self.grad_norms: list[float] = []
+        self.has_kl = False
+
+    def add(self, loss: Tensor, stats: dict[str, Tensor], sampler: Tensor | None) -> None:
+        """``sampler``: the log-probs with which the tokens were sampled, while the policy has not moved yet."""
+        self.has_kl |= "kl" in stats
+        self.sums["loss"] += float(loss.detach())
+        for name in self.sums.keys() & stats.keys():
+            self.sums[name] += float(stats[name])
+        self.largest["ratio"] = max(self.largest["ratio"], float(stats["ratio_max"]))
+        if sampler is not None and len(sampler):
+            gap = (stats["logprob"].double() - sampler.double()).abs()
+            self.sums["gap"] += float(gap.sum())
+            self.sums["compared"] += len(gap)
+            self.largest["gap"] = max(self.largest["gap"], float(gap.max()))
+
+    def metrics(self) -> dict[str, float]:
+        device = self.ranks.device
+        sums = self.ranks.sum(torch.tensor(list(self.sums.values()), dtype=torch.float64, device=device)).tolist()
+        largest = self.ranks.max(torch.tensor(list(self.largest.values()), dtype=torch.float64, device=device)).tolist()
+        total = dict(zip(self.sums, sums, strict=True))
+        steps, tokens, ratios = max(len(self.grad_norms), 1), max(total["tokens"], 1.0), max(total["ratios"], 1.0)
+        metrics = {
+            "loss": total["loss"] / steps,
+            "entropy": total["entropy"] / tokens,
+            "grad_norm": sum(self.grad_norms) / steps,
+            "clip_ratio/low_mean": total["clip_low"] / ratios,
+            "clip_ratio/high_mean": total["clip_high"] / ratios,
+            "clip_ratio/region_mean": total["clip_region"] / ratios,
+            "ratio/max": largest[0],
+            "sampling/logp_difference/mean": total["gap"] / max(total["compared"], 1.0),
+            "sampling/logp_difference/max": largest[1],
+        }
+        return metrics | ({"kl": total["kl"] / tokens} if self.has_kl else {})

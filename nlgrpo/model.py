@@ -1,0 +1,242 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3, GPT-NeoX/Pythia and GPT-2, on packed tokens.
+
+The families differ in the norm, the feed-forward, where biases stand, how positions enter and whether attention and
+feed-forward run in parallel; ``Shape`` names these choices and ``families.py`` reads them off a Hugging Face config.
+Attention itself is handed in (``attend``), so that training (packed, differentiable), prefill and cached decoding run
+the same blocks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from nlgrpo import hf_weights
+from nlgrpo.attention import PackedAttention
+from nlgrpo.families import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
+from nlgrpo.kernels import linear_logprob
+
+Attend = Callable[..., Tensor]  # (q (T, H, d), kv (T, 2 Hk, d), *, layer, scale, window) -> (T, H, d)
+Rope = tuple[Tensor, Tensor] | None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x^2 + eps) * weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def make_norm(shape: Shape) -> nn.Module:
+    return RMSNorm(shape.width, shape.eps) if shape.norm == "rms" else nn.LayerNorm(shape.width, shape.eps)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor], rotary_dim: int) -> Tensor:
+    """Rotary embedding of ``x (T, H, d)`` in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin).
+
+    ``rope`` holds ``cos (T, 1, 1, r/2)`` and ``(-sin, sin) (T, 1, 2, r/2)``, so that the swap of the halves is one flip.
+    """
+    cos, sin = rope
+    halves = x[..., :rotary_dim].unflatten(-1, (2, rotary_dim // 2))
+    turned = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+class Block(nn.Module):
+    """A transformer layer with fused projections: ``qkv`` holds q, k, v heads in this order, ``up`` gate then up."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.shape, self.layer = shape, layer
+        d, heads = shape.head_dim, shape.heads + 2 * shape.kv_heads
+        self.norm1 = make_norm(shape)
+        self.qkv = nn.Linear(shape.width, heads * d, bias=shape.qkv_bias)
+        if shape.qk_norm:
+            self.q_norm = nn.Parameter(torch.ones(d))
+            self.k_norm = nn.Parameter(torch.ones(d))
+        self.out = nn.Linear(shape.heads * d, shape.width, bias=shape.out_bias)
+        self.norm2 = make_norm(shape)
+        self.up = nn.Linear(shape.width, shape.ffn * (2 if shape.gated else 1), bias=shape.mlp_bias)
+        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        if self.shape.parallel:
+            return x + self.attention(self.norm1(x), rope, attend) + self.mlp(self.norm2(x))
+        x = x + self.attention(self.norm1(x), rope, attend)
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        shape = self.shape
+        qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
+        qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
+        if shape.qk_norm:
+            weight = torch.cat((self.q_norm.expand(shape.heads, -1), self.k_norm.expand(shape.kv_heads, -1)))
+            qk = F.rms_norm(qk, (shape.head_dim,), eps=shape.eps) * weight
+        if rope is not None:
+            qk = rotate(qk, rope, shape.rotary_dim)
+        q, k = qk.split((shape.heads, shape.kv_heads), dim=1)
+        scale, window = shape.scales[self.layer], shape.windows[self.layer]
+        seen = attend(q, torch.cat((k, v), dim=1), layer=self.layer, scale=scale, window=window)
+        return self.out(seen.flatten(1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        act = ACTIVATIONS[self.shape.activation]
+        if not self.shape.gated:
+            return self.down(act(hidden))
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.down(act(gate) * up)
+
+
+class Decoder(nn.Module):
+    """A causal language model on packed tokens.
+
+    ``config`` is the Hugging Face config that it was read from; it travels along so that the model can be written back.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        inv_freq: Tensor | None = None,
+        rope_scale: float = 1.0,
+        config: PretrainedConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.config = shape, config
+        self.embed = nn.Embedding(shape.vocab, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width) if shape.rotary_dim == 0 else None
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = make_norm(shape)
+        self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab, bias=False)
+        self.rope_scale = rope_scale
+        self.activation_checkpointing = False
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, D); the embedding itself where it is tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def rope(self, positions: Tensor) -> Rope:
+        """cos and signed sin for ``positions (T,)``, computed in float32 as transformers does; None: learned positions."""
+        if self.positions is not None:
+            return None
+        angle = (positions[:, None].float() * self.inv_freq.float())[:, None, None]
+        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        dtype = self.embed.weight.dtype
+        return cos.to(dtype), torch.cat((-sin, sin), dim=-2).to(dtype)
+
+    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings (T, D)."""
+        x = self.embed(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Last hidden states (T, D), normed: what the head multiplies."""
+        x, rope = self.enter(tokens, positions), self.rope(positions)
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, attend, use_reentrant=False)
+            else:
+                x = block(x, rope, attend)
+        return self.norm(x)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: list[int],
+        select: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Packed sequences ``tokens (T,)`` with ``lengths`` (their sum is T).
+
+        Without ``targets``: logits (T, V). With them: log-prob and entropy, each (S,), of ``targets (S,)`` predicted from
+        the tokens at ``select (S,)``; no logits of the other tokens are made. The head runs in here, and not in the
+        caller, so that FSDP2 gathers its weight.
+        """
+        if sum(lengths) != len(tokens):
+            raise ValueError(f"the sequence lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens")
+        attend = PackedAttention(lengths, tokens.device, self.embed.weight.dtype)
+        hidden = self.hidden(tokens, packed_positions(lengths, tokens.device), attend)
+        if targets is None:
+            return F.linear(hidden, self.head_weight)
+        return linear_logprob(hidden[select], self.head_weight, targets, temperature=temperature)
+
+
+def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
+    """(T,) position of each token in its own sequence."""
+    return torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)]).to(device, non_blocking=True)
+
+
+def build(config: PretrainedConfig) -> Decoder:
+    """A decoder with uninitialised weights for a Hugging Face config; ValueError for an architecture it does not know."""
+    shape = shape_of(config)
+    with torch.device("meta"):
+        model = Decoder(shape, config=config)
+    model = model.to_empty(device="cpu")
+    model.inv_freq, model.rope_scale = rotary_frequencies(config, shape)
+    return model
+
+
+def load(
+    path_or_name: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """Read a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
+
+    Only safetensors are read and no code of the directory is run. Raises ValueError for an architecture that the decoder
+    does not know (the message lists those it does), a missing or misshapen tensor, or a directory that is none.
+    """
+    folder = hf_weights.locate(path_or_name)
+    model = build(read_config(folder)).to(dtype)
+    hf_weights.read_into(dict(model.named_parameters()), folder, model.shape, tensor_map(model.shape))
+    return model.to(device)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The directory's config; ValueError, with the known architectures, where transformers itself does not know it."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder reads: {known}") from error
+
+
+def save(
+    model: Decoder,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    parameters: dict[str, Tensor] | None = None,
+    like: Path | None = None,
+) -> None:
+    """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
+
+    ``parameters``: full tensors to write instead of the model's own (a sharded model's, gathered). ``like``: the directory
+    it was read from, whose generation_config.json (stop ids of chat models) goes along.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = parameters or dict(model.named_parameters())
+    state = hf_weights.state_for_export(parameters, model.shape, tensor_map(model.shape))
+    model.config.dtype = next(iter(state.values())).dtype
+    model.config.save_pretrained(folder)
+    huggingface_hub.save_torch_state_dict(state, folder, max_shard_size="5GB")
+    if like is not None and (like / "generation_config.json").is_file():
+        shutil.copy(like / "generation_config.json", folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

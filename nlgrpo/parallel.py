@@ -1,0 +1,131 @@
+"""Ranks: starting them, sharding a model over them (FSDP2), gathering its parameters, and reducing numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from nlgrpo.model import Decoder
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ``world``. Without a launcher there is one rank and, on a CPU, no process group."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(n, ...) of every rank -> (world * n, ...), in the order of the ranks; the same on all."""
+        if self.world == 1:
+            return values
+        parts = [torch.empty_like(values) for _ in range(self.world)]
+        dist.all_gather(parts, values.contiguous())
+        return torch.cat(parts)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, for what is small and no tensor."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.max(torch.tensor(float(flag), device=self.device)))
+
+    def share(self, total: int) -> slice:
+        """This rank's part of ``total`` things in a row, which the ranks divide."""
+        return slice(self.rank * total // self.world, (self.rank + 1) * total // self.world)
+
+
+@contextmanager
+def start() -> Iterator[Ranks]:
+    """Join the process group that torchrun describes (NCCL on GPUs, gloo on CPUs), and leave it at the end."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    grouped = world > 1 or cuda
+    if grouped:
+        if "MASTER_ADDR" not in os.environ:  # one process without a launcher
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    try:
+        yield Ranks(int(os.environ.get("RANK", "0")) if grouped else 0, world, device)
+    finally:
+        if grouped:
+            dist.destroy_process_group()
+
+
+def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
+    """Shard parameters, gradients and optimiser state over the ranks, block by block; reductions run in float32.
+
+    The sharded parameters keep their dtype, so that they are the master weights of a model that computes in ``compute``.
+    One rank on a CPU that computes in its parameters' dtype needs none of it.
+    """
+    stored = model.head_weight.dtype
+    if ranks.world == 1 and compute == stored:
+        return model
+    reduce = torch.float64 if stored == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+@contextmanager
+def gathered(model: Decoder) -> Iterator[Decoder]:
+    """Within, every rank holds the whole parameters in the type they compute in, as generation needs them."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield model
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The whole parameters by name, on the CPU; collective."""
+    full = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        full[name] = value.to("cpu", dtype)
+    return full
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradient to a norm of at most ``max_norm`` (0: leave it); the norm before, over all shards."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

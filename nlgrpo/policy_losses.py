@@ -1,0 +1,132 @@
+"""Policy-gradient losses on packed tokens: normalisations, token- and sequence-level ratios, and their statistics.
+
+Legend: T packed tokens of R responses. Every denominator is a number that the caller counted over all ranks and
+micro-batches, so that the sum of the losses of any partition of the responses is the loss of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nlgrpo import kernels
+from nlgrpo.kernels import reference
+
+Normalisation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+Level = Literal["token", "sequence"]
+
+
+def token_weights(kind: Normalisation, lengths: Tensor, *, sequences: int, tokens: float, max_length: int) -> Tensor:
+    """Weight in the loss of each token of response r, from ``lengths`` (R,) to (R,) in float64.
+
+        grpo      1 / (sequences length_r)         mean over tokens, then over responses
+        bnpo      1 / tokens                       ``tokens`` of the optimiser step
+        dapo      1 / tokens                       ``tokens`` of the generation batch / optimiser steps made from it
+        dr_grpo   1 / (sequences max_length)       constant length
+
+    ``sequences`` counts the responses of the optimiser step and ``tokens`` their tokens, both over all ranks and
+    micro-batches; ``max_length`` is the longest response that may be generated. Responses without tokens count in
+    ``sequences``. Raises ValueError for another ``kind`` and for counts below those that ``lengths`` shows.
+    """
+    if kind not in ("grpo", "bnpo", "dapo", "dr_grpo"):
+        raise ValueError(f"loss {kind!r} is not known; expected 'grpo', 'bnpo', 'dapo' or 'dr_grpo'.")
+    if sequences < max(1, len(lengths)):
+        raise ValueError(
+            f"sequences={sequences}: expected the count over the whole step, at least {max(1, len(lengths))}."
+        )
+    lengths = lengths.to(torch.float64)
+    if kind == "grpo":
+        return 1 / (sequences * lengths.clamp(min=1))
+    denominator = sequences * max_length if kind == "dr_grpo" else tokens
+    if not denominator > 0 and lengths.sum() > 0:
+        raise ValueError(f"loss {kind!r} with tokens={tokens}, max_length={max_length}: expected numbers > 0.")
+    return torch.full_like(lengths, 1 / max(denominator, 1))
+
+
+def sequence_log_ratio(log_ratio: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """Mean log-ratio of each response (GSPO): (T,) and the response of each token (T,) -> (R,); 0 without tokens.
+
+    log rho_r = 1/length_r sum_{t in r} (log pi(t) - log pi_old(t))
+    """
+    zeros = log_ratio.new_zeros(sequences)
+    lengths = zeros.index_add(0, sequence, torch.ones_like(log_ratio))
+    return zeros.index_add(0, sequence, log_ratio) / lengths.clamp(min=1)
+
+
+def packed_loss(
+    logprob: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    sequence: Tensor,
+    weights: Tensor,
+    *,
+    ref_logprob: Tensor | None = None,
+    level: Level = "token",
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    beta: float = 0.0,
+    kl: str = "k3",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped loss summed over packed tokens, to be minimised, and the sums that its metrics are made of.
+
+        L = sum_t weights_r(t) [-min(rho_t A_r(t), clip(rho_t, 1 - eps_low, 1 + eps_high) A_r(t)) + beta KL_t]
+
+    logprob, old_logprob, ref_logprob (T,); ``sequence`` (T,) int64, the response r(t) of each token; advantages and
+    ``weights`` (R,), the latter from `token_weights`. ``old_logprob`` None says that the policy has not moved since it
+    sampled: rho is 1, its gradient is not 0. ``level="sequence"`` gives all tokens of a response the ratio of
+    `sequence_log_ratio`. ``kl`` "k1", "k2", "k3" or, importance-weighted, "k3_iw": see `nlgrpo.kernels.policy_loss`.
+
+    With ``kl="k3"``, or "k3_iw" for TRL's use_bias_correction_kl, this is the loss of TRL's GRPOTrainer.
+
+    Statistics, detached, to be summed over micro-batches and ranks (``ratio_max``: to be maximised):
+    ``tokens``; ``ratios``, how many ratios there are (tokens, or responses); of these, ``clip_low`` with
+    rho < 1 - eps_low and A < 0, ``clip_high`` with rho > 1 + eps_high and A > 0, ``clip_region`` with either;
+    ``kl``, the sum over tokens of the estimate in the loss, when ``ref_logprob`` is given, whatever beta.
+
+    Raises ValueError for shapes that do not fit and for an unknown level or kl.
+    """
+    _check_packed(logprob, old_logprob, advantages, sequence, weights, level)
+    logprob = reference.widen(logprob)
+    advantages = advantages.to(logprob)
+    old_logprob = logprob.detach() if old_logprob is None else reference.widen(old_logprob)
+    log_ratio, token_advantages = logprob - old_logprob, advantages[sequence]
+    ratios, their_advantages = log_ratio, token_advantages
+    if level == "sequence":
+        ratios, their_advantages = sequence_log_ratio(log_ratio, sequence, len(advantages)), advantages
+        log_ratio = ratios[sequence]
+    per_token = kernels.policy_loss(
+        logprob, old_logprob, token_advantages, log_ratio=None if level == "token" else log_ratio,
+        ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl,
+    )  # fmt: skip
+    with torch.no_grad():
+        statistics = _clip_counts(ratios, their_advantages, eps_low, eps_high)
+        statistics["tokens"] = logprob.new_tensor(len(logprob))
+        if ref_logprob is not None:
+            statistics["kl"] = reference.kl_penalty(logprob, reference.widen(ref_logprob), kl, log_ratio).sum()
+    return (weights.to(logprob)[sequence] * per_token).sum(), statistics
+
+
+def _clip_counts(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> dict[str, Tensor]:
+    rho = log_ratio.clamp(max=reference.MAX_LOG_RATIO).exp()
+    low, high = (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
+    counts = {"clip_low": low, "clip_high": high, "clip_region": low | high, "ratios": torch.ones_like(low)}
+    largest = rho.amax() if len(rho) else rho.new_zeros(())
+    return {**{name: count.sum().to(rho) for name, count in counts.items()}, "ratio_max": largest}
+
+
+def _check_packed(
+    logprob: Tensor, old_logprob: Tensor | None, advantages: Tensor, sequence: Tensor, weights: Tensor, level: str
+) -> None:
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level={level!r} is not known; expected 'token' or 'sequence'.")
+    if logprob.ndim != 1 or sequence.shape != logprob.shape:
+        raise ValueError(f"expected logprob and sequence (T,), got {tuple(logprob.shape)} and {tuple(sequence.shape)}.")
+    if old_logprob is not None and old_logprob.shape != logprob.shape:
+        raise ValueError(f"expected old_logprob {tuple(logprob.shape)}, as logprob, got {tuple(old_logprob.shape)}.")
+    if advantages.ndim != 1 or weights.shape != advantages.shape:
+        raise ValueError(
+            f"expected advantages and weights (R,), one per response, got {tuple(advantages.shape)} "
+            f"and {tuple(weights.shape)}."
+        )

@@ -1,0 +1,97 @@
+"""Recipes: functions that return a whole configuration, by the name under which ``nlgrpo train NAME`` runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nlgrpo.config import (
+    Config,
+    DataConfig,
+    LossConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+    override,
+    read_toml,
+)
+
+
+def length_bon() -> Config:
+    """Two conflicting length rewards, each under best-of-4 (IAMA, 6.1): the trained model writes short and long."""
+    return _length("length-bon", "bon:4")
+
+
+def length_mean() -> Config:
+    """The same two rewards in expectation, plain GRPO: the trained model writes lengths in the middle."""
+    return _length("length-mean", "mean")
+
+
+def _length(recipe: str, objective: str) -> Config:
+    """IAMA's L1 = 50, L2 = 150 of 256 tokens, halved for the embedded model's completions of 128; beta as in Table 2."""
+    limit = 128
+    return Config(
+        recipe=recipe,
+        data=DataConfig(evaluation="story-evaluation"),
+        rollout=RolloutConfig(prompts=6, samples=8, max_new_tokens=limit),
+        rewards={
+            "short": RewardConfig(f"length(target=25, scale={limit})", objective, 0.5),
+            "long": RewardConfig(f"length(target=75, scale={limit})", objective, 0.5),
+        },
+        loss=LossConfig(beta=1e-4),
+        optim=OptimConfig(lr=1e-3),
+        train=TrainConfig(steps=400, checkpoint_every=100, samples_every=100),
+    )
+
+
+def blank() -> Config:
+    """Nothing but defaults (IAMA's learning rate, Table 2): bring a model, data and rewards."""
+    return Config(data=DataConfig(source=""))
+
+
+RECIPES: dict[str, Callable[[], Config]] = {"length-bon": length_bon, "length-mean": length_mean, "blank": blank}
+DEFAULT = "length-bon"
+
+
+def recipe(name: str) -> Config:
+    """The recipe of this name. Raises ValueError, with the nearest one, where there is none."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(RECIPES)}"
+        raise ValueError(f"unknown recipe {name!r}; {hint}")
+    return RECIPES[name]()
+
+
+def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
+    """``[recipe] [file.toml] [--dry-run] [--section.key value ...]``, each laid over the one before.
+
+    A TOML file may name its recipe itself (``recipe = "length-bon"``); one that does not begins at ``blank`` and gives
+    the run its own name. Returns the configuration and whether only its plan is wanted.
+    """
+    rest = list(arguments)
+    named: list[str] = []
+    while rest and not rest[0].startswith("-"):
+        named.append(rest.pop(0))
+    files = [Path(name) for name in named if name.endswith(".toml")]
+    names = [name for name in named if not name.endswith(".toml")]
+    if len(names) > 1 or len(files) > 1:
+        raise ValueError(f"expected one recipe and one .toml file at most, got {' '.join(named)}")
+    dry_run = "--dry-run" in rest
+    rest = [argument for argument in rest if argument != "--dry-run"]
+    if files and not names:
+        cfg = _of_file(files[0])
+    else:
+        cfg = recipe(names[0] if names else DEFAULT)
+        cfg = read_toml(files[0], cfg) if files else cfg
+    return override(cfg, rest), dry_run
+
+
+def _of_file(path: Path) -> Config:
+    base = dataclasses.replace(recipe("blank"), recipe=path.stem)
+    cfg = read_toml(path, base)
+    named = tomllib.loads(path.read_text("utf-8")).get("recipe")
+    return cfg if named is None else read_toml(path, recipe(named))

@@ -1,0 +1,398 @@
+"""Reward functions: naming them in a config, calling them with TRL's signature, refusing what they must not return.
+
+A reward is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]`` over all P*M
+completions, sync or async; one that runs in TRL 1.16's ``GRPOTrainer`` runs here unchanged. ``None`` abstains.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nlgrpo.builtin_rewards import BUILTIN, text_of
+from nlgrpo.reward_calls import Outcome, TimedOut, call_all
+
+log = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """A reward failed while it scored; the message names it, the step, the prompts and what came instead of numbers."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A named reward; ``load`` makes one from a config, and any function with TRL's signature can be put in directly.
+
+    ``timeout`` bounds one call, in seconds; a sync function then runs in a thread of its own. ``math.inf`` is no limit,
+    and runs it in the thread of the trainer, for a function that needs the main thread (``signal.alarm``).
+    ``on_error``: "stop" raises RewardError, "skip" drops the groups concerned.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    timeout: float = 600.0
+    on_error: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a reward needs a name, got {self.name!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+            raise ValueError(f"reward {self.name!r}: timeout is seconds above 0, or inf, got {self.timeout!r}")
+        if self.on_error not in ("stop", "skip"):
+            raise ValueError(f"reward {self.name!r}: on_error is 'stop' or 'skip', got {self.on_error!r}")
+        if not callable(self.function):
+            raise ValueError(f"reward {self.name!r}: expected a function, got {self.function!r}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``values[name]`` (P, M) float64, NaN where that reward abstained and in all of a group in which it failed;
+    ``skipped`` (P,) bool, the groups to drop because a reward with ``on_error="skip"`` failed there.
+    """
+
+    values: dict[str, Tensor]
+    skipped: Tensor
+
+
+# ---- from a config to a function ----
+
+
+def load(
+    name: str,
+    spec: str,
+    *,
+    timeout: float = 600.0,
+    on_error: Literal["stop", "skip"] = "stop",
+    device: str | torch.device = "cpu",
+) -> Reward:
+    """The reward that ``spec`` names: ``target`` or ``target(key=value, ...)`` with Python literals as values.
+
+    Targets: a built-in (``length lexicon regex gsm8k classifier``), a function ``package.module:function`` or
+    ``path/to/file.py:function`` (relative to the current folder), or a model folder, as ``classifier(path=...)``.
+    The arguments are bound to a function at every call and come before a column of the same name; a class is called
+    with them once, and its instance scores. ``device`` is where a classifier runs.
+
+    Raises ValueError for a spec that is none of these, and for arguments that its target does not take.
+    """
+    try:
+        target, arguments = _parse(spec)
+        if target not in BUILTIN and (Path(target) / "config.json").is_file():
+            target, arguments = "classifier", {"path": target, **arguments}
+        if target == "classifier":
+            arguments = {"device": str(device), **arguments}
+        function = _bind(target, _resolve(target), arguments)
+    except ValueError as error:
+        raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
+    return Reward(name, function, timeout, on_error)
+
+
+def _parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """``"length(target=25)"`` as ``("length", {"target": 25})``; only literals, nothing is evaluated."""
+    if not isinstance(spec, str):
+        raise ValueError(f"expected a text such as 'length(target=25, scale=128)', got {type(spec).__name__}")
+    match = re.fullmatch(r"\s*([^(]+?)\s*\((.*)\)\s*", spec, re.DOTALL)
+    if match is None:
+        return spec.strip(), {}
+    target, inside = match.groups()
+    try:
+        return target, _parse_arguments(inside)
+    except (SyntaxError, ValueError, TypeError) as error:
+        advice = "write name=value, ..., with plain Python values and texts in quotes"
+        raise ValueError(f"cannot read the arguments ({inside}): {error}. Please {advice}.") from error
+
+
+def _parse_arguments(inside: str) -> dict[str, Any]:
+    call = ast.parse(f"f({inside}\n)", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError("not all of them have a name")
+    arguments: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("** is not read" if keyword.arg is None else f"{keyword.arg} is given twice")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return arguments
+
+
+def _resolve(target: str) -> Callable[..., Any]:
+    if target in BUILTIN:
+        return BUILTIN[target]
+    place, _, attribute = target.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(_unknown(target))
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    if not hasattr(module, attribute):
+        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ValueError(f"{place} has no {attribute!r}{_nearest(attribute, functions)}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(f"{attribute!r} in {place} is not a function but of type {type(function).__name__}")
+    return function
+
+
+def _unknown(target: str) -> str:
+    forms = [f"{name}({', '.join(inspect.signature(reward).parameters)})" for name, reward in BUILTIN.items()]
+    forms += ["package.module:function", "path/to/file.py:function", "a folder with a config.json (a classifier)"]
+    return f"there is no reward {target!r}{_nearest(target, list(BUILTIN))} Known are:\n  " + "\n  ".join(forms)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else "."
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}. For a file, write its path: path/to/file.py:function") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The file as a module of a private name, so that no other module is shadowed; loaded once."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
+    name = "_nlgrpo_reward_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # before the code runs: dataclasses and pickle look their module up
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+    taken, required, takes_all = _parameters(function)
+    unknown = [name for name in arguments if not takes_all and name not in taken]
+    missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
+    if unknown:
+        raise ValueError(
+            f"{target} does not take {unknown[0]!r}{_nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
+        )
+    if missing:
+        raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
+    return function(**arguments) if isinstance(function, type) else functools.partial(function, **arguments)
+
+
+# ---- from completions to scores ----
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The P*M completions of one step, prompt-major, and the arguments that rewards can take."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    samples: int
+    step: int
+    first_prompt: int
+    arguments: dict[str, Any]
+
+    @property
+    def groups(self) -> int:
+        return len(self.prompts) // self.samples
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """What a reward did wrong, and for which completion (None: the whole call)."""
+
+    what: str
+    advice: str
+    index: int | None = None
+    cause: BaseException | None = None
+
+
+def score(
+    rewards: Sequence[Reward],
+    *,
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    columns: dict[str, list[Any]],
+    samples: int,
+    step: int,
+    total_steps: int,
+    log_metric: Callable[[str, float], None] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    first_prompt: int = 0,
+) -> Scores:
+    """Call every reward once on all completions and return its values as (P, M), ``M = samples``.
+
+    All lists have P*M items, prompt-major; ``first_prompt`` is the number of the first prompt, for messages. A function
+    is called with ``prompts completions completion_ids``, the columns, ``trainer_state`` (``.global_step .max_steps``),
+    ``log_metric(name, value)`` and ``log_extra(column, values)``; without ``**kwargs``, with those that it names.
+    Async functions run together in one event loop, the same at every step, while the sync ones run one by one.
+
+    Raises RewardError when a reward raises, exceeds its timeout, or returns other than a list, tuple, 1-D tensor or
+    array of one finite number, bool or None per completion; infinities are refused like NaN, as no advantage can be
+    computed from them. With ``on_error="skip"`` a bad value drops its group and a failed call all groups, with a
+    warning in the log. An argument that a function takes and nothing provides is an error in both cases.
+    Raises ValueError for lists of other lengths, and for two rewards of one name.
+
+    A sync function that exceeds its timeout is left behind in its thread, which Python cannot end. One that keeps the
+    interpreter's lock (a regular expression that explodes, for instance) holds up the trainer, timeout or not.
+    """
+    _check_lengths(samples, len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
+    if len({reward.name for reward in rewards}) < len(rewards):
+        raise ValueError(f"rewards need different names, got {[reward.name for reward in rewards]}")
+    arguments = {
+        # TRL keeps these two columns to itself as well; its lists of all prompts and completions have other names.
+        **{name: column for name, column in columns.items() if name not in ("prompt", "completion")},
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
+        "trainer_state": SimpleNamespace(global_step=step, max_steps=total_steps),
+        "log_metric": log_metric or _ignore,
+        "log_extra": log_extra or _ignore,
+    }
+    batch = _Batch(prompts, completions, samples, step, first_prompt, arguments)
+
+    values: dict[str, Tensor] = {}
+    skipped = torch.zeros(batch.groups, dtype=torch.bool)
+    outcomes = call_all([_call_of(reward, batch) for reward in rewards], [reward.timeout for reward in rewards])
+    for reward, outcome in zip(rewards, outcomes, strict=True):
+        row, faults = _judge(reward, outcome, len(prompts))
+        lost = _lost_groups(reward, faults, batch)
+        values[reward.name] = row.view(batch.groups, samples).masked_fill(lost[:, None], math.nan)
+        skipped |= lost
+    return Scores(values, skipped)
+
+
+def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> None:
+    wrong = {name: len(values) for name, values in lists.items() if len(values) != count}
+    if samples < 1 or count % samples or wrong:
+        raise ValueError(
+            f"expected P x {samples} items in every list, got {count} prompts and {wrong or 'as many others'}"
+        )
+
+
+def _ignore(*_: Any) -> None:
+    """Stands in for the logging functions outside of a trainer."""
+
+
+def _call_of(reward: Reward, batch: _Batch) -> functools.partial[Any]:
+    """The reward with the arguments that it takes. Raises RewardError for one that nothing provides."""
+    bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
+    taken, required, takes_all = _parameters(reward.function)
+    missing = sorted(required - bound.keys() - batch.arguments.keys())
+    if missing:
+        what = f"takes {', '.join(map(repr, missing))}, which nothing provides"
+        advice = f"A reward can take: {', '.join(batch.arguments)}. The columns of the data are among them."
+        raise RewardError(_message(reward, _Fault(what, advice), batch))
+    names = [name for name in batch.arguments if name not in bound and (takes_all or name in taken)]
+    return functools.partial(reward.function, **{name: batch.arguments[name] for name in names})
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:
+    """The names that can be given to a function, those that must be, and whether it takes any other too."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
+
+
+def _judge(reward: Reward, outcome: Outcome, count: int) -> tuple[Tensor, list[_Fault]]:
+    """The values (count,) in float64, NaN for None and where nothing usable came, and the faults."""
+    if outcome.error is None:
+        return _values(outcome.result, count)
+    if isinstance(outcome.error, TimedOut):
+        advice = "Raise its timeout if that can be normal; where it asks a server, see that the server answers."
+        fault = _Fault(f"gave no answer within its timeout of {reward.timeout:g} s", advice)
+    else:
+        advice = "Its own traceback is above. If it needs the main thread (signal.alarm), set its timeout to inf."
+        fault = _Fault(f"raised {type(outcome.error).__name__}: {outcome.error}", advice, cause=outcome.error)
+    return torch.full((count,), math.nan, dtype=torch.float64), [fault]
+
+
+def _values(output: Any, count: int) -> tuple[Tensor, list[_Fault]]:
+    values = torch.full((count,), math.nan, dtype=torch.float64)
+    wrong = None
+    if isinstance(output, (Tensor, np.ndarray)) and output.ndim != 1:
+        wrong = f"returned shape {tuple(output.shape)}"
+    elif not isinstance(output, (list, tuple, Tensor, np.ndarray)):
+        wrong = f"returned a value of type {type(output).__name__}, not a list,"
+    elif len(output) != count:
+        wrong = f"returned {len(output)} values"
+    if wrong is not None:
+        advice = 'A reward function returns one float or None per completion; see the README, "Your own reward".'
+        return values, [_Fault(f"{wrong} for {count} completions", advice)]
+
+    faults = []
+    for i, item in enumerate(output.tolist() if isinstance(output, (Tensor, np.ndarray)) else output):
+        number = _number(item)
+        if number is None or math.isfinite(number):
+            values[i] = math.nan if number is None else number
+        else:
+            faults.append(
+                _Fault(f"returned {reprlib.repr(item)}", "A value is a finite number, or None to abstain.", i)
+            )
+    return values, faults
+
+
+def _number(item: Any) -> float | None:
+    """float(item) of a number or bool, None of None, NaN of what is no number."""
+    if isinstance(item, (Tensor, np.ndarray, np.generic)):
+        item = item.item() if item.ndim == 0 else math.nan
+    if item is None:
+        return None
+    try:
+        return float(item) if isinstance(item, (int, float)) else math.nan
+    except OverflowError:  # an int beyond the largest float
+        return math.inf
+
+
+def _lost_groups(reward: Reward, faults: list[_Fault], batch: _Batch) -> Tensor:
+    """(P,) bool: the groups in which the reward failed. Raises RewardError unless it is to skip them."""
+    lost = torch.zeros(batch.groups, dtype=torch.bool)
+    if faults and reward.on_error == "stop":
+        raise RewardError(_message(reward, faults[0], batch)) from faults[0].cause
+    for fault in faults:
+        lost[slice(None) if fault.index is None else fault.index // batch.samples] = True
+    if faults:
+        log.warning("%s\n  Dropped %d of %d groups.", _message(reward, faults[0], batch), int(lost.sum()), len(lost))
+    return lost
+
+
+def _message(reward: Reward, fault: _Fault, batch: _Batch) -> str:
+    first, last = batch.first_prompt, batch.first_prompt + batch.groups - 1
+    if fault.index is None:
+        where = f"prompts {first} to {last}" if last > first else f"prompt {first}"
+        return f"reward {reward.name!r} {fault.what} (step {batch.step}, {where}).\n  {fault.advice}"
+    group, sample = divmod(fault.index, batch.samples)
+    return (
+        f"reward {reward.name!r} {fault.what} (step {batch.step}, prompt {first + group}, sample {sample}).\n"
+        f"  prompt:     {_excerpt(batch.prompts[fault.index])}\n"
+        f"  completion: {_excerpt(batch.completions[fault.index])}\n"
+        f"  {fault.advice}"
+    )
+
+
+def _excerpt(message: Any, width: int = 160) -> str:
+    shown = repr(text_of(message))
+    return shown if len(shown) <= width else f"{shown[: width // 2]} ... {shown[-width // 2 :]}"

@@ -1,0 +1,100 @@
+"""From prompts to scored completions: what training and evaluation share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo import engine, rewards
+from nlgrpo.data import Batch, Prompt, plain_text
+from nlgrpo.engine import Rollout
+from nlgrpo.evaluation import Sampled
+from nlgrpo.model import Decoder
+from nlgrpo.parallel import Ranks, gathered
+from nlgrpo.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws M completions a prompt from a model and scores them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    samples: int
+    max_rows: int
+    seed: int
+    rewards: Sequence[rewards.Reward]
+
+    def draw(self, model: Decoder, batch: Batch) -> Rollout:
+        with gathered(model):
+            return engine.generate(
+                model,
+                batch.ids,
+                self.samples,
+                self.sampling,
+                seed=self.seed,
+                index=batch.index,
+                max_rows=self.max_rows,
+            )
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """The P*M completions as text, without special tokens."""
+        return self.tokenizer.batch_decode(rollout.completion_ids(), skip_special_tokens=True)
+
+    def score(
+        self,
+        batch: Batch,
+        rollout: Rollout,
+        *,
+        step: int = 0,
+        total_steps: int = 0,
+        first_prompt: int = 0,
+    ) -> rewards.Scores:
+        """The rewards of ``rollout``; see `nlgrpo.rewards.score` for the errors."""
+        repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
+        texts = self.texts(rollout)
+        return rewards.score(
+            self.rewards,
+            prompts=repeated,
+            completions=[_as_answer(p, text) for p, text in zip(repeated, texts, strict=True)],
+            completion_ids=rollout.completion_ids(),
+            columns={k: [v for v in values for _ in range(self.samples)] for k, values in batch.columns.items()},
+            samples=self.samples,
+            step=step,
+            total_steps=total_steps,
+            first_prompt=first_prompt,
+        )
+
+    def evaluate(
+        self, model: Decoder, batch: Batch, ranks: Ranks, objectives: Mapping[str, str], weights: Mapping[str, float]
+    ) -> Sampled:
+        """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
+        mine = part_of(batch, ranks.share(len(batch.ids)))
+        rollout = self.draw(model, mine)
+        scores = self.score(mine, rollout, first_prompt=mine.index[0] if mine.index else 0)
+        shown = [self.texts(rollout)[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
+        own = (scores.values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
+        parts = ranks.gather_objects(own)
+        return Sampled(
+            rewards={name: torch.cat([values[name] for values, *_ in parts]) for name in scores.values},
+            lengths=torch.cat([lengths for _, lengths, *_ in parts]),
+            objectives=dict(objectives),
+            weights=dict(weights),
+            max_length=self.sampling.max_new_tokens,
+            prompts=[p for *_, prompts, _ in parts for p in prompts][:8],
+            completions=[c for *_, completions in parts for c in completions][:8],
+        )
+
+
+def part_of(batch: Batch, part: slice) -> Batch:
+    columns: dict[str, list[Any]] = {name: values[part] for name, values in batch.columns.items()}
+    return Batch(batch.index[part], batch.ids[part], batch.prompts[part], columns)
+
+
+def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+    """What TRL hands to reward functions: a text, or for a conversation the assistant's message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

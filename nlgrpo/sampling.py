@@ -1,0 +1,99 @@
+"""Drawing the next token: filters on the distribution, and noise that depends on what is drawn, not on the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn.
+
+    The logits are divided by ``temperature`` (0: the most likely token), then cut by ``top_k`` (0: off), ``top_p`` and
+    ``min_p`` in this order, each on what the one before left, and what is left is renormalised: transformers' order.
+    Raises ValueError for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            ("temperature", self.temperature >= 0, ">= 0"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 switches it off)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
+        ):
+            if not good:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected a value {allowed}")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the distribution that is sampled from is another one than the model's at this temperature."""
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(R, V) log-probabilities of the distribution that is sampled from; -inf where a filter cuts."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if sampling.temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if not sampling.filtered:
+        return logits.log_softmax(-1)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, index = logits.sort(dim=-1)
+        unlikely = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        unlikely[:, -1] = False
+        logits = logits.masked_fill(unlikely.scatter(-1, index, unlikely), -torch.inf)
+    if sampling.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
+    """(R,) tokens by inversion: the first whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
+
+    The sum runs in float64, so that a vocabulary of any size loses no token to rounding; ``noise`` is scaled by the total,
+    so that the last bits of the sum cannot select beyond the end.
+    """
+    cumulative = log_probs.double().exp().cumsum(-1)
+    threshold = noise[:, None] * cumulative[:, -1:]
+    return (cumulative <= threshold).sum(-1)
+
+
+_MASK = 0x7FFFFFFFFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, whose products wrap around as unsigned ones do."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & (_MASK >> (shift - 1)))) * factor
+    return x ^ ((x >> 31) & (_MASK >> 30))
+
+
+def uniform_noise(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    """(R, L) float64 in [0, 1): a hash of (seed, prompt, sample, position), so that a draw has no other cause.
+
+    ``prompts (R,)``, ``samples (R,)`` and ``positions (L,)`` are int64. Not for cryptography.
+    """
+    golden = -0x61C8864680B583EB
+    key = _mix(torch.tensor(seed, device=prompts.device) + golden)
+    key = _mix((key ^ prompts) + golden)
+    key = _mix((key ^ samples) + golden)
+    bits = _mix((key[:, None] ^ positions) + golden)
+    return ((bits >> 11) & (_MASK >> 10)).double() * 2.0**-53

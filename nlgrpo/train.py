@@ -1,0 +1,151 @@
+"""The main job: ``torchrun nlgrpo/train.py [recipe] [file.toml] [--section.key value ...] [--dry-run]``.
+
+Non-linear GRPO (IAMA, Alg. 1 and 2): draw M completions a prompt, score them, replace each reward by the first variation
+of its objective at the group's empirical distribution, and take a GRPO step on that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from nlgrpo import evaluation, parallel, plan, report
+from nlgrpo.advantages import advantages
+from nlgrpo.aggregation import combine
+from nlgrpo.config import Config
+from nlgrpo.data import Batch
+from nlgrpo.engine import Rollout
+from nlgrpo.groups import Groups
+from nlgrpo.learner import Learner, learning_rate
+from nlgrpo.metrics import MetricsLogger
+from nlgrpo.recipes import from_arguments
+from nlgrpo.rewards import RewardError, Scores
+from nlgrpo.run import Run, build, open_folder
+from nlgrpo.timing import Clock, StopSignal
+
+
+# fmt: off
+def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> bool:
+    """The loop, from where the run stands. Returns False where a signal ended it early, after a checkpoint."""
+    cfg, ranks, progress, controller = run.config, run.ranks, run.progress, run.controller()
+    for step in range(progress.step, cfg.train.steps):
+        clock   = Clock(ranks.device)
+        batch   = run.next_batch()                                   # this rank's share of P prompts
+        rollout = run.sampler.draw(learner.model, batch)             # x M completions, with the sampler's log-probs
+        clock.lap("generate")
+        scores  = score(run, learner, batch, rollout, log)           # {name: (P, M)}, NaN where a reward abstains
+        clock.lap("rewards")
+        ref     = learner.reference_logprobs(rollout)
+        groups  = Groups.gather(ranks, scores, rollout)              # from here on all ranks, all P
+        values  = groups.values(run.objectives)                      # R_i                              (m,)
+        each    = groups.linearize(run.objectives)                   # dR_i/dpi at the group           (m, P, M)
+        linear  = combine(each, run.aggregate.gradient(values))      # sum_i dg/dR_i dR_i/dpi          (P, M)
+        if ref is not None and cfg.loss.kl_in == "reward":
+            linear += ranks.gather(learner.kl_reward(rollout, ref, progress.beta))
+        adv     = advantages(linear, scale=cfg.loss.scale)           # minus the group's mean          (P, M)
+        clock.lap("linearize")
+        stats   = learner.update(
+            rollout, adv[groups.own], step=step, lr=learning_rate(cfg.optim, step, cfg.train.steps),
+            beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
+        )
+        clock.lap("update")
+        stats |= {"beta": progress.beta} | groups.metrics(run.aggregate, run.weights(), values, adv)
+        progress.advance(cfg.rollout.prompts, groups.tokens)
+        if controller is not None:
+            progress.beta = controller.step(stats["kl"])
+        log.log(step, stats | clock.metrics(int(groups.lengths.sum())) | {"num_tokens": progress.num_tokens})
+        if every(cfg.train.samples_every, step):
+            log.table(step, groups.samples(batch, run.sampler.texts(rollout), each, adv))
+        stopping = ranks.any(stop.received)
+        if stopping or step + 1 == cfg.train.steps or every(cfg.train.checkpoint_every, step + 1):
+            run.save(learner)
+        if stopping:
+            return step + 1 == cfg.train.steps
+    return True
+# fmt: on
+
+
+def every(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def score(run: Run, learner: Learner, batch: Batch, rollout: Rollout, log: MetricsLogger) -> Scores:
+    """The rewards of this rank's completions. Where one fails on any rank, all save what they have and stop."""
+    step, fault = run.progress.step, None
+    try:
+        first = batch.index[0] - run.progress.cursor
+        scores = run.sampler.score(batch, rollout, step=step, total_steps=run.config.train.steps, first_prompt=first)
+    except RewardError as error:
+        fault = error
+    if run.ranks.any(fault is not None):
+        run.save(learner)
+        raise fault or RewardError(f"a reward failed on another rank at step {step}")
+    return scores
+
+
+def evaluate_before(run: Run, learner: Learner) -> evaluation.Sampled | None:
+    """What the untrained model is worth; taken from the folder where an earlier start of the run has measured it."""
+    if run.config.evaluation.prompts == 0:
+        return None
+    before = run.evaluated().get("before")
+    if before is None:
+        before = run.evaluate(learner.model)
+        run.write_evaluation(before=before)
+    return before
+
+
+def finish(run: Run, learner: Learner, before: evaluation.Sampled | None, console: Console) -> None:
+    """Export the model, evaluate it, and write the report."""
+    exported = run.export(learner)
+    if before is not None:
+        after = run.evaluate(learner.model)
+        run.write_evaluation(before=before, after=after)
+        if run.ranks.first:
+            console.print(evaluation.before_after_table(before, after, run.config.evaluation.ns))
+    if run.ranks.first:
+        page = report.write_report(run.folder)
+        console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
+
+
+def launch(cfg: Config, *, dry_run: bool = False) -> None:
+    """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
+    stop = StopSignal()
+    with parallel.start() as ranks:
+        console = Console(quiet=not ranks.first)
+        run = build(cfg, ranks)
+        console.print(plan.show(run))
+        if dry_run:
+            return
+        open_folder(run)
+        learner = run.learner()
+        before = evaluate_before(run, learner)
+        if run.restore(learner):
+            console.print(f"going on from step {run.progress.step}")
+        with run.logger() as log:
+            finished = train(run, learner, stop, log)
+        if finished:
+            finish(run, learner, before, console)
+        else:
+            console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 when done, or saved on SIGTERM; 1, with a message, for what the user can mend."""
+    try:
+        cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
+        launch(cfg, dry_run=dry_run)
+    except (ValueError, RewardError) as error:
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, RewardError):
+            if error.__cause__ is not None and isinstance(error, RewardError):
+                traceback.print_exception(error.__cause__)
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The model card of the default model: every number in it comes from the run that made the model."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+CARD = """\
+---
+license: mit
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+datasets: [roneneldan/TinyStories]
+---
+# story-lm
+
+The default model of nlgrpo: a toy that tells simple English stories of any length up to {limit} tokens, small enough
+to train with reinforcement learning on two CPU cores in minutes. Llama architecture, {parameters:,} parameters in
+float32 ({layers} layers of width {width}, {heads} query and {kv_heads} key-value heads, tied embeddings), byte-level
+BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` before a text; the model ends with `</s>`.
+
+## Training
+
+{steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, seed {seed}, on {stories:,} stories
+({tokens:,} tokens; one story in twenty is held out) of TinyStories (Eldan and Li, 2023; CDLA-Sharing-1.0):
+
+    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets \\
+        --steps {steps} --batch {batch} --lr {lr:g} --seed {seed} --threads {threads}
+
+A document is a run of whole sentences cut at the end nearest to a uniformly drawn length, so that completions have
+about uniform lengths, as the reference model of the length-reward experiment has (arXiv IAMA paper, appendix J.2).
+
+## Measured
+
+Held-out perplexity {perplexity:.2f} per token. Lengths of {samples} completions at temperature 1, in tokens with the
+end token. {length_table}
+
+Samples at temperature 1, not selected (prompt in bold):
+
+{completions}
+
+## Limits
+
+A toy for testing training methods. It knows a few hundred words, loses the thread after a sentence or two, and stops
+at the end of any sentence because it was taught to. Names and events are made up. Do not use it for anything else.
+
+The weights are under the licence of nlgrpo (MIT). No part of the data is in this folder.
+"""
+
+
+def model_card(prompts: list[str], completions: list[list[int]], tokenizer: PreTrainedTokenizerFast, **facts) -> str:
+    """``CARD`` filled in; ``facts`` are the numbers that it names."""
+    shown = (
+        f"- **{prompt}**{tokenizer.decode(ids, skip_special_tokens=True)}"
+        for prompt, ids in zip(prompts[:12], completions[:12], strict=True)
+    )
+    table = length_table([len(ids) for ids in completions], facts["limit"], facts.pop("cut"))
+    return CARD.format(completions="\n".join(shown), length_table=table, samples=len(completions), **facts)
+
+
+def length_table(lengths: list[int], limit: int, cut: int) -> str:
+    """Deciles and an eight-column histogram of ``lengths``; ``cut`` of them met the limit without an end token."""
+    found, width = torch.tensor(lengths, dtype=torch.float64), limit // 8
+    deciles = ", ".join(f"{found.quantile(q / 10).item():.0f}" for q in range(11))
+    bars = (torch.histc(found, 8, 0.5, limit + 0.5) / len(found)).tolist()
+    heads = " | ".join(f"{i * width + 1}-{(i + 1) * width}" for i in range(8))
+    rows = [f"| {heads} |", "|" + " --- |" * 8, f"| {' | '.join(f'{bar:.1%}' for bar in bars)} |"]
+    return "\n".join([f"Deciles, 0 to 100%: {deciles}; {cut / len(found):.1%} were cut.", "", *rows])

@@ -1,0 +1,233 @@
+"""Objectives against enumeration, autograd through the exact functional, and the paper's closed forms."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from nlgrpo.objectives import BestOfN, Mean, SoftBestOfN, linearize_present, parse, value_present
+
+OBJECTIVES = [Mean(), BestOfN(1), BestOfN(2), BestOfN(4), BestOfN(9), SoftBestOfN(0.1), SoftBestOfN(3)]
+LETTERS = torch.tensor([[0.3, -1.0, 0.3, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, 1e-3, -1e-3, 7.0]], dtype=torch.float64)
+
+
+def exact(objective, rewards, probs):
+    """The functional by its definition, differentiable in ``probs`` (A,): all tuples of n letters, or tilted sums."""
+    if isinstance(objective, SoftBestOfN):
+        tilted = probs * ((rewards - rewards.max()) / objective.tau).exp()
+        return (tilted * rewards).sum() / tilted.sum()
+    n = getattr(objective, "n", 1)
+    tuples = torch.tensor(list(itertools.product(range(len(rewards)), repeat=n)))
+    return (probs[tuples].prod(-1) * rewards[tuples].amax(-1)).sum()
+
+
+def centred(x, probs):
+    return x - (x * probs).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_value_and_first_variation_at_a_softmax_policy(objective):
+    logits = torch.tensor([0.2, -0.7, 1.1, 0.0], dtype=torch.float64, requires_grad=True)
+    for rewards in LETTERS:
+        probs = logits.softmax(0)
+        value = exact(objective, rewards, probs)
+        (gradient,) = torch.autograd.grad(value, logits)
+        ours = objective.linearize(rewards[None], probs)[0]
+        # d value / d logit_y = pi(y) (r~(y) - E r~): the policy gradient with the linearised rewards
+        torch.testing.assert_close(probs.detach() * centred(ours, probs.detach()), gradient, atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(objective.value(rewards[None], probs[None])[0], value.detach())
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_derivative_along_a_mixture(objective):
+    """(R[pi + h (pi' - pi)] - R[pi]) / h = E_pi' r~ - E_pi r~, by central differences of the exact functional."""
+    g = torch.Generator().manual_seed(3)
+    rewards = torch.randn(4, generator=g, dtype=torch.float64)
+    here, there = torch.rand(2, 4, generator=g, dtype=torch.float64).softmax(1)
+    h = 1e-4
+    slope = (
+        exact(objective, rewards, here + h * (there - here)) - exact(objective, rewards, here - h * (there - here))
+    ) / (2 * h)
+    ours = objective.linearize(rewards[None], here)[0]
+    torch.testing.assert_close(((there - here) * ours).sum(), slope, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_is_the_default(objective, dtype):
+    rewards = torch.randn(5, 6, generator=torch.Generator().manual_seed(4), dtype=dtype)
+    for probs in (torch.full((6,), 1 / 6), torch.full((5, 6), 1 / 6, dtype=torch.float64)):
+        torch.testing.assert_close(
+            objective.linearize(rewards), objective.linearize(rewards, probs), atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(objective.value(rewards), objective.value(rewards, probs), atol=1e-5, rtol=1e-5)
+    assert objective.linearize(rewards).dtype == objective.value(rewards).dtype == dtype
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_atoms_may_be_split(objective):
+    """Two atoms of one reward are one atom of the sum of their masses."""
+    rewards, probs = torch.tensor([[1.0, 2.0, 4.0]]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
+    twice, parts = rewards[:, [0, 1, 1, 2]], torch.tensor([0.5, 0.1, 0.2, 0.2]).double()
+    torch.testing.assert_close(objective.linearize(twice, parts), objective.linearize(rewards, probs)[:, [0, 1, 1, 2]])
+    torch.testing.assert_close(objective.value(twice, parts), objective.value(rewards, probs))
+
+
+def test_mean_is_plain_grpo():
+    rewards = torch.randn(3, 5, dtype=torch.float64)
+    torch.testing.assert_close(Mean().linearize(rewards), rewards - rewards.amax(1, keepdim=True))
+    torch.testing.assert_close(Mean().value(rewards), rewards.mean(1))
+    torch.testing.assert_close(BestOfN(1).linearize(rewards), Mean().linearize(rewards))
+
+
+def test_best_of_n_of_a_group_by_hand():
+    """M = 3, n = 2: w = 2/3, 4/3, 2; the rewards 1, 2, 5 have the gaps 1, 3."""
+    rewards = torch.tensor([[5.0, 1.0, 2.0]], dtype=torch.float64)
+    torch.testing.assert_close(BestOfN(2).weights(3), torch.tensor([2 / 3, 4 / 3, 2], dtype=torch.float64))
+    torch.testing.assert_close(BestOfN(2).linearize(rewards)[0], torch.tensor([0, -2 / 3 - 4, -4], dtype=torch.float64))
+    torch.testing.assert_close(BestOfN(2).value(rewards)[0], torch.tensor((1 + 2 * 3 + 5 * 5) / 9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("n", "a"), [(2, 1.0), (4, 1.0), (4, 2.5)])
+def test_best_of_n_of_a_beta_distribution(n, a):
+    """For rewards Beta(a, 1), R = a n / (a n + 1): C(r) = r^a on fine cells."""
+    edges = torch.linspace(0, 1, 20001, dtype=torch.float64)
+    middles = (edges[1:] + edges[:-1])[None] / 2
+    value = BestOfN(n).value(middles, (edges**a).diff())
+    assert value.item() == pytest.approx(a * n / (a * n + 1), abs=1e-7)
+
+
+@pytest.mark.parametrize("N", [2, 4, 8])
+@pytest.mark.parametrize("K", [10, 101])
+def test_iama_proposition_3_1(N, K):
+    """At the optimum for -y^2 and -(1 - y)^2 the linearised rewards of the two sum to a constant."""
+    a = 1 / (N - 1)
+    edges = torch.linspace(0, 1, K + 1, dtype=torch.float64)
+    masses = (edges**a / (edges**a + (1 - edges) ** a)).diff()
+    y = (edges[1:] + edges[:-1]) / 2
+    total = sum(0.5 * BestOfN(N).linearize(r[None], masses)[0] for r in (-(y**2), -((1 - y) ** 2)))
+    assert total.max() - total.min() < 1e-12
+    uniform = sum(0.5 * BestOfN(N).linearize(r[None])[0] for r in (-(y**2), -((1 - y) ** 2)))
+    assert N == 2 or uniform.max() - uniform.min() > 1e-2, "for N > 2 the uniform policy is not the optimum"
+
+
+def test_soft_best_of_n_between_mean_and_maximum():
+    rewards = torch.tensor([[300.0, -700.0, 299.0, 5.0]], dtype=torch.float64)
+    torch.testing.assert_close(SoftBestOfN(1e9).value(rewards), rewards.mean(1), atol=1e-3, rtol=0)
+    torch.testing.assert_close(SoftBestOfN(1e-3).value(rewards), rewards.amax(1))
+    assert SoftBestOfN(1e-3).linearize(rewards.float()).isfinite().all()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_edges(objective):
+    assert objective.linearize(torch.tensor([[3.0], [4.0]])).tolist() == [[0.0], [0.0]]
+    assert objective.value(torch.tensor([[3.0], [4.0]])).tolist() == [3.0, 4.0]
+    assert objective.linearize(torch.ones(0, 4)).shape == (0, 4)
+    assert objective.value(torch.ones(0, 4)).shape == (0,)
+    assert (objective.linearize(torch.full((2, 7), 0.1)) == 0).all(), "equal rewards, exactly"
+    rewards = torch.randn(2, 5, requires_grad=True)
+    assert not objective.linearize(rewards).requires_grad
+    assert not objective.value(rewards).requires_grad
+    assert rewards.grad is None
+
+
+def test_infinite_rewards():
+    rewards = torch.tensor([[-torch.inf, 1.0, 2.0]])
+    assert BestOfN(2).linearize(rewards)[0].tolist() == [-torch.inf, pytest.approx(-4 / 3), 0]
+    assert BestOfN(2).value(rewards, torch.tensor([0.0, 0.5, 0.5])).item() == pytest.approx(1.75)
+    with pytest.raises(ValueError, match="group 0, sample 0 is infinite"):
+        SoftBestOfN(1.0).value(rewards)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("method", ["linearize", "value"])
+@pytest.mark.parametrize(
+    ("rewards", "probs", "says"),
+    [
+        (torch.ones(3), None, r"rewards \(P, M\)"),
+        (torch.ones(3, 0), None, "M >= 1"),
+        (torch.tensor([[1.0, 2.0], [torch.nan, 0.0]]), None, "group 1, sample 0 is NaN"),
+        (torch.ones(2, 3), torch.ones(2), r"probs \(2, 3\) or \(3,\)"),
+        (torch.ones(2, 3), torch.ones(3), "sum to 1"),
+        (torch.ones(2, 3), torch.tensor([1.0, 0.5, -0.5]), "-0.5"),
+        (torch.ones(2, 3), torch.tensor([1.0, torch.nan, 0]), "nan"),
+    ],
+)
+def test_refused_inputs(objective, method, rewards, probs, says):
+    with pytest.raises(ValueError, match=says):
+        getattr(objective, method)(rewards, probs)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: BestOfN(0), "n=0"),
+        (lambda: BestOfN(2.0), r"n=2\.0"),
+        (lambda: BestOfN(True), "n=True"),
+        (lambda: BestOfN(4, estimator="unbiased"), "'unbiased'"),
+        (lambda: SoftBestOfN(0), "tau=0"),
+        (lambda: SoftBestOfN(-1.0), "tau=-1"),
+        (lambda: SoftBestOfN(math.nan), "tau=nan"),
+        (lambda: SoftBestOfN(math.inf), "tau=inf"),
+        (lambda: SoftBestOfN("1"), "tau='1'"),
+    ],
+)
+def test_refused_parameters(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES, SoftBestOfN(1 / 3), SoftBestOfN(1e-7)], ids=str)
+def test_names_round_trip(objective):
+    assert parse(str(objective)) == parse(f" {objective.name} ") == objective
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bom:4", "mean, bon:N, soft:TAU. Did you mean 'bon:N'"),
+        ("nothing-like-it", "expected one of mean, bon:N, soft:TAU.$"),
+        ("", "expected one of"),
+        ("bon", "expected 'bon:N' with a number, got ''"),
+        ("bon:4.5", "got '4.5'"),
+        ("bon:0", "n=0"),
+        ("soft:0", "tau=0"),
+        ("soft:cold", "got 'cold'"),
+        ("mean:3", "takes no argument"),
+    ],
+)
+def test_parse_refuses(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_absent_rewards_leave_smaller_groups(objective):
+    g = torch.Generator().manual_seed(5)
+    rewards = torch.randn(40, 5, generator=g, dtype=torch.float64)
+    rewards[torch.rand(40, 5, generator=g) < 0.5] = torch.nan
+    rewards[0], rewards[1] = torch.nan, 1.0
+    linear, value = linearize_present(objective, rewards), value_present(objective, rewards)
+    counts = set()
+    for row, ours, worth in zip(rewards, linear, value, strict=True):
+        there = row[~row.isnan()]
+        counts.add(len(there))
+        assert (ours[row.isnan()] == 0).all()
+        if len(there) == 0:
+            assert worth.isnan()
+            continue
+        alone = objective.linearize(there[None])[0]
+        torch.testing.assert_close(ours[~row.isnan()], alone - alone.mean())
+        torch.testing.assert_close(worth, objective.value(there[None])[0])
+        assert len(there) > 1 or (ours == 0).all()
+    assert counts == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_without_absences_the_linearised_rewards_are_centred(objective):
+    rewards = torch.randn(6, 5, dtype=torch.float64)
+    alone = objective.linearize(rewards)
+    torch.testing.assert_close(linearize_present(objective, rewards), alone - alone.mean(1, keepdim=True))
+    torch.testing.assert_close(value_present(objective, rewards), objective.value(rewards))
+    assert linearize_present(objective, rewards[:0]).shape == (0, 5)

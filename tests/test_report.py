@@ -1,0 +1,267 @@
+"""The page and the pictures of whole, half and damaged run folders, parsed as a browser would."""
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nlgrpo import report
+from nlgrpo.evaluation import Sampled, best_of_n, write_evaluation
+from nlgrpo.report import compare, curves_figure, length_targets, lengths_figure, objective_label, write_report
+
+EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
+VOID = {"meta", "img", "source", "br"}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Builds every figure, and leaves out the seconds that it takes to draw them."""
+    monkeypatch.setattr(report, "_png", lambda draw, dark=False: draw().axes and b"not drawn")
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text, and checks that tags which must be closed are, in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.urls, self.text, self.open = [], [], "", []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.urls += [value for name, value in attrs if name in ("src", "srcset", "href", "data", "action")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID | {"td", "th"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("td", "th"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def sampled(mode=10, objective="bon:4", text="a story", prompts=8, n=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (mode + 3 * torch.randn(prompts, n, generator=generator)).round().long().clamp(1, 32)
+    rewards = {name: -(((lengths - t) / 32).float() ** 2) for name, t in (("short", 8), ("long", 24))}
+    names = dict.fromkeys(rewards, objective)
+    weights = dict.fromkeys(rewards, 0.5)
+    return Sampled(rewards, lengths, names, weights, 32, [f"prompt {text}"], [[f"completion {text}"] * n])
+
+
+def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"), text="a story", **options):
+    folder.mkdir()
+    config = {"rewards": [{"function": "length(target=8, scale=32)"}, {"function": "length(scale=32, target=24.5)"}]}
+    (folder / "config.json").write_text(json.dumps({**config, "note": text}))
+    names = ("rewards/short/mean", "rewards/long/mean", "objective/short", "kl", "completions/mean_length")
+    lines = [{"step": step, **{name: math.sin(step + i) for i, name in enumerate(names)}} for step in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = {when: sampled(mode, objective, text, **options) for when, mode in (("before", 20), ("after", 10))}
+    if evaluated:
+        write_evaluation(folder, **{when: made[when] for when in evaluated})
+    return folder
+
+
+def test_report_is_one_page_that_loads_nothing_and_runs_nothing(tmp_path, undrawn):
+    path = write_report(make_run(tmp_path / "run", text=EVIL))
+    text = path.read_text("utf-8")
+    page = Page(text)
+    assert path == tmp_path / "run" / "report.html"
+    assert page.urls
+    assert all(url.startswith("data:image/png;base64,") for url in page.urls)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<script>alert(1)</script>" in page.text  # as text: what the model wrote can be read
+    assert page.tags.count("img") == 2
+    assert "viewport" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_pictures_embedded_are_the_pictures_written(tmp_path):
+    run = make_run(tmp_path / "run")
+    urls = Page(write_report(run).read_text("utf-8")).urls
+    embedded = [base64.b64decode(url.split(",")[1]) for url in urls]
+    for name in ("lengths.png", "curves.png"):
+        assert (run / name).read_bytes() in embedded
+        with Image.open(run / name) as image:
+            image.load()
+            assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
+    assert len(set(embedded)) == 8  # wide and narrow, light and dark, two pictures
+
+
+def test_report_gives_the_numbers_of_the_table(tmp_path, undrawn):
+    run = make_run(tmp_path / "run")
+    text = Page(write_report(run).read_text("utf-8")).text
+    for mode in (20, 10):
+        for values in sampled(mode).rewards.values():
+            for row in best_of_n(values, [1, 4]).mean(1):
+                assert f"{row:.4f}" in text
+    assert "weighted sum" in text
+    assert "8 prompts x 16 samples" in text
+    assert "bon:4" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said", "pictures"),
+    [
+        ({"evaluation.json": None}, "evaluation.json is missing", 1),
+        ({"evaluation.json": '{"before": {"rew'}, "evaluation.json cannot be read", 1),
+        ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 1),
+        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 steps logged", 2),
+        ({"config.json": "{"}, "config.json cannot be read", 2),
+        ({"config.json": None}, "config.json or config.toml is missing", 2),
+        ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 1),
+    ],
+)
+def test_report_of_a_killed_run_shows_what_there_is_and_says_what_is_not(tmp_path, undrawn, spoil, said, pictures):
+    run = make_run(tmp_path / "run")
+    for name, text in spoil.items():
+        (run / name).unlink() if text is None else (run / name).write_text(text)
+    page = Page(write_report(run).read_text("utf-8"))
+    assert said in page.text
+    assert page.tags.count("img") == pictures
+
+
+def test_report_before_training_has_ended(tmp_path, undrawn):
+    page = Page(write_report(make_run(tmp_path / "run", evaluated=("before",))).read_text("utf-8"))
+    assert "model after training is not evaluated" in page.text
+    assert "change" not in page.text
+
+
+def test_report_with_abstentions_and_a_single_sample_a_prompt(tmp_path, undrawn):
+    run = make_run(tmp_path / "run", n=1)
+    silent = sampled(n=1)
+    silent.rewards["long"][:] = math.nan
+    write_evaluation(run, before=silent, after=silent)
+    page = Page(write_report(run).read_text("utf-8"))
+    assert "best-of" not in page.text
+    assert "+nan" not in page.text
+
+
+def test_folders_that_are_no_runs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has none of config\.json"):
+        write_report(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(ValueError, match="is not a folder"):
+        compare([tmp_path / "absent"], tmp_path / "out.png")
+
+
+def test_toml_config_is_shown(tmp_path, undrawn):
+    run = make_run(tmp_path / "run")
+    (run / "config.json").unlink()
+    (run / "config.toml").write_text('[reward]\nfunction = "length(target=12)"\n')
+    assert "length(target=12)" in Page(write_report(run).read_text("utf-8")).text
+
+
+def test_length_targets_are_found_anywhere():
+    config = {
+        "a": [{"f": "length(target=50, scale=256)"}, "m:strength(target=3)"],
+        "b": {"c": "length( scale=1, target = 150.5)"},
+    }
+    assert length_targets(config) == [50, 150.5]
+    assert length_targets({"n": 3, "f": "lexicon(path='target=3')", "g": None}) == []
+
+
+def heights(figure, axes=0):
+    """Filled histograms of a figure: (edges, values) of each."""
+    patches = [p for p in figure.axes[axes].patches if isinstance(p, mpl.patches.StepPatch) and p.get_fill()]
+    return [(p.get_data().edges, p.get_data().values) for p in patches]
+
+
+@pytest.mark.parametrize("longest", [7, 32, 64, 100, 256])
+def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longest):
+    data = sampled()
+    data.lengths, data.max_length = (
+        torch.arange(longest + 1).repeat(8, 1),
+        longest,
+    )  # 0, which is drawn with 1, to longest
+    edges, values = heights(lengths_figure({"before": data}, []))[0]
+    assert (values * np.diff(edges)).sum() == pytest.approx(100)
+    assert edges[-1] == longest + 0.5
+    assert values[1:] == pytest.approx(np.full(len(values) - 1, 100 / (longest + 1)))
+    assert 1 <= len(values) <= 40
+
+
+def test_length_targets_are_lines_in_the_figure():
+    axes = lengths_figure({"before": sampled(20), "after": sampled(10)}, [8.0, 24.0]).axes[0]
+    assert [line.get_xdata()[0] for line in axes.lines] == [8, 24]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["reference", "trained: bon:4", "length targets"]
+    assert "tokens" in axes.get_xlabel()
+
+
+def test_curves_are_the_logged_values_and_gaps_are_said():
+    logged = [{"step": 3 * i, "kl": float(i), "rewards/a/b/mean": None} for i in range(5)]
+    axes = curves_figure(logged).axes
+    assert axes[2].lines[0].get_xydata().tolist() == [[3.0 * i, i] for i in range(5)]
+    assert [axes[i].texts[0].get_text() for i in (0, 1, 3)] == ["not logged"] * 3
+    constant = curves_figure([{"step": i, "kl": 2.0} for i in range(100)]).axes[2]
+    assert constant.lines[1].get_ydata() == pytest.approx(np.full(100, 2.0))  # the moving average, also at its ends
+
+
+def test_objective_labels():
+    assert objective_label(sampled(objective="mean")) == "mean (GRPO)"
+    assert objective_label(sampled(objective="soft:0.1")) == "soft:0.1"
+    mixed = sampled()
+    mixed.objectives["long"] = "mean"
+    assert objective_label(mixed) == "short bon:4, long mean"
+
+
+def test_compare_draws_and_prints_the_value_under_best_of_n(tmp_path, capsys, monkeypatch):
+    figures = []
+    draw = report._compare_figure
+    monkeypatch.setattr(report, "_compare_figure", lambda *a: figures.append(draw(*a)) or figures[-1])
+    runs = [make_run(tmp_path / "bon"), make_run(tmp_path / "grpo", "mean", seed=1)]
+    out = compare(runs, tmp_path / "new" / "overlay.png")
+    with Image.open(out) as image:
+        assert image.size == (1650, 630)
+    right = figures[0].axes[1]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["reference", "bon:4", "mean (GRPO)"]
+    assert len(heights(figures[0])) == 3
+    ns = [1, 2, 4, 8, 16]
+    truth = sum(0.5 * best_of_n(values, ns).mean(1) for values in sampled(10).rewards.values())
+    assert right.lines[1].get_xydata() == pytest.approx(np.stack([ns, truth.numpy()], axis=1))
+    printed = capsys.readouterr().out
+    assert all(f"{value:.4f}" in printed for value in truth)
+    assert "mean (GRPO)" in printed
+
+
+def test_compare_tells_runs_of_one_objective_apart_and_stops_at_the_samples_there_are(tmp_path, capsys):
+    runs = [make_run(tmp_path / "one", n=5), make_run(tmp_path / "two", n=6)]
+    assert compare(runs, tmp_path) == tmp_path / "compare.png"
+    printed = capsys.readouterr().out
+    assert "bon:4 · one" in printed
+    assert "bon:4 · two" in printed
+    assert re.findall(r"^ +(\d+)  ", printed, flags=re.MULTILINE) == ["1", "2", "4"]
+
+
+def test_compare_refuses_what_it_cannot_compare(tmp_path):
+    good = make_run(tmp_path / "good")
+    half = make_run(tmp_path / "half", evaluated=("before",))
+    with pytest.raises(ValueError, match=r"half is evaluated only before.*--resume"):
+        compare([good, half], tmp_path)
+    with pytest.raises(ValueError, match=r"evaluation\.json is missing.*resume"):
+        compare([good, make_run(tmp_path / "none", evaluated=())], tmp_path)
+    other = make_run(tmp_path / "other")
+    weighted = sampled()
+    weighted.weights["long"] = 0.1
+    write_evaluation(other, before=weighted, after=weighted)
+    with pytest.raises(ValueError, match="same rewards and weights"):
+        compare([good, other], tmp_path)
+    with pytest.raises(ValueError, match="no run"):
+        compare([], tmp_path)
+    with pytest.raises(ValueError, match=r"\.png, \.pdf or \.svg"):
+        compare([good], tmp_path / "x.docx")

@@ -1,0 +1,144 @@
+"""The default model that the package ships, and the script that makes it."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "nlgrpo" / "assets"
+SCRIPT = ROOT / "scripts" / "make_story_model.py"
+LIMIT = 128  # tokens of a completion
+
+SENTENCES = [
+    "Once upon a time, there was a little girl named Lily.",
+    "One day, Tom went to the park with his mom.",
+    "The dog was very happy and wagged his tail.",
+    "She saw a big red ball and wanted to play with it.",
+]
+
+
+@pytest.fixture(scope="module")
+def story_lm():
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "story-lm")
+    return model.eval(), AutoTokenizer.from_pretrained(ASSETS / "story-lm")
+
+
+def prompts(name):
+    return [json.loads(line)["prompt"] for line in (ASSETS / name).read_text().splitlines()]
+
+
+def mean_loss(model, tokenizer, texts):
+    """Nats per token, over all ``texts``."""
+    rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    with torch.no_grad():
+        total = sum(model(ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in rows)
+    return total / sum(ids.shape[1] - 1 for ids in rows)
+
+
+@pytest.fixture(scope="module")
+def completions(story_lm):
+    """256 completions at temperature 1: token ids up to and with the end token."""
+    model, tokenizer = story_lm
+    chosen = random.Random(0).sample(prompts("prompts.jsonl"), 256)
+    inputs = tokenizer(chosen, return_tensors="pt", padding=True, return_token_type_ids=False)
+    torch.manual_seed(0)
+    ids = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LIMIT)
+    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
+    ends = [row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else LIMIT for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+def test_assets_are_small_and_readable():
+    files = [file for file in ASSETS.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 3_000_000
+    assert {file.name for file in files} >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert all(file.stat().st_mode & 0o044 for file in files)
+
+
+def test_tokenizer_adds_a_start_and_no_end_and_keeps_any_text(story_lm):
+    model, tokenizer = story_lm
+    ids = tokenizer("Tom saw a dog.")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.eos_token_id == model.config.eos_token_id
+    for text in ["Tom saw a dog.", " two  spaces\n", "naïve 漢字 🙂"]:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_prompts_are_disjoint_and_leave_room_for_the_completion(story_lm):
+    model, tokenizer = story_lm
+    train, held_out = prompts("prompts.jsonl"), prompts("eval_prompts.jsonl")
+    assert (len(set(train)), len(set(held_out))) == (512, 64)
+    assert not set(train) & set(held_out)
+    longest = max(len(ids) for ids in tokenizer(train + held_out)["input_ids"])
+    assert longest + LIMIT <= model.config.max_position_embeddings
+
+
+def test_model_prefers_english(story_lm):
+    shuffled = [" ".join(random.Random(1).sample(text.split(), len(text.split()))) for text in SENTENCES]
+    english = mean_loss(*story_lm, SENTENCES)
+    assert english < 2.5  # uniform guessing costs log(1024) = 6.9
+    assert mean_loss(*story_lm, shuffled) > english + 1
+
+
+def test_completion_lengths_are_spread(story_lm, completions):
+    lengths = [len(row) for row in completions]
+    for third in range(3):
+        share = sum(third * LIMIT / 3 < length <= (third + 1) * LIMIT / 3 for length in lengths) / len(lengths)
+        assert 0.20 <= share <= 0.47, (third, share)
+    eos = story_lm[1].eos_token_id
+    assert sum(row[-1] != eos for row in completions) < 0.1 * len(completions)
+
+
+def test_completions_end_with_a_sentence(story_lm, completions):
+    _, tokenizer = story_lm
+    ended = [tokenizer.decode(row[:-1]) for row in completions if row[-1] == tokenizer.eos_token_id]
+    assert sum(text.rstrip("\"'")[-1:] in {".", "!", "?"} for text in ended) > 0.98 * len(ended)
+
+
+def run_script(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments), "--threads", "1"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def tiny_text(folder, stories=3):
+    sentence = "Tom and his dog number {} went to the park to play with a ball. "
+    text = "<|endoftext|>\n".join(
+        "".join(sentence.format(10 * s + i) for i in range(20)) for s in range(stories)
+    )  # fmt: skip
+    path = folder / "tiny.txt"
+    path.write_text(text + "\n<|endoftext|>\nA story that was c", encoding="utf-8")
+    return path
+
+
+def test_script_gives_the_same_bytes_twice(tmp_path):
+    text, found = tiny_text(tmp_path), []
+    for name in ("a", "b"):
+        out = tmp_path / name
+        run = run_script(text, "--out", out, "--steps", 2, "--batch", 4, "--samples", 12)
+        assert run.returncode == 0, run.stderr
+        found.append({file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()})
+    assert len(found[0]) == 8
+    assert found[0] == found[1]
+    assert found[0][Path("prompts.jsonl")] == (ASSETS / "prompts.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "absent.txt", "No such file"),
+        (lambda folder: tiny_text(folder, stories=2), "2 complete stories; at least 3 are needed"),
+    ],
+)
+def test_script_refuses_a_text_it_cannot_use(tmp_path, make, message):
+    run = run_script(make(tmp_path), "--out", tmp_path / "out")
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "out").exists()
