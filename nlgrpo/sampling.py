@@ -71,9 +71,9 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
     The sum runs in float64, so that a vocabulary of any size loses no token to rounding; ``noise`` is scaled by the total,
     so that the last bits of the sum cannot select beyond the end.
     """
-    cumulative = log_probs.double().exp().cumsum(-1)
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]
-    return (cumulative <= threshold).sum(-1)
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
 
 
 _MASK = 0x7FFFFFFFFFFFFFFF

@@ -18,7 +18,8 @@ datasets: [roneneldan/TinyStories]
 The default model of nlgrpo: a toy that tells simple English stories of any length up to {limit} tokens, small enough
 to train with reinforcement learning on two CPU cores in minutes. Llama architecture, {parameters:,} parameters in
 float32 ({layers} layers of width {width}, {heads} query and {kv_heads} key-value heads, tied embeddings), byte-level
-BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` before a text; the model ends with `</s>`.
+BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` before a text; the model ends it with
+`</s>`.
 
 ## Training
 

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -210,10 +211,12 @@ WORDS = ["<unk>", "<s>", "</s>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
 def classifier(tmp_path):
     """Makes a folder with a small random classifier, and returns it with the model."""
 
-    def make(family="llama", labels=1, pad=3, tokenizer_pad="<pad>", chat_template=None, **config):
+    def make(family="llama", labels=1, pad=3, tokenizer_pad="<pad>", chat_template=None, begin=False, **config):
         torch.manual_seed(0)
         tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = Whitespace()
+        if begin:
+            tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": tokenizer_pad}
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names)
         shape = {
@@ -333,14 +336,15 @@ def test_conversations_use_the_chat_template(classifier):
         "{{ bos_token }}{% for m in messages %}{{ m.content }} {% if m.role == 'assistant' %}z {% endif %}{% endfor %}"
     )
     prompts, texts = [chat(p, "user") for p in PROMPTS], [chat(t) for t in TEXTS]
-    folder, model = classifier(chat_template=template)
+    folder, model = classifier(chat_template=template, begin=True)
     rows = [[1, *row] for row in rows_of(PROMPTS, [f"{t} z" for t in TEXTS], end=())]
     scores = load("r", str(folder)).function(prompts, texts)
     torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
 
-    folder, model = classifier()  # without a template the contents are joined
+    folder, model = classifier(begin=True)  # without a template the contents are joined
+    rows = [[1, *row] for row in rows_of(PROMPTS, TEXTS)]
     scores = load("r", str(folder)).function(prompts, texts)
-    torch.testing.assert_close(torch.tensor(scores), alone(model, rows_of(PROMPTS, TEXTS))[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
 
 
 def test_models_that_are_no_trained_classifier_are_refused(classifier, tmp_path):

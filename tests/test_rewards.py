@@ -342,7 +342,7 @@ def test_a_hung_reward_is_left_behind(kind):
     result = score([Reward("hung", function, 0.2, "skip"), Reward("fine", returning([1.0] * P * M))], **INPUTS)
     assert result.skipped.all()
     assert result.values["fine"].eq(1).all()
-    assert scored(healthy).values["mine"].eq(1).all()  # with a new event loop, if the old one is blocked
+    assert scored(healthy, timeout=10).values["mine"].eq(1).all()  # with a new event loop, if the old one is blocked
     release.set()
 
 

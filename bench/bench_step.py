@@ -1,0 +1,340 @@
+"""Times a whole training step against that of TRL's GRPOTrainer, on a CPU.
+
+    python bench/bench_step.py [--quick] [--save]
+
+Both sides train the same random Llama (1.05 million parameters, float32) on 6 prompts x 8 completions of up to 128
+tokens, 50 on average, with the same loss (dapo, one optimiser step a rollout), the same reward and the same sampling
+(temperature 1, nothing cut).  They take turns, each time in a fresh process.  A step is the time from the end of one to
+the end of the next: data, generation, reward, reference, loss, backward, optimiser, logging.  Needs TRL, which
+``pip install nlgrpo[test]`` brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import MIB, machine, one_line, peak_resident, resident, save
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PROMPTS, SAMPLES, LIMIT, VOCAB = 6, 8, 128, 2048
+PAD, EOS, BOS = 0, 1, 2
+STOP_PROBABILITY = 0.018  # of every token; E[length] = (1 - (1 - p)^128) / p = 50
+LEARNING_RATE = 1e-6  # small, so that the lengths stay what they are
+SIDES = ("ours", "trl")
+TARGET = 3.0
+
+
+# --- what both sides train --------------------------------------------------------------------------------------------
+
+
+def random_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=256, tie_word_embeddings=True,
+        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS
+    )
+    return model
+
+
+@torch.no_grad()
+def set_stop_probability(model: LlamaForCausalLM) -> None:
+    """Give every token the probability STOP_PROBABILITY of being EOS; the other logits are about 0.
+
+    A Llama has no bias. One coordinate that is the same in all embeddings, and so about the same in all last hidden
+    states, stands in for it, and the EOS row of the (tied) head has its weight there.
+    """
+    embedding = model.get_input_embeddings().weight
+    embedding[:, 0] = 0.3
+    constant = model.model(torch.randint(3, VOCAB, (16, 64))).last_hidden_state[..., 0].mean()
+    odds = STOP_PROBABILITY / (1 - STOP_PROBABILITY)
+    embedding[EOS, 0] += torch.tensor(odds * (VOCAB - 1)).log() / constant
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """The words w0, w1, .. are the tokens 0, 1, .."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": f"w{PAD}", "eos_token": f"w{EOS}", "bos_token": f"w{BOS}"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def write_inputs(folder: Path) -> None:
+    """The model, as transformers writes it, and prompts of 8 to 16 tokens."""
+    model = random_llama()
+    set_stop_probability(model)
+    model.save_pretrained(folder / "model")
+    word_tokenizer().save_pretrained(folder / "model")
+    rng = random.Random(0)
+    prompts = [" ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(rng.randint(8, 16))) for _ in range(600)]
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+
+
+# --- one side, in a process of its own --------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What one process measures. ``ends``: when each step was done, with the time before the first step in front."""
+
+    ends: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of each step's completions
+    laps: list[dict[str, float]] = field(default_factory=list)  # of our steps
+    before: int = 0  # bytes resident when the first step began
+    peak: int = 0
+
+    def begin(self) -> None:
+        self.before = resident()
+        self.ends.append(time.perf_counter())
+
+    def end_step(self) -> None:
+        self.ends.append(time.perf_counter())
+        self.peak = peak_resident()
+
+    def result(self, warmup: int) -> dict[str, Any]:
+        seconds = [end - begin for begin, end in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        if len(seconds) <= warmup or len(self.tokens) != len(seconds):
+            raise RuntimeError(f"{len(seconds)} steps and {len(self.tokens)} rollouts, of which {warmup} are warm-up")
+        return {
+            "seconds": seconds[warmup:],
+            "tokens": self.tokens[warmup:],
+            "laps": self.laps[warmup:],
+            "peak_mib": self.peak / MIB,
+            "added_mib": (self.peak - self.before) / MIB,
+            "threads": torch.get_num_threads(),
+        }
+
+
+RECORD = Record()
+
+
+def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The share of the limit that a completion takes; it also counts the step's tokens, on both sides alike."""
+    RECORD.tokens.append(sum(map(len, completion_ids)))
+    return [len(ids) / LIMIT for ids in completion_ids]
+
+
+def run_ours(folder: Path, beta: float, steps: int) -> None:
+    from nlgrpo import parallel
+    from nlgrpo import run as runs
+    from nlgrpo.config import Config, from_dict
+    from nlgrpo.timing import StopSignal
+    from nlgrpo.train import train
+
+    settings = {
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"source": str(folder / "prompts.jsonl")},
+        "rollout": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": LIMIT},
+        "rewards": {"length": {"function": f"{__name__}:length_reward", "objective": "mean"}},
+        "loss": {"normalization": "dapo", "beta": beta, "kl_importance": False},
+        "optim": {"lr": LEARNING_RATE},
+        "train": {
+            "steps": steps,
+            "out": str(folder / "ours"),
+            "restart": True,
+            "checkpoint_every": 0,
+            "samples_every": 0,
+            "tensorboard": False,
+        },
+        "evaluation": {"prompts": 0},
+    }
+    with parallel.start() as ranks:
+        run = runs.build(from_dict(settings, Config()), ranks)
+        runs.open_folder(run)
+        learner = run.learner()
+        with run.logger() as log:
+            write = log.log
+
+            def log_and_record(step: int, metrics: dict[str, float]) -> None:
+                write(step, metrics)
+                RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
+                RECORD.end_step()
+
+            log.log = log_and_record  # the loop's last call in a step
+            RECORD.begin()
+            train(run, learner, StopSignal(), log)
+
+
+def run_trl(folder: Path, beta: float, steps: int) -> None:
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            RECORD.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            RECORD.end_step()
+
+    # One generation, one forward and backward and one optimiser step for the 48 completions; nothing recomputed, logged
+    # or saved on the way.
+    args = GRPOConfig(
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=steps,
+        per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES, gradient_accumulation_steps=1,
+        num_iterations=1, max_completion_length=LIMIT, temperature=1.0, top_k=0, top_p=1.0, loss_type="dapo",
+        scale_rewards="none", beta=beta, use_bias_correction_kl=False, epsilon=0.2, learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_strategy="no", save_strategy="no",
+        report_to="none", disable_tqdm=True, dataloader_num_workers=0, dataloader_pin_memory=False,
+        model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        str(folder / "model"), reward_funcs=length_reward, args=args, callbacks=[Watch()],
+        train_dataset=load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train",
+                                   cache_dir=str(folder / "cache")),
+    )  # fmt: skip
+    trainer.train()
+
+
+def child(side: str, folder: Path, args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    {"ours": run_ours, "trl": run_trl}[side](folder, args.beta, args.warmup + args.steps)
+    print(json.dumps(RECORD.result(args.warmup)))
+
+
+# --- both in turns ----------------------------------------------------------------------------------------------------
+
+
+def measure(side: str, folder: Path, beta: float, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Run one side in a fresh process; exit with what it wrote where it failed."""
+    command = [sys.executable, __file__, "--child", side, "--folder", str(folder), "--beta", str(beta)]
+    for name, value in {"warmup": args.warmup, "steps": args.steps, "threads": args.threads, "seed": seed}.items():
+        command += [f"--{name}", str(value)]
+    environment = {
+        "OMP_NUM_THREADS": str(args.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    if done.returncode:
+        sys.exit(f"{side}, beta {beta}: the process ended with status {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over all steps of all rounds; the largest of the peaks."""
+    seconds = [s for r in rounds for s in r["seconds"]]
+    tokens = [t for r in rounds for t in r["tokens"]]
+    return {
+        "seconds": round(statistics.median(seconds), 4),
+        "tokens_per_s": round(statistics.median(t / s for t, s in zip(tokens, seconds, strict=True)), 1),
+        "mean_length": round(statistics.mean(tokens) / (PROMPTS * SAMPLES), 2),
+        "peak_mib": round(max(r["peak_mib"] for r in rounds), 1),
+        "added_mib": round(max(r["added_mib"] for r in rounds), 1),
+        "steps": len(seconds),
+    }
+
+
+def phases(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of each part of our step."""
+    laps = [lap for r in rounds for lap in r["laps"]]
+    return {name: round(statistics.median(lap[name] for lap in laps), 4) for name in laps[0]}
+
+
+def compare(folder: Path, beta: float, args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds at one beta. ``rounds``: the ratio of seconds in each, which shows the noise."""
+    rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    for number in range(args.rounds):
+        for side in SIDES:
+            rounds[side].append(measure(side, folder, beta, args, seed=number))
+    ours, trl = (summary(rounds[side]) for side in SIDES)
+    medians = [[statistics.median(r["seconds"]) for r in rounds[side]] for side in SIDES]
+    return {
+        "beta": beta,
+        "ours": ours,
+        "trl": trl,
+        "ratio": round(trl["seconds"] / ours["seconds"], 2),
+        "ratio_tokens_per_s": round(ours["tokens_per_s"] / trl["tokens_per_s"], 2),
+        "ratio_peak": round(trl["peak_mib"] / ours["peak_mib"], 2),
+        "rounds": [round(theirs / mine, 2) for mine, theirs in zip(*medians, strict=True)],
+        "phases": phases(rounds["ours"]),
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line for each side and one for the parts of our step."""
+    for side, note in (("ours", ""), ("trl", f"   x{row['ratio']:.2f} ({min(row['rounds'])} to {max(row['rounds'])})")):
+        s = row[side]
+        print(
+            f"beta {row['beta']:<5g} {side:5s} {s['seconds']:7.3f} s/step  {s['tokens_per_s']:8,.0f} tok/s  "
+            f"peak {s['peak_mib']:5.0f} MiB ({s['added_mib']:+.0f} in training)  "
+            f"{s['mean_length']:5.1f} tokens a completion{note}"
+        )
+    parts = "  ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in row["phases"].items())
+    print(f"           ours, ms: {parts}", flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    if args.child:
+        return child(args.child, args.folder, args)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder)
+        parameters = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
+        print(f"{parameters / 1e6:.2f}M Llama, {PROMPTS} x {SAMPLES} completions of up to {LIMIT} tokens, float32")
+        rows = []
+        for beta in args.betas:
+            rows.append(compare(folder, beta, args))
+            show(rows[-1])
+    facts = machine("transformers", "trl")
+    print(
+        f"{one_line(facts, args.threads)}, trl {facts['trl']}, median of {rows[0]['ours']['steps']} steps in "
+        f"{args.rounds} processes a side, in turns; target x{TARGET:g}"
+    )
+    result = {"bench": "step", "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
+    if args.save:
+        print(f"saved {save('bench_step', result)}")
+    print(json.dumps(result))
+
+
+def at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="fresh processes a side (default: 3)")
+    parser.add_argument("--steps", type=at_least(1), default=12, help="measured steps in each (default: 12)")
+    parser.add_argument("--warmup", type=at_least(0), default=3, help="steps before them (default: 3)")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch (default: 2)")
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.04], help="KL weights (default: 0 0.04)")
+    parser.add_argument("--quick", action="store_true", help="1 round of 1 + 3 steps: does it work")
+    parser.add_argument("--save", action="store_true", help="write bench/results/cpu/bench_step.json")
+    parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beta", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.warmup, args.steps = 1, 1, 3
+    return args
+
+
+if __name__ == "__main__":
+    main()

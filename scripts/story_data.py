@@ -1,0 +1,122 @@
+"""What the default model is trained on: stories, their tokenizer, and documents of about uniform length.
+
+The length-reward experiment (IAMA, section 6.1) starts from a reference whose completion lengths are about uniform
+(J.2).  A document is therefore a run of whole sentences whose number of tokens comes nearest to a uniform draw, then
+the end token: a model of such documents stops at a sentence end with the hazard 1 / (limit - length).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+SEPARATOR = "<|endoftext|>"
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+VOCABULARY = 1024
+CONTEXT, COMPLETION = 160, 128  # tokens: the most the model sees, and the most that follow a prompt
+PROMPT = 10  # tokens of a typical prompt; a document is one such prompt and a completion
+TARGET = (5, 123)  # tokens of a completion, drawn uniformly; sentence ends scatter about the draw
+QUOTES = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
+LONGEST = 300  # characters of a sentence; a longer one is mostly a quotation that was not closed
+SENTENCE_END = re.compile(r'[.!?]["\']*(?= |$)')
+
+
+def read_stories(path: Path) -> list[list[str]]:
+    """Stories as lists of sentences.  The piece after the last separator, which may be cut, is left out."""
+    pieces = path.read_text(encoding="utf-8").translate(QUOTES).split(SEPARATOR)[:-1]
+    stories = [sentences(" ".join(piece.split())) for piece in pieces]
+    if sum(map(bool, stories)) < 3:
+        raise ValueError(
+            f"{path} holds {sum(map(bool, stories))} complete stories; at least 3 are needed, each followed by "
+            f"{SEPARATOR} (one of them is held out)."
+        )
+    return [story for story in stories if story]
+
+
+def sentences(text: str) -> list[str]:
+    """Cut ``text`` at sentence ends outside quotations; from the first very long sentence on, it is dropped."""
+    found, start = [], 0
+    for match in SENTENCE_END.finditer(text):
+        if text.count('"', start, match.end()) % 2 == 0:
+            if match.end() - start > LONGEST:
+                break
+            found.append(text[start : match.end()].strip())
+            start = match.end()
+    return found
+
+
+def train_tokenizer(stories: list[list[str]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that puts ``<s>`` before a text and never an end token after it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((" ".join(story) for story in stories), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass
+class Documents:
+    """Training documents drawn from stories: runs of sentences, of about uniform length, as token ids."""
+
+    first: list[list[list[int]]]  # token ids of sentence i of story s, as the first of a text
+    later: list[list[list[int]]]  # the same after another sentence (its first token carries the space)
+    starts: list[list[int]]  # sentences of story s after which enough text is left for the longest document
+    bos: int
+    eos: int
+
+    @classmethod
+    def build(cls, stories: list[list[str]], tokenizer: PreTrainedTokenizerFast) -> Documents:
+        """Encode the stories; those too short for the longest document are left out."""
+
+        def encode(story: list[str], space: str) -> list[list[int]]:
+            return [tokenizer.encode(space + sentence, add_special_tokens=False) for sentence in story]
+
+        first = [encode(story, "") for story in stories]
+        later = [encode(story, " ") for story in stories]
+        need = PROMPT + COMPLETION
+        starts = [[i for i in range(len(story)) if sum(map(len, story[i:])) >= need] for story in later]
+        long = [s for s, found in enumerate(starts) if found]
+        if not long:
+            raise ValueError(
+                f"none of {len(stories)} stories has the {need} tokens that the longest documents need; "
+                "a text with more and longer stories is needed."
+            )
+        tables = ([table[s] for s in long] for table in (first, later, starts))
+        return cls(*tables, tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+    def tokens(self) -> int:
+        return sum(len(sentence) for story in self.later for sentence in story)
+
+    def draw(self, rng: random.Random) -> list[int]:
+        """One document; half of them begin where their story begins."""
+        s = rng.randrange(len(self.starts))
+        i = self.starts[s][0] if rng.random() < 0.5 else rng.choice(self.starts[s])
+        target = PROMPT + rng.uniform(*TARGET)
+        ids = list(self.first[s][i])
+        for sentence in self.later[s][i + 1 :]:
+            if len(ids) + len(sentence) / 2 > target or len(ids) + len(sentence) > CONTEXT - 2:
+                break  # the end before this sentence is the nearer one
+            ids += sentence
+        return [self.bos, *ids, self.eos]

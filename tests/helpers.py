@@ -1,0 +1,136 @@
+"""A tiny random model directory, and training runs in processes of their own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
+BOS, EOS = 1, 2
+
+
+def tiny_config(family: str = "llama", **changes):
+    """About 10 thousand parameters. GPT-2's norms are computed in the type of the weights, Llama's always in float32."""
+    from transformers import GPT2Config, LlamaConfig
+
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
+    if family == "gpt2":
+        sizes = {"vocab_size": len(WORDS), "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return GPT2Config(**(sizes | dropout | ids | changes))
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(**({"vocab_size": len(WORDS)} | sizes | heads | ids | changes))
+
+
+def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, scale: float = 0.2, **changes):
+    """Write a random model with a tokenizer of 32 words; the transformers model in float64, and of the same weights."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(scale * noise + (1.0 if parameter.dim() == 1 else 0.0))
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    return model.double()
+
+
+@dataclass
+class Job:
+    """One run of the trainer. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``."""
+
+    arguments: list[str]
+    function: str = ""
+    at: int = 1
+    signal: int = signal.SIGKILL
+
+
+@dataclass
+class Ended:
+    """How a run ended: its exit status, negative for the signal that killed it, and what it printed."""
+
+    status: int
+    output: str
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+def run_all(jobs: list[Job]) -> list[Ended]:
+    """Run the jobs one after another, each in a process of its own, forked from one that has imported everything."""
+    orders = json.dumps([asdict(job) for job in jobs])
+    done = subprocess.run(
+        [sys.executable, __file__], input=orders, capture_output=True, text=True, env=environment(), timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [Ended(**ended) for ended in json.loads(done.stdout)]
+
+
+def _serve() -> None:
+    from nlgrpo import train
+
+    results = []
+    for order in json.load(sys.stdin):
+        job, (reader, writer) = Job(**order), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+            os.close(reader)
+            _run(job, train.main)
+        os.close(writer)
+        with os.fdopen(reader, errors="replace") as pipe:
+            output = pipe.read()
+        results.append({"status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "output": output})
+    print(json.dumps(results))
+
+
+def _run(job: Job, main) -> None:
+    status = 70
+    try:
+        if job.function:
+            _signal_at(job)
+        status = main(job.arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _signal_at(job: Job) -> None:
+    """Make the run send itself the signal just before the call."""
+    module, _, names = job.function.partition(":")
+    *path, name = names.split(".")
+    owner = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part)
+    function, calls = getattr(owner, name), 0
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == job.at:
+            os.kill(os.getpid(), job.signal)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+if __name__ == "__main__":
+    _serve()
