@@ -28,6 +28,7 @@ import torch
 from common import MIB, machine, one_line, peak_resident, resident, save
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 PROMPTS, SAMPLES, LIMIT, VOCAB = 6, 8, 128, 2048
 PAD, EOS, BOS = 0, 1, 2
@@ -59,13 +60,14 @@ def set_stop_probability(model: LlamaForCausalLM) -> None:
     """Give every token the probability STOP_PROBABILITY of being EOS; the other logits are about 0.
 
     A Llama has no bias. One coordinate that is the same in all embeddings, and so about the same in all last hidden
-    states, stands in for it, and the EOS row of the (tied) head has its weight there.
+    states, stands in for it, and the EOS row of the (tied) head has all its weight there.
     """
     embedding = model.get_input_embeddings().weight
-    embedding[:, 0] = 0.3
+    embedding[:, 0] = 1.0
     constant = model.model(torch.randint(3, VOCAB, (16, 64))).last_hidden_state[..., 0].mean()
     odds = STOP_PROBABILITY / (1 - STOP_PROBABILITY)
-    embedding[EOS, 0] += torch.tensor(odds * (VOCAB - 1)).log() / constant
+    embedding[EOS] = 0.0
+    embedding[EOS, 0] = 1.0 + torch.tensor(odds * (VOCAB - 1)).log() / constant
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -132,7 +134,7 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(ids) / LIMIT for ids in completion_ids]
 
 
-def run_ours(folder: Path, beta: float, steps: int) -> None:
+def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
     from nlgrpo import parallel
     from nlgrpo import run as runs
     from nlgrpo.config import Config, from_dict
@@ -148,6 +150,7 @@ def run_ours(folder: Path, beta: float, steps: int) -> None:
         "optim": {"lr": LEARNING_RATE},
         "train": {
             "steps": steps,
+            "seed": seed,
             "out": str(folder / "ours"),
             "restart": True,
             "checkpoint_every": 0,
@@ -173,7 +176,7 @@ def run_ours(folder: Path, beta: float, steps: int) -> None:
             train(run, learner, StopSignal(), log)
 
 
-def run_trl(folder: Path, beta: float, steps: int) -> None:
+def run_trl(folder: Path, beta: float, steps: int, seed: int) -> None:
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -188,9 +191,10 @@ def run_trl(folder: Path, beta: float, steps: int) -> None:
     # One generation, one forward and backward and one optimiser step for the 48 completions; nothing recomputed, logged
     # or saved on the way.
     args = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=steps,
-        per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES, gradient_accumulation_steps=1,
-        num_iterations=1, max_completion_length=LIMIT, temperature=1.0, top_k=0, top_p=1.0, loss_type="dapo",
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, seed=seed,
+        max_steps=steps, per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
+        gradient_accumulation_steps=1, num_iterations=1, max_completion_length=LIMIT,
+        temperature=1.0, top_k=0, top_p=1.0, loss_type="dapo",
         scale_rewards="none", beta=beta, use_bias_correction_kl=False, epsilon=0.2, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_strategy="no", save_strategy="no",
         report_to="none", disable_tqdm=True, dataloader_num_workers=0, dataloader_pin_memory=False,
@@ -206,8 +210,7 @@ def run_trl(folder: Path, beta: float, steps: int) -> None:
 
 def child(side: str, folder: Path, args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    {"ours": run_ours, "trl": run_trl}[side](folder, args.beta, args.warmup + args.steps)
+    {"ours": run_ours, "trl": run_trl}[side](folder, args.beta, args.warmup + args.steps, args.seed)
     print(json.dumps(RECORD.result(args.warmup)))
 
 
@@ -288,6 +291,7 @@ def main() -> None:
     args = arguments()
     if args.child:
         return child(args.child, args.folder, args)
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder)

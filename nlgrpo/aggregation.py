@@ -31,8 +31,9 @@ class WeightedSum:
         object.__setattr__(self, "weights", weights)
 
     def value(self, values: Tensor) -> Tensor:
-        """g at ``values`` (m,), a scalar."""
-        return (self.gradient(values) * values).sum()
+        """g at ``values`` (m,), a scalar. A reward of weight 0 is left out, also where its value is not defined."""
+        weights = self.gradient(values)
+        return torch.where(weights == 0, 0.0, weights * values).sum()
 
     def gradient(self, values: Tensor) -> Tensor:
         """dg/dR_i at ``values`` (m,), (m,) in their dtype and on their device."""

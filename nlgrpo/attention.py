@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,8 @@ class PackedAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scale=scale, window_size=(left, 0))
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return cast(Tensor, varlen_attn(q, k, v, *bounds, scale=scale, window_size=(left, 0)))
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """One call a sequence: exact lengths beat one padded call on a CPU, in time and in memory."""
@@ -51,9 +53,10 @@ class PackedAttention:
             mask = None
             if window is not None and len(q_i) > window:
                 mask = q_i.new_ones(len(q_i), len(q_i), dtype=torch.bool).tril().triu(1 - window)
-            heads_first = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
+            query, key, value = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))  # heads first
+            grouped = q.shape[1] != k.shape[1]
             out_i = F.scaled_dot_product_attention(
-                *heads_first, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
             out.append(out_i[0].transpose(0, 1))
         return torch.cat(out) if out else torch.zeros_like(q)
@@ -61,7 +64,7 @@ class PackedAttention:
 
 @functools.cache
 def implementation(device: str, dtype: torch.dtype) -> str:
-    """``"flash_attn"`` where installed, else PyTorch's ``"varlen"``, for half precision on a GPU; ``"sdpa"`` elsewhere."""
+    """``"flash_attn"`` where installed, else PyTorch's ``"varlen"``, for half precision on a GPU; else ``"sdpa"``."""
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
     return "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"

@@ -7,6 +7,7 @@ step as a function of the user is (TRL's signature: lists over the P*M completio
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ def text_of(message: str | Iterable[dict[str, Any]]) -> str:
     return "\n".join(part["content"] or "" for part in message)
 
 
+def _path(value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"path must be a text in quotes, got {value!r}")
+    return Path(value)
+
+
 @dataclass(frozen=True)
 class Length:
     """r(y) = -((|y| - target) / scale)^2      (iama.txt, 6.1, where scale is the maximum length)
@@ -38,7 +45,7 @@ class Length:
 
     def __post_init__(self) -> None:
         for name, value in (("target", self.target), ("scale", self.scale)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
                 raise ValueError(f"{name} must be a number of tokens, got {value!r}")
         if self.scale <= 0:
             raise ValueError(f"scale must be above 0 (the maximum length is a good one), got {self.scale}")
@@ -63,7 +70,7 @@ class Lexicon:
         if normalize not in ("compound", "mean"):
             raise ValueError(f"normalize must be 'compound' or 'mean', got {normalize!r}")
         self.normalize = normalize
-        self.scores = _read_lexicon(Path(path))
+        self.scores = _read_lexicon(_path(path))
         phrases = [entry for entry in self.scores if not re.fullmatch(r"[\w'-]+", entry)]
         # A phrase comes before a plain word and a longer one before its beginning: ":-))" is not ":-)" and a bracket.
         units = [_phrase_pattern(entry) for entry in sorted(phrases, key=len, reverse=True)] + [r"[\w'-]+"]
@@ -87,7 +94,7 @@ class Lexicon:
 
 def _read_lexicon(path: Path) -> dict[str, float]:
     """``{lower-case entry: score}`` of a ``word<TAB>score`` file."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"there is no lexicon file {str(path)!r} (looked from {Path.cwd()})")
     scores: dict[str, float] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
@@ -228,7 +235,7 @@ class Classifier:
             raise ValueError(f"batch_size must be a whole number from 1, got {batch_size!r}")
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"dtype must be 'float32', 'float16' or 'bfloat16', got {dtype!r}")
-        self.model, self.tokenizer = _load_classifier(Path(path), getattr(torch, dtype))
+        self.model, self.tokenizer = _load_classifier(_path(path), getattr(torch, dtype))
         self.model.to(device).eval()
         self.output = _output_index(self.model.config, label, path)
         self.probability, self.include_prompt, self.append_eos = probability, include_prompt, append_eos
@@ -287,7 +294,7 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer from a folder; ValueError where they cannot be read or the head is not in the file."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import, and only needed here
 
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise ValueError(
             f"{str(path)!r} is no Hugging Face model folder: it has no config.json (looked from {Path.cwd()})"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,14 @@ class Generate:
     json: bool = False
     """One JSON object a completion: prompt, text, token ids, log-probs, finish reason."""
 
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError('there is no prompt; give one or more texts, as in: nlgrpo generate "Once upon a time"')
+        if not 1 <= self.samples < 2**31:
+            raise ValueError(f"samples = {self.samples}: expected a number in [1, 2^31)")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
+
 
 def generate(arguments: Sequence[str]) -> int:
     """Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4"""
@@ -61,7 +70,7 @@ def generate(arguments: Sequence[str]) -> int:
         max_new_tokens=options.max_new_tokens,
         stop_ids=tuple(stop_ids_of(tokenizer, source)),
     )
-    ids = [tokenizer(text).input_ids for text in options.prompts]
+    ids = [tokenizer(text, verbose=False).input_ids for text in options.prompts]  # too long: the engine says so
     rollout = engine.generate(model, ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
@@ -139,7 +148,17 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0; 1, with a message, for what the user can mend; 2 for a command that does not exist."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has what it wants; Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

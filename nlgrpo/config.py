@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import tomllib
 import types
 import typing
@@ -64,7 +66,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divides the logits, in sampling and in the loss."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0: all. Like the next two, it makes the sampler another policy than the trained."""
+    """Keep the k most likely tokens; 0: all. Like the next two, it samples from another policy than the trained one."""
     top_p: float = 1.0
     """Keep the most likely tokens that hold this much probability."""
     min_p: float = 0.0
@@ -83,7 +85,7 @@ class RewardConfig:
     objective: str = "bon:4"
     """How completions are chosen at inference time: "mean", "bon:N", "soft:tau"."""
     weight: float = 1.0
-    """Its share w_i in the sum of the objectives."""
+    """Its share w_i in the sum of the objectives; 0: computed and logged only."""
     timeout: float = 600.0
     """Seconds that one call may take."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -112,7 +114,7 @@ class LossConfig:
     target_kl: float | None = None
     """Adapt beta so that the KL per token stays near this value; none: beta is constant."""
     scale: Literal["none", "group", "batch"] = "none"
-    """Divide advantages by the standard deviation of the group or batch, which undoes the scale of the linearisation."""
+    """Divide advantages by the deviation of the group or batch, which undoes the scale of the linearisation."""
     epochs: int = 1
     """Passes over each rollout."""
     minibatches: int = 1
@@ -173,7 +175,7 @@ class EvaluationConfig:
 class Config:
     """A whole run."""
 
-    recipe: str = "blank"
+    recipe: tyro.conf.Fixed[str] = "blank"
     """Name of the recipe that it began as."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -206,9 +208,17 @@ def _faults(config: Config, world: int) -> list[str]:
         value: Any = config
         for part in name.split("."):
             value = getattr(value, part)
-        return "" if good else f"{name} = {value!r}: allowed is {allowed}"
+        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
+        if good and all(abs(v) < 2**63 for v in numbers):  # no NaN or infinity is
+            return ""
+        return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
 
+    words, limit = config.data.first_words, config.data.limit
     faults = [
+        need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
+        need("data.cut_after", "a text or none", config.data.cut_after != ""),
+        need("data.separator", "a text or none", config.data.separator != ""),
+        need("data.limit", ">= 1 or none", limit is None or limit >= 1),
         need("rollout.prompts", ">= 1", rollout.prompts >= 1),
         need("rollout.samples", ">= 2, because the baseline is the mean of the group", rollout.samples >= 2),
         need("rollout.max_new_tokens", ">= 1", rollout.max_new_tokens >= 1),
@@ -216,6 +226,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("rollout.top_k", ">= 0 (0: off)", rollout.top_k >= 0),
         need("rollout.top_p", "in (0, 1]", 0 < rollout.top_p <= 1),
         need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
+        need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
         need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
         need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
         need("loss.eps_high", "> 0", loss.eps_high > 0),
@@ -225,7 +236,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),
         need("optim.lr", ">= 0", optim.lr >= 0),
         need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
-        need("optim.betas", "two values in [0, 1)", all(0 <= b < 1 for b in optim.betas)),
+        need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
         need("optim.eps", "> 0", optim.eps > 0),
         need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
         need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
@@ -258,11 +269,21 @@ def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:
     faults = []
     if not rewards:
         faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
+    if rewards and all(reward.weight == 0 for reward in rewards.values()):
+        faults.append("every reward has weight = 0, so there is nothing to train for")
+    if len({_dashed(name) for name in rewards}) < len(rewards):
+        faults.append(
+            f"rewards {', '.join(rewards)}: two names differ in - and _ only, which are one on the command line"
+        )
     for name, reward in rewards.items():
+        if not re.fullmatch(r"\w[\w-]*", name):
+            faults.append(f"rewards: {name!r} is no name; allowed are letters, digits, - and _")
+        if not math.isfinite(reward.weight):
+            faults.append(f"rewards.{name}.weight = {reward.weight}: allowed is a finite number")
         if not reward.function:
             faults.append(f"rewards.{name}.function is missing")
         if not reward.timeout > 0:
-            faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0")
+            faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
         try:
             objectives.parse(reward.objective)
         except ValueError as error:
@@ -286,13 +307,15 @@ def from_dict(values: Mapping[str, Any], base: Config | None = None, where: str 
 
 
 def read_toml(path: Path, base: Config) -> Config:
-    """``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for a file that is not TOML."""
+    """``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for a file that cannot be read."""
     if not path.is_file():
         raise ValueError(f"there is no configuration file {path}")
     try:
         values = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     return from_dict(values, base, str(path))
 
 
@@ -332,14 +355,34 @@ def _coerce(value: Any, kind: Any, where: str, name: str) -> Any:
             return float(value)
         if option in (int, str, bool, type(None)) and type(value) is option:
             return value
-    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-    raise ValueError(f"{where}: {name} = {value!r}: expected {names}")
+    raise ValueError(f"{where}: {name} = {value!r}: expected {' or '.join(map(_describe, options))}")
+
+
+def _describe(kind: Any) -> str:
+    """A type in the words of a TOML file."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(repr, arguments))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {arguments[0].__name__}"
+    return "none" if kind is type(None) else kind.__name__
 
 
 def _hint(key: str, known: Mapping[str, Any], prefix: str) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    known_here = ", ".join(prefix + k for k in known)
-    return f"; did you mean {prefix + near[0]!r}?" if near else f"; known are: {known_here}"
+    """What may have been meant: a key of this name in another section, or the nearest one in this section."""
+    sections = {name: kind for name, kind in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
+    meant = [f"{name}.{key}" for name, kind in sections.items() if key in kind.__dataclass_fields__]
+    meant = meant or [prefix + near for near in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
+    if meant:
+        return f"; did you mean {' or '.join(map(repr, meant))}?"
+    return f"; known are: {', '.join(prefix + k for k in known)}"
+
+
+ABOUT = """Train a model. Before the options stand the name of a recipe (`nlgrpo recipes` lists them), a .toml file with
+the keys below, or both; what is written here comes on top. --dry-run prints the plan and trains nothing.
+
+--rewards.NAME.function adds the reward NAME to those of the recipe. To train for others instead, begin at the recipe
+`blank`, or give a file with a [rewards] table, which replaces them; a weight of 0 keeps one in the log only."""
 
 
 def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:
@@ -348,9 +391,26 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
     ``--rewards.NAME.key`` adds the reward NAME where there is none. An unknown key ends the program with the nearest
     known ones, as does ``--help`` with all of them.
     """
-    named = [part.split(".")[1] for part in arguments if part.startswith("--rewards.") and part.count(".") > 1]
-    rewards = {name: RewardConfig() for name in named} | config.rewards
-    return tyro.cli(Config, default=dataclasses.replace(config, rewards=rewards), args=list(arguments), prog=program)
+    rewards = dict(config.rewards)
+    for argument in arguments:
+        named = re.match(r"--rewards\.([^.=]+)\.", argument)
+        if named and _dashed(named[1]) not in map(_dashed, rewards):
+            rewards[named[1]] = RewardConfig()
+    if not rewards and {"-h", "--help"} & set(arguments):
+        rewards["NAME"] = RewardConfig()
+    default = dataclasses.replace(config, rewards=rewards)
+    return tyro.cli(
+        Config,
+        default=default,
+        args=list(arguments),
+        prog=program,
+        description=ABOUT,
+        config=(tyro.conf.SuppressFixed,),
+    )
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

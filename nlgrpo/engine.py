@@ -1,7 +1,7 @@
 """Generation: M completions of each prompt with a KV cache, token in, token out.
 
-A prompt is prefilled once and its keys are handed to its M rows; rows that have ended leave the batch. What is drawn for a
-row depends on (seed, prompt, sample, position) alone, so that neither the batch nor the number of ranks changes it.
+A prompt is prefilled once and its keys are handed to its M rows; rows that have ended leave the batch. What is drawn
+for a row depends on (seed, prompt, sample, position) alone: neither the batch nor the number of ranks changes it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def generate(
 ) -> Rollout:
     """Draw ``samples`` completions of every prompt.
 
-    ``index``: the number that keys each prompt's noise (its place in ``prompts`` by default); the same seed and index give
-    the same draws. ``max_rows`` bounds the rows that are decoded together, and with them the cache; at least one prompt's
-    samples are. The model's parameters must be whole (see ``parallel.gathered``).
+    ``index``: the number that keys each prompt's noise (its place in ``prompts`` by default); the same seed and index
+    give the same draws. ``max_rows`` bounds the rows that are decoded together, and with them the cache; at least one
+    prompt's samples are. The model's parameters must be whole (see ``parallel.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context.
@@ -81,8 +81,8 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling)
             raise ValueError(f"prompt {i} is empty; it needs one token at least, such as the tokenizer's BOS")
         if len(prompt) > room:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {sampling.max_new_tokens} passes the "
-                f"model's context of {model.shape.context}; shorten the prompt or lower max_new_tokens"
+                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {sampling.max_new_tokens} passes "
+                f"the model's context of {model.shape.context}; shorten the prompt or lower max_new_tokens"
             )
         if not 0 <= min(prompt) <= max(prompt) < model.shape.vocab:
             raise ValueError(f"prompt {i} has a token id outside [0, {model.shape.vocab}), the model's vocabulary")
@@ -91,7 +91,7 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling)
 def _rollout(
     prompts: Sequence[Sequence[int]], tokens: Tensor, logprobs: Tensor, samples: int, sampling: Sampling
 ) -> Rollout:
-    """Cut the (R, L) draws after their first stop id; what a row drew behind it, before it left the batch, is dropped."""
+    """Cut the (R, L) draws after their first stop id; what a row drew behind it, while still in the batch, goes."""
     rows, longest = tokens.shape
     stopped = _is_stop(tokens, _stops(sampling, tokens.device))
     finished = stopped.any(-1)
@@ -115,9 +115,9 @@ class _Prefill:
         self.attend = PackedAttention(lengths, device, dtype)
         self.kv: list[Tensor] = []  # per layer (T, 2 Hk, d)
 
-    def __call__(self, q: Tensor, kv: Tensor, **of_layer: object) -> Tensor:
+    def __call__(self, q: Tensor, kv: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
         self.kv.append(kv)
-        return self.attend(q, kv, **of_layer)
+        return self.attend(q, kv, layer=layer, scale=scale, window=window)
 
 
 class _Cache:
@@ -129,7 +129,7 @@ class _Cache:
 
     def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
         self.column = max(lengths)  # where the next token goes
-        tokens, heads, d = kv[0].shape
+        _, heads, d = kv[0].shape
         rows = len(lengths) * samples
         self.kv = kv[0].new_zeros(len(kv), rows, heads, self.column + new_tokens, d)
         start = 0
@@ -149,7 +149,7 @@ class _Cache:
         seen = slice(0 if window is None else max(0, end - window), end)
         keys, values = cache[:, :, seen].chunk(2, dim=1)
         mask = None if self.mask is None else self.mask[..., seen]
-        # The query heads that share a key head go as so many queries of one head: as exact as repeated keys, and faster.
+        # The query heads that share a key head go as so many queries of one head: exact as repeated keys, and faster.
         grouped = q.unflatten(1, (keys.shape[1], -1))
         return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
 
@@ -235,7 +235,7 @@ def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new
 def _forward(
     model: Decoder, tokens: Tensor, positions: Tensor, rope: Rope, attend: Attend, select: Tensor | None = None
 ) -> Tensor:
-    """Logits of the selected tokens. ``block.forward`` and not ``block``: the hooks that shard the blocks must not run."""
+    """Logits of the selected tokens. ``block.forward``, not ``block``: the hooks that shard the blocks must not run."""
     x = model.enter(tokens, positions)
     for block in model.blocks:
         x = block.forward(x, rope, attend)

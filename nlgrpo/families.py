@@ -54,7 +54,7 @@ class Shape:
 def shape_of(config: Any) -> Shape:
     """The ``Shape`` of a Hugging Face config.
 
-    Raises ValueError for an architecture, activation or rotary type that the decoder does not know; lists those it does.
+    Raises ValueError for an architecture, activation or rotary type that the decoder does not know, with those it does.
     """
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -179,8 +179,8 @@ def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]
 class Source:
     """Where one of our tensors stands in a Hugging Face checkpoint.
 
-    ``names`` are concatenated along dim 0 (``rows`` each). ``layout``: ``"rows"`` as it is, ``"transposed"`` for GPT-2's
-    Conv1D (in, out), ``"interleaved"`` for GPT-NeoX, whose rows go head by head: q, k, v of head 0, then of head 1.
+    ``names`` are concatenated along dim 0 (``rows`` each). ``layout``: ``"rows"`` as it is, ``"transposed"`` for the
+    Conv1D (in, out) of GPT-2, ``"interleaved"`` for GPT-NeoX, whose rows go head by head: q, k, v of head 0, then of 1.
     """
 
     names: tuple[str, ...]

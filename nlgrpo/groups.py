@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nlgrpo.advantages import effective_sample_size
+from nlgrpo.advantages import advantages, effective_sample_size
 from nlgrpo.aggregation import WeightedSum
 from nlgrpo.data import Batch, plain_text
 from nlgrpo.engine import Rollout
@@ -26,7 +27,7 @@ class Groups:
     averages: P x M numbers are cheap to gather.
     """
 
-    rewards: dict[str, Tensor]  # (P, M) float64, NaN where the reward abstained
+    rewards: dict[str, Tensor]  # (P, M) float64, NaN where the reward abstained and in the groups that are dropped
     lengths: Tensor  # (P, M)
     finished: Tensor  # (P, M)
     dropped: Tensor  # (P,)
@@ -39,8 +40,9 @@ class Groups:
         device, count = ranks.device, len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
         tokens = ranks.sum(rollout.lengths.sum() + prompts)
+        kept = {name: values.masked_fill(scores.skipped[:, None], torch.nan) for name, values in scores.values.items()}
         return cls(
-            rewards={name: ranks.gather(values.to(device)) for name, values in scores.values.items()},
+            rewards={name: ranks.gather(values.to(device)) for name, values in kept.items()},
             lengths=ranks.gather(rollout.lengths),
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
             dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
@@ -56,13 +58,19 @@ class Groups:
         """(m, P, M) first variation of every R_i at its group, centred; 0 where the reward abstained."""
         return torch.stack([linearize_present(objectives[name], r) for name, r in self.rewards.items()])
 
+    def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
+        """(P, M) from the linearised rewards; 0 in the groups that are dropped, which the batch's scale does not see."""
+        out = torch.zeros_like(linear)
+        out[~self.dropped] = advantages(linear[~self.dropped], scale=scale)
+        return out
+
     def metrics(
         self, aggregate: WeightedSum, weights: Mapping[str, float], values: Tensor, advantages: Tensor
     ) -> dict[str, float]:
         """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient."""
         out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, values, strict=True)}
         out["objective/aggregate"] = float(aggregate.value(values))
-        out["advantage/ess"] = float(effective_sample_size(advantages))
+        out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
         out["rewards/dropped_groups"] = float(self.dropped.sum())
         return out | rollout_metrics(self.rewards, weights, self.lengths, self.finished)
 

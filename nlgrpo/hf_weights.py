@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -30,21 +31,21 @@ def locate(path_or_name: str | Path) -> Path:
 
     Raises ValueError, saying what was looked for, when there is no such directory or the hub has no such model.
     """
-    path = Path(path_or_name).expanduser()
-    if (path / "config.json").is_file():
+    path = Path(os.path.expanduser(path_or_name))
+    if os.path.isfile(path / "config.json"):  # unlike Path's methods, these know no name too long or user too unknown
         return path
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
     embedded = Path(str(files("nlgrpo"))) / "assets" / str(path_or_name)
-    if (embedded / "config.json").is_file():
+    if os.path.isfile(embedded / "config.json"):
         return embedded
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
     try:
         return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor to be had from the Hugging Face hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor to be had from the Hugging Face "
+            f"hub ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
 
 
@@ -60,8 +61,8 @@ class Checkpoint:
             shards = [single.name]
         else:
             raise ValueError(
-                f"{folder} holds no model.safetensors (nor an index of shards); only safetensors are read: convert other "
-                "formats with transformers, model.save_pretrained(folder)"
+                f"{folder} holds no model.safetensors (nor an index of shards); only safetensors are read: convert "
+                "other formats with transformers, model.save_pretrained(folder)"
             )
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
@@ -134,7 +135,7 @@ def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, plac
 
 def state_for_export(parameters: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]) -> dict[str, Tensor]:
     """Our tensors under their Hugging Face names and in its layouts."""
-    state = {}
+    state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         source = places[name]
         value = OUT[source.layout](parameter.detach(), shape)

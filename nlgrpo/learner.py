@@ -73,7 +73,7 @@ class Learner:
         return None if self.reference is None else self.score(self.reference, rollout)
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
-        """-beta log(pi(y)/pi_ref(y)), (P, M): the first variation of -beta KL up to a constant, for the linearised reward."""
+        """-beta log(pi(y)/pi_ref(y)), (P, M), which is the first variation of -beta KL, up to a constant."""
         log_ratio = kl.estimate(self.score(self.model, rollout), ref_logprobs, "k1").sum(-1)
         return -beta * log_ratio.view(rollout.lengths.shape)
 
@@ -151,12 +151,13 @@ class Learner:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logprob, entropy = self.model(batch.tokens, batch.lengths, batch.select, batch.targets, self.temperature)
         in_loss = self.loss.kl_in == "loss"
+        here, sequence = batch.row.unique_consecutive(return_inverse=True)  # others would count as ratios of 1
         loss, stats = packed_loss(
             logprob,
             None if old is None else batch.pick(old),
-            advantages,
-            batch.row,
-            weights,
+            advantages[here],
+            sequence,
+            weights[here],
             ref_logprob=None if ref_logprobs is None else batch.pick(ref_logprobs),
             level=self.loss.level,
             eps_low=self.loss.eps_low,

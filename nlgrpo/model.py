@@ -47,7 +47,7 @@ def make_norm(shape: Shape) -> nn.Module:
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor], rotary_dim: int) -> Tensor:
     """Rotary embedding of ``x (T, H, d)`` in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    ``rope`` holds ``cos (T, 1, 1, r/2)`` and ``(-sin, sin) (T, 1, 2, r/2)``, so that the swap of the halves is one flip.
+    ``rope`` holds ``cos (T, 1, 1, r/2)`` and ``(-sin, sin) (T, 1, 2, r/2)``, so that one flip swaps the halves.
     """
     cos, sin = rope
     halves = x[..., :rotary_dim].unflatten(-1, (2, rotary_dim // 2))
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
     ``config`` is the Hugging Face config that it was read from; it travels along so that the model can be written back.
     """
 
-    inv_freq: Tensor
+    inv_freq: Tensor | None
 
     def __init__(
         self,
@@ -133,9 +133,10 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope(self, positions: Tensor) -> Rope:
-        """cos and signed sin for ``positions (T,)``, computed in float32 as transformers does; None: learned positions."""
+        """cos and signed sin for ``positions (T,)``, made in float32 as transformers does; None: learned positions."""
         if self.positions is not None:
             return None
+        assert self.inv_freq is not None
         angle = (positions[:, None].float() * self.inv_freq.float())[:, None, None]
         cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
         dtype = self.embed.weight.dtype
@@ -166,9 +167,9 @@ class Decoder(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Packed sequences ``tokens (T,)`` with ``lengths`` (their sum is T).
 
-        Without ``targets``: logits (T, V). With them: log-prob and entropy, each (S,), of ``targets (S,)`` predicted from
-        the tokens at ``select (S,)``; no logits of the other tokens are made. The head runs in here, and not in the
-        caller, so that FSDP2 gathers its weight.
+        Without ``targets``: logits (T, V). With them: log-prob and entropy, each (S,), of ``targets (S,)`` predicted
+        from the tokens at ``select (S,)``; no logits of the other tokens are made. The head runs in here, and not in
+        the caller, so that FSDP2 gathers its weight.
         """
         if sum(lengths) != len(tokens):
             raise ValueError(f"the sequence lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens")
@@ -185,7 +186,7 @@ def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def build(config: PretrainedConfig) -> Decoder:
-    """A decoder with uninitialised weights for a Hugging Face config; ValueError for an architecture it does not know."""
+    """A decoder with uninitialised weights for a Hugging Face config; ValueError for an unknown architecture."""
     shape = shape_of(config)
     with torch.device("meta"):
         model = Decoder(shape, config=config)
@@ -199,8 +200,8 @@ def load(
 ) -> Decoder:
     """Read a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
 
-    Only safetensors are read and no code of the directory is run. Raises ValueError for an architecture that the decoder
-    does not know (the message lists those it does), a missing or misshapen tensor, or a directory that is none.
+    Only safetensors are read and no code of the directory is run. Raises ValueError for an architecture that the
+    decoder does not know (the message lists those it does), a missing or misshapen tensor, or a directory that is none.
     """
     folder = hf_weights.locate(path_or_name)
     model = build(read_config(folder)).to(dtype)
@@ -227,9 +228,13 @@ def save(
 ) -> None:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    ``parameters``: full tensors to write instead of the model's own (a sharded model's, gathered). ``like``: the directory
-    it was read from, whose generation_config.json (stop ids of chat models) goes along.
+    ``parameters``: full tensors to write instead of the model's own (a sharded model's, gathered). ``like``: the
+    directory it was read from, whose generation_config.json (stop ids of chat models) goes along.
+
+    Raises ValueError for a decoder without a Hugging Face config.
     """
+    if model.config is None:
+        raise ValueError("this decoder was made without a Hugging Face config; use model.load or model.build")
     folder.mkdir(parents=True, exist_ok=True)
     parameters = parameters or dict(model.named_parameters())
     state = hf_weights.state_for_export(parameters, model.shape, tensor_map(model.shape))

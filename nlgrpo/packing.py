@@ -57,7 +57,12 @@ def _micro_batch(
     rows: Sequence[int],
     device: torch.device | str,
 ) -> MicroBatch:
-    tokens, lengths, select, targets, row, offset = [], [], [], [], [], []
+    tokens: list[int] = []
+    lengths: list[int] = []
+    select: list[int] = []
+    targets: list[int] = []
+    row: list[int] = []
+    offset: list[int] = []
     for r in rows:
         prompt, completion = prompt_ids[r], completion_ids[r]
         first = len(tokens) + len(prompt) - 1  # the prompt's last token predicts the completion's first
@@ -75,6 +80,6 @@ def _micro_batch(
 
 
 def empty_micro_batch(device: torch.device | str = "cpu") -> MicroBatch:
-    """One token and nothing to predict: what a rank runs while others, with more micro-batches, need its collectives."""
+    """One token and nothing to predict: what a rank runs while others, with more of them, need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return MicroBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing, nothing, nothing)

@@ -19,7 +19,7 @@ from nlgrpo.model import Decoder
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ``world``. Without a launcher there is one rank and, on a CPU, no process group."""
+    """This process among the ``world``, which is 1 without a launcher."""
 
     rank: int
     world: int
@@ -68,28 +68,26 @@ class Ranks:
 @contextmanager
 def start() -> Iterator[Ranks]:
     """Join the process group that torchrun describes (NCCL on GPUs, gloo on CPUs), and leave it at the end."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    grouped = world > 1 or cuda
-    if grouped:
-        if "MASTER_ADDR" not in os.environ:  # one process without a launcher
-            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    alone: dict[str, Any] = (
+        {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group(backend, **alone)
     try:
-        yield Ranks(int(os.environ.get("RANK", "0")) if grouped else 0, world, device)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
-        if grouped:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
     """Shard parameters, gradients and optimiser state over the ranks, block by block; reductions run in float32.
 
-    The sharded parameters keep their dtype, so that they are the master weights of a model that computes in ``compute``.
+    The sharded parameters keep their dtype: they are the master weights of a model that computes in ``compute``.
     One rank on a CPU that computes in its parameters' dtype needs none of it.
     """
     stored = model.head_weight.dtype
@@ -99,7 +97,8 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)  # in place
+    return model
 
 
 @contextmanager

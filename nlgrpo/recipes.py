@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def length_mean() -> Config:
 
 
 def _length(recipe: str, objective: str) -> Config:
-    """IAMA's L1 = 50, L2 = 150 of 256 tokens, halved for the embedded model's completions of 128; beta as in Table 2."""
+    """IAMA's L1 = 50, L2 = 150 of 256 tokens, halved for the embedded model's completions of 128; beta of Table 2."""
     limit = 128
     return Config(
         recipe=recipe,
@@ -61,7 +60,11 @@ def recipe(name: str) -> Config:
     """The recipe of this name. Raises ValueError, with the nearest one, where there is none."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(RECIPES)}"
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are: {', '.join(RECIPES)}, or a file whose name ends in .toml"
+        )
         raise ValueError(f"unknown recipe {name!r}; {hint}")
     return RECIPES[name]()
 
@@ -72,7 +75,11 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     A TOML file may name its recipe itself (``recipe = "length-bon"``); one that does not begins at ``blank`` and gives
     the run its own name. Returns the configuration and whether only its plan is wanted.
     """
-    rest = list(arguments)
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ValueError(f"{argument!r} is not valid UTF-8, which a configuration is written in")
+    dry_run = "--dry-run" in arguments
+    rest = [argument for argument in arguments if argument != "--dry-run"]
     named: list[str] = []
     while rest and not rest[0].startswith("-"):
         named.append(rest.pop(0))
@@ -80,18 +87,18 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     names = [name for name in named if not name.endswith(".toml")]
     if len(names) > 1 or len(files) > 1:
         raise ValueError(f"expected one recipe and one .toml file at most, got {' '.join(named)}")
-    dry_run = "--dry-run" in rest
-    rest = [argument for argument in rest if argument != "--dry-run"]
-    if files and not names:
-        cfg = _of_file(files[0])
+    if files:
+        cfg = _of_file(files[0], names[0] if names else None)
     else:
         cfg = recipe(names[0] if names else DEFAULT)
-        cfg = read_toml(files[0], cfg) if files else cfg
     return override(cfg, rest), dry_run
 
 
-def _of_file(path: Path) -> Config:
-    base = dataclasses.replace(recipe("blank"), recipe=path.stem)
-    cfg = read_toml(path, base)
-    named = tomllib.loads(path.read_text("utf-8")).get("recipe")
-    return cfg if named is None else read_toml(path, recipe(named))
+def _of_file(path: Path, name: str | None) -> Config:
+    """The file laid over the recipe ``name``, over the one that it names itself, or over a blank one with its stem."""
+    cfg = read_toml(path, recipe(name) if name else dataclasses.replace(recipe("blank"), recipe=""))
+    if name and cfg.recipe != name:
+        raise ValueError(f"{path} begins at the recipe {cfg.recipe!r}, and {name!r} was named; name only one of them")
+    if name:
+        return cfg
+    return read_toml(path, recipe(cfg.recipe)) if cfg.recipe else dataclasses.replace(cfg, recipe=path.stem)

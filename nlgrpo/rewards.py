@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import os
 import re
 import reprlib
 import sys
@@ -95,7 +96,7 @@ def load(
     """
     try:
         target, arguments = _parse(spec)
-        if target not in BUILTIN and (Path(target) / "config.json").is_file():
+        if target not in BUILTIN and os.path.isfile(Path(target) / "config.json"):
             target, arguments = "classifier", {"path": target, **arguments}
         if target == "classifier":
             arguments = {"device": str(device), **arguments}
@@ -160,6 +161,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _import_module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is not the name of a module. For a file, write its path: path/to/file.py:function")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -168,7 +171,7 @@ def _import_module(name: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     """The file as a module of a private name, so that no other module is shadowed; loaded once."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
     name = "_nlgrpo_reward_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     if name in sys.modules:

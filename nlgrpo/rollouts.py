@@ -15,6 +15,7 @@ from nlgrpo.engine import Rollout
 from nlgrpo.evaluation import Sampled
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import Ranks, gathered
+from nlgrpo.rewards import Scores
 from nlgrpo.sampling import Sampling
 
 
@@ -53,7 +54,7 @@ class Sampler:
         step: int = 0,
         total_steps: int = 0,
         first_prompt: int = 0,
-    ) -> rewards.Scores:
+    ) -> Scores:
         """The rewards of ``rollout``; see `nlgrpo.rewards.score` for the errors."""
         repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
         texts = self.texts(rollout)

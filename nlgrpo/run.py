@@ -27,7 +27,8 @@ from nlgrpo.sampling import Sampling
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 # What may differ when a run goes on: how long it is, and what it keeps and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
-        "train.restart", "train.out", "train.micro_batch_tokens", "rollout.max_rows", "evaluation.")  # fmt: skip
+        "train.restart", "train.out", "train.micro_batch_tokens", "rollout.max_rows", "evaluation.prompts",
+        "evaluation.samples", "evaluation.ns")  # fmt: skip
 
 
 @dataclass
@@ -267,7 +268,11 @@ def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
 
 def open_folder(run: Run) -> None:
     """Make the run's folder, or check that the run in it is this one; collective. ValueError where it is another."""
-    fault = _open_folder(run) if run.ranks.first else ""
+    fault = ""
+    try:
+        fault = _open_folder(run) if run.ranks.first else ""
+    except OSError as error:
+        fault = f"{run.folder} cannot be the folder of a run: {error}"
     fault = run.ranks.gather_objects(fault)[0]
     if fault:
         raise ValueError(fault)
@@ -279,13 +284,16 @@ def _open_folder(run: Run) -> str:
     known = folder / "config.json"
     if run.config.train.restart and known.is_file():
         _clear(folder)
-    if known.is_file():
+    elif known.is_file():
         changed = config.differences(json.loads(known.read_text("utf-8")), now)
-        changed = [f"  {line}" for line in changed if not line.startswith(FREE)]
+        changed = [f"  {line}" for line in changed if not line.startswith(_free(run.config))]
         if changed:
             return "\n".join(
-                [f"{folder} holds a run with another configuration:", *changed]
-                + ["  Choose another folder with --train.out, or begin anew in this one with --train.restart"]
+                [
+                    f"{folder} holds a run with another configuration:",
+                    *changed,
+                    "  Choose another folder with --train.out, or begin anew in this one with --train.restart",
+                ]
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         return f"{folder} exists and holds no run; choose another folder with --train.out"
@@ -294,13 +302,18 @@ def _open_folder(run: Run) -> str:
     return ""
 
 
+def _free(cfg: Config) -> tuple[str, ...]:
+    """`FREE`, but for the number of evaluation prompts where these are held out of the training data."""
+    return FREE if cfg.data.evaluation else tuple(name for name in FREE if name != "evaluation.prompts")
+
+
 def _as_json(cfg: Config) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict(cfg)))
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else that stands in its folder."""
+    """Remove what a run writes, and nothing else that stands in its folder; its config.json is replaced afterwards."""
     for name in ("checkpoints", "model", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("config.json", metrics.FILE, metrics.SAMPLES_FILE, evaluation.FILE, "report.html"):
+    for name in (metrics.FILE, metrics.SAMPLES_FILE, evaluation.FILE, "report.html", "lengths.png", "curves.png"):
         (folder / name).unlink(missing_ok=True)

@@ -68,8 +68,8 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
     """(R,) tokens by inversion: the first whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
 
-    The sum runs in float64, so that a vocabulary of any size loses no token to rounding; ``noise`` is scaled by the total,
-    so that the last bits of the sum cannot select beyond the end.
+    The sum runs in float64, so that a vocabulary of any size loses no token to rounding; ``noise`` is scaled by the
+    total, so that the last bits of the sum cannot select beyond the end.
     """
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]

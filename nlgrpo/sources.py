@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -33,12 +34,12 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
     ``split`` is of a data set or folder; a single file has none. A plain text holds a prompt a line, or with
     ``separator`` documents parted by it, without the white space around them; its one column is ``prompt``.
     """
-    path = Path(source).expanduser()
-    if not path.exists() and not _is_hub_name(source):
+    path = Path(os.path.expanduser(source))
+    if not os.path.exists(path) and not _is_hub_name(source):
         raise ValueError(_missing(path))
     if separator is not None and _kind(path) != ".txt":
         raise ValueError(f"separator = {separator!r} parts the documents of a plain text (.txt); {source} is none.")
-    if path.is_file():
+    if os.path.isfile(path):
         return _read_file(path, separator)
     return _read_datasets(source, path, split)
 
@@ -58,7 +59,7 @@ def _is_hub_name(source: str) -> bool:
 
 
 def _missing(path: Path) -> str:
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"There is no file {path}: its folder {path.parent} does not exist."
     return f"There is no file {path}.{nearest(path.name, (p.name for p in path.parent.iterdir()))}"
 
@@ -164,12 +165,13 @@ def _read_datasets(source: str, path: Path, split: str) -> Iterator[Row]:
     """A folder, or a name on the hub; a folder that ``save_to_disk`` wrote has one of two marks."""
     import datasets
 
-    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-    name, _, config = (str(path), "", "") if path.is_dir() else source.partition(":")
+    local = os.path.isdir(path)
+    saved = local and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file())
+    name, _, config = (str(path), "", "") if local else source.partition(":")
     try:
         data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        where = "" if path.is_dir() else f"\n  There is no local file or folder {source} either."
+        where = "" if local else f"\n  There is no local file or folder {source} either."
         raise ValueError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{where}") from error
     if isinstance(data, datasets.DatasetDict):
         if split not in data:

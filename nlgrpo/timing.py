@@ -31,8 +31,26 @@ class Clock:
         return laps | {"step_time": total, "perf/tokens_per_s": generated / total}
 
 
+# Dense bfloat16 multiply-adds count twice; the vendor's figures, by a part of the device's name.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+def model_flops_utilisation(
+    device: torch.device, *, parameters: int, trained: int, generated: int, seconds: float, ranks: int
+) -> dict[str, float]:
+    """``perf/mfu``: 6 flops a parameter and trained token, 2 a generated one, over what the devices could have done.
+
+    Recomputation, attention and the reference are not counted. Empty where the device's peak is not known, as on a CPU.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    if peak is None:
+        return {}
+    return {"perf/mfu": parameters * (6 * trained + 2 * generated) / (seconds * peak * ranks)}
+
+
 class StopSignal:
-    """Remembers a first SIGTERM or Ctrl-C, so that the step in hand is finished and saved; a second one ends at once."""
+    """Remembers a first SIGTERM or Ctrl-C, so that the step at hand is finished and saved; a second ends at once."""
 
     def __init__(self) -> None:
         self.received = False

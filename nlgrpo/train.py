@@ -1,7 +1,7 @@
 """The main job: ``torchrun nlgrpo/train.py [recipe] [file.toml] [--section.key value ...] [--dry-run]``.
 
-Non-linear GRPO (IAMA, Alg. 1 and 2): draw M completions a prompt, score them, replace each reward by the first variation
-of its objective at the group's empirical distribution, and take a GRPO step on that.
+Non-linear GRPO (IAMA, Alg. 1 and 2): draw M completions a prompt, score them, replace each reward by the first
+variation of its objective at the group's empirical distribution, and take a GRPO step on that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from nlgrpo import evaluation, parallel, plan, report
-from nlgrpo.advantages import advantages
 from nlgrpo.aggregation import combine
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
@@ -46,7 +45,7 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         linear  = combine(each, run.aggregate.gradient(values))      # sum_i dg/dR_i dR_i/dpi          (P, M)
         if ref is not None and cfg.loss.kl_in == "reward":
             linear += ranks.gather(learner.kl_reward(rollout, ref, progress.beta))
-        adv     = advantages(linear, scale=cfg.loss.scale)           # minus the group's mean          (P, M)
+        adv     = groups.advantages(linear, cfg.loss.scale)          # minus the group's mean          (P, M)
         clock.lap("linearize")
         stats   = learner.update(
             rollout, adv[groups.own], step=step, lr=learning_rate(cfg.optim, step, cfg.train.steps),
@@ -55,7 +54,7 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         clock.lap("update")
         stats |= {"beta": progress.beta} | groups.metrics(run.aggregate, run.weights(), values, adv)
         progress.advance(cfg.rollout.prompts, groups.tokens)
-        if controller is not None:
+        if controller is not None and "kl" in stats:                # not where all groups were dropped
             progress.beta = controller.step(stats["kl"])
         log.log(step, stats | clock.metrics(int(groups.lengths.sum())) | {"num_tokens": progress.num_tokens})
         if every(cfg.train.samples_every, step):

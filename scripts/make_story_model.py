@@ -4,7 +4,7 @@
 
 The text holds stories separated by ``<|endoftext|>``.  The script trains a byte-level BPE tokenizer and a small Llama
 on it and writes ``OUT/story-lm/`` (a Hugging Face directory), ``OUT/prompts.jsonl`` and ``OUT/eval_prompts.jsonl``.
-The same text, options, library versions and machine give the same bytes.
+The same text, options, library versions and machine give the same bytes.  It takes about 12 minutes on one core.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ def train(model: LlamaForCausalLM, data: Documents, held_out: list[list[int]], a
     rng, begin = random.Random(args.seed), time.time()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.1)
     for step in range(args.steps):
-        rate = min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
+        rate = min((step + 1) / 200, 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
         optimizer.param_groups[0]["lr"] = args.lr * rate
         documents = [data.draw(rng) for _ in range(args.batch)]
         tokens, total = sum(len(ids) - 1 for ids in documents), 0.0
-        for part in batches(documents, max(1, args.batch // 3)):
+        for part in batches(documents, -(-args.batch // 2)):
             loss = loss_sum(model, part) / tokens
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == args.steps - 1:
+        if step % 300 == 0 or step == args.steps - 1:
             held = perplexity(model, held_out)
             print(
                 f"step {step}  loss {total:.3f}  held-out perplexity {held:.2f}  {time.time() - begin:.0f} s",
@@ -155,20 +155,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("text", type=Path, help=f"stories, each followed by {SEPARATOR}")
     parser.add_argument("--out", type=Path, required=True, help="folder for story-lm/ and the two prompt files")
     for name, value, meaning in [
-        ("steps", 2400, "optimiser steps"),
-        ("batch", 48, "documents a step"),
+        ("steps", 6000, "optimiser steps"),
+        ("batch", 16, "documents a step"),
         ("samples", 2000, "completions sampled for the lengths in the model card"),
-        ("threads", 2, "CPU threads"),
+        ("threads", 1, "CPU threads"),
     ]:
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{meaning}; default {value}")
-    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate; default 4e-3")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate; default 3e-3")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     return parser
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:

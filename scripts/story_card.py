@@ -30,7 +30,8 @@ BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` b
         --steps {steps} --batch {batch} --lr {lr:g} --seed {seed} --threads {threads}
 
 A document is a run of whole sentences cut at the end nearest to a uniformly drawn length, so that completions have
-about uniform lengths, as the reference model of the length-reward experiment has (arXiv IAMA paper, appendix J.2).
+about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
+LLMs via Non-Linear GRPO" (Takakura et al., appendix J.2) has.
 
 ## Measured
 

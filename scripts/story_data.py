@@ -28,7 +28,11 @@ SENTENCE_END = re.compile(r'[.!?]["\']*(?= |$)')
 
 def read_stories(path: Path) -> list[list[str]]:
     """Stories as lists of sentences.  The piece after the last separator, which may be cut, is left out."""
-    pieces = path.read_text(encoding="utf-8").translate(QUOTES).split(SEPARATOR)[:-1]
+    try:
+        text = path.read_text(encoding="utf-8").translate(QUOTES)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); give a text file of stories.") from error
+    pieces = text.split(SEPARATOR)[:-1]
     stories = [sentences(" ".join(piece.split())) for piece in pieces]
     if sum(map(bool, stories)) < 3:
         raise ValueError(

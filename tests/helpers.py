@@ -11,6 +11,12 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+
+from nlgrpo.engine import Rollout
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
 BOS, EOS = 1, 2
@@ -18,8 +24,6 @@ BOS, EOS = 1, 2
 
 def tiny_config(family: str = "llama", **changes):
     """About 10 thousand parameters. GPT-2's norms are computed in the type of the weights, Llama's always in float32."""
-    from transformers import GPT2Config, LlamaConfig
-
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
     if family == "gpt2":
         sizes = {"vocab_size": len(WORDS), "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -32,10 +36,6 @@ def tiny_config(family: str = "llama", **changes):
 
 def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, scale: float = 0.2, **changes):
     """Write a random model with a tokenizer of 32 words; the transformers model in float64, and of the same weights."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -48,6 +48,16 @@ def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, scale: flo
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     return model.double()
+
+
+def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int = 0) -> Rollout:
+    """Random tokens in completions of ``lengths (P, M)``."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = int(lengths.max())
+    tokens = torch.randint(3, len(WORDS), (*lengths.shape, longest), generator=generator)
+    tokens[torch.arange(longest) >= lengths[..., None]] = 0
+    prompts = [torch.randint(3, len(WORDS), (n,), generator=generator).tolist() for n in prompt_lengths]
+    return Rollout(prompts, tokens, torch.full(tokens.shape, -1.0), lengths, lengths < longest)
 
 
 @dataclass
@@ -85,6 +95,7 @@ def run_all(jobs: list[Job]) -> list[Ended]:
 def _serve() -> None:
     from nlgrpo import train
 
+    train.report.write_report = lambda folder: folder / "report.html"  # drawing takes longer than the runs
     results = []
     for order in json.load(sys.stdin):
         job, (reader, writer) = Job(**order), os.pipe()

@@ -1,5 +1,6 @@
 """The default model that the package ships, and the script that makes it."""
 
+import importlib
 import json
 import random
 import subprocess
@@ -102,31 +103,36 @@ def test_completions_end_with_a_sentence(story_lm, completions):
     assert sum(text.rstrip("\"'")[-1:] in {".", "!", "?"} for text in ended) > 0.98 * len(ended)
 
 
-def run_script(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments), "--threads", "1"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def script(monkeypatch):
+    """The script's ``main``, for a list of arguments, in this process; its thread setting does not last."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    threads = torch.get_num_threads()
+    yield importlib.import_module("make_story_model").main
+    torch.set_num_threads(threads)
 
 
-def tiny_text(folder, stories=3):
+def tiny_text(folder, stories=3, sentences=20):
     sentence = "Tom and his dog number {} went to the park to play with a ball. "
     text = "<|endoftext|>\n".join(
-        "".join(sentence.format(10 * s + i) for i in range(20)) for s in range(stories)
+        "".join(sentence.format(10 * s + i) for i in range(sentences)) for s in range(stories)
     )  # fmt: skip
     path = folder / "tiny.txt"
     path.write_text(text + "\n<|endoftext|>\nA story that was c", encoding="utf-8")
     return path
 
 
-def test_script_gives_the_same_bytes_twice(tmp_path):
-    text, found = tiny_text(tmp_path), []
-    for name in ("a", "b"):
-        out = tmp_path / name
-        run = run_script(text, "--out", out, "--steps", 2, "--batch", 4, "--samples", 12)
-        assert run.returncode == 0, run.stderr
-        found.append({file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()})
-    assert len(found[0]) == 8
-    assert found[0] == found[1]
-    assert found[0][Path("prompts.jsonl")] == (ASSETS / "prompts.jsonl").read_bytes()
+def test_script_gives_the_same_bytes_here_and_in_a_fresh_process(tmp_path, script):
+    text, outs = tiny_text(tmp_path), [tmp_path / "a", tmp_path / "b"]
+    here, there = ([str(text), "--out", str(out), "--steps=2", "--batch=4", "--samples=12"] for out in outs)
+    script(here)
+    subprocess.run([sys.executable, str(SCRIPT), *there], check=True, capture_output=True)
+    first, second = (
+        {file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()} for out in outs
+    )
+    assert len(first) == 8
+    assert first == second
+    assert first[Path("prompts.jsonl")] == (ASSETS / "prompts.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -134,11 +140,12 @@ def test_script_gives_the_same_bytes_twice(tmp_path):
     [
         (lambda folder: folder / "absent.txt", "No such file"),
         (lambda folder: tiny_text(folder, stories=2), "2 complete stories; at least 3 are needed"),
+        (lambda folder: tiny_text(folder, sentences=2), "none of 2 stories has the 138 tokens"),
     ],
 )
-def test_script_refuses_a_text_it_cannot_use(tmp_path, make, message):
-    run = run_script(make(tmp_path), "--out", tmp_path / "out")
-    assert run.returncode == 2
-    assert message in run.stderr
-    assert "Traceback" not in run.stderr
+def test_script_refuses_a_text_it_cannot_use(tmp_path, script, capsys, make, message):
+    with pytest.raises(SystemExit) as stop:
+        script([str(make(tmp_path)), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,574 @@
+"""Whole runs: resumed, killed, stopped and mended ones against undisturbed ones, and two ranks against one."""
+
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_model
+import torch
+from helpers import REPOSITORY, Job, environment, run_all, tiny_model
+
+from nlgrpo import checkpoint, plan, train
+from nlgrpo import model as models
+from nlgrpo.aggregation import WeightedSum
+from nlgrpo.engine import Rollout
+from nlgrpo.families import shape_of
+from nlgrpo.groups import Groups
+from nlgrpo.learner import Learner
+from nlgrpo.metrics import read_jsonl
+from nlgrpo.objectives import parse
+from nlgrpo.parallel import Ranks
+from nlgrpo.rewards import Scores
+
+REWARDS = '''
+import hashlib
+import random
+import time
+from pathlib import Path
+
+import numpy
+import torch
+
+MODE = Path(__file__).with_name("mode")
+random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+
+
+def digest(completion_ids, **kwargs):
+    """A number in [0, 1) that shows whether two runs drew the very same tokens."""
+    return [int(hashlib.sha256(repr(ids).encode()).hexdigest()[:8], 16) / 2**32 for ids in completion_ids]
+
+
+def noisy(completion_ids, **kwargs):
+    """Uses every global random generator."""
+    return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completion_ids]
+
+
+def slow(completion_ids, **kwargs):
+    while MODE.read_text() == "hold":
+        time.sleep(0.02)
+    return [-abs(len(ids) - 4) / 10 for ids in completion_ids]
+
+
+def fickle(completion_ids, trainer_state, **kwargs):
+    """As the file says, fails at step 3 for the fifth completion: the second prompt's first."""
+    values = [-abs(len(ids) - 4) / 10 for ids in completion_ids]
+    mode = MODE.read_text() if trainer_state.global_step == 3 else ""
+    if mode == "raise":
+        raise KeyError("no such word")
+    if mode == "count":
+        return values[:-1]
+    values[4] = {"nan": float("nan"), "text": "0.5"}.get(mode, values[4])
+    return [float("nan")] * len(values) if mode == "all" else values
+
+
+def sometimes(prompts, completion_ids, **kwargs):
+    """Has an opinion on prompts of odd length only."""
+    return [len(c) / 10 if len(p.split()) % 2 else None for p, c in zip(prompts, completion_ids)]
+'''
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A folder with a model, prompts and rewards."""
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "model")
+    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "mode").write_text("")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """One thread, so that runs are the same bit for bit; no pictures; pytest's own signal handlers afterwards."""
+    monkeypatch.setattr(train.report, "write_report", lambda folder: folder / "report.html")
+    monkeypatch.setenv("COLUMNS", "200")
+    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None, **changes) -> list[str]:
+    """Of a run in the folder ``out``; ``changes`` has __ for the dot, and a reward is its function and more options."""
+    options = {
+        "model.path": work / "model",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "rollout.prompts": 4,
+        "rollout.samples": 4,
+        "rollout.max_new_tokens": 10,
+        "optim.lr": 0.01,
+        "optim.eps": 1e-4,
+        "loss.beta": 0.05,
+        "train.steps": 5,
+        "train.samples_every": 1,
+        "train.tensorboard": "False",
+        "evaluation.prompts": 0,
+        "train.out": work / out,
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    for name, function in (rewards or {"short": "length(target=3, scale=10)", "digest": "digest"}).items():
+        options[f"rewards.{name}.function"] = function if "(" in function else f"{work / 'rewards.py'}:{function}"
+    parts = []
+    for name, value in options.items():
+        parts += [f"--{name}"] if value is True else [] if value is False else [f"--{name}", str(value)]
+    return ["blank", *parts]
+
+
+def untimed(folder: Path, *names: str) -> list[dict]:
+    """The lines of metrics.jsonl, without what a clock measured, or only what is named."""
+    timed = re.compile(r"time/|step_time|perf/")
+    lines = read_jsonl(folder / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if (k in names if names else not timed.match(k))} for line in lines]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def same(folder: Path, truth: Path) -> bool:
+    assert untimed(folder) == untimed(truth)
+    return weights(folder) == weights(truth)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+# every part of a run's state: all random generators, momentum, warm-up, an adaptive beta, minibatches and epochs
+STATEFUL = {
+    "rewards": {"short": "length(target=3, scale=10)", "noisy": "noisy"},
+    "train__steps": 8,
+    "train__checkpoint_every": 2,
+    "optim__warmup_steps": 3,
+    "loss__target_kl": 0.01,
+    "loss__epochs": 2,
+    "loss__minibatches": 2,
+}
+# optimiser steps are 4 a training step, checkpoints one every 2 training steps
+KILLS = {
+    "in the first step": ("nlgrpo.learner:clip_gradients", 2),
+    "in the update of step 3": ("nlgrpo.learner:clip_gradients", 14),
+    "while sampling in step 5": ("nlgrpo.engine:_prefill", 6),
+    "when the tensors are written": ("torch.distributed.checkpoint:save", 2),
+    "before the manifest": ("nlgrpo.checkpoint:_write_manifest", 2),
+    "before the rename": ("nlgrpo.checkpoint:_publish", 2),
+    "before an old one goes": ("nlgrpo.checkpoint:_prune", 3),
+    "in the log of step 6": ("nlgrpo.metrics:_line", 32),
+    "before the export": ("nlgrpo.train:finish", 1),
+    "in the export": ("huggingface_hub:save_torch_state_dict", 1),
+}
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+
+
+@pytest.fixture(scope="module")
+def ended(work):
+    """How the runs ended, by folder: one that nothing disturbs, and others that go on to the same end."""
+    jobs = [("whole", Job(arguments(work, "whole", **STATEFUL)))]
+    for steps in (4, 8):
+        jobs.append(("halves", Job(arguments(work, "halves", **(STATEFUL | {"train__steps": steps})))))
+    for name, (function, at) in KILLS.items():
+        jobs += [
+            (name, Job(arguments(work, name, **STATEFUL), function, at)),
+            (name, Job(arguments(work, name, **STATEFUL))),
+        ]
+    for name, number in SIGNALS.items():
+        jobs.append((name, Job(arguments(work, name, **STATEFUL), "nlgrpo.learner:clip_gradients", 18, number)))
+        jobs.append((name, Job(arguments(work, name, **STATEFUL))))
+    for _ in range(6):  # killed over and over, and in the end it gets there
+        jobs.append(("often", Job(arguments(work, "often", **STATEFUL), "nlgrpo.learner:clip_gradients", 11)))
+    jobs.append(("often", Job(arguments(work, "often", **STATEFUL))))
+    found: dict[str, list] = {}
+    for (name, _), end in zip(jobs, run_all([job for _, job in jobs]), strict=True):
+        found.setdefault(name, []).append(end)
+    return found
+
+
+def test_an_undisturbed_run(work, ended):
+    assert [end.status for end in ended["whole"]] == [0]
+    lines = untimed(work / "whole")
+    assert [line["step"] for line in lines] == list(range(8))
+    assert len({line["beta"] for line in lines}) > 4
+    assert [line["learning_rate"] for line in lines[:4]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01])
+    assert steps_in(work / "whole") == [6, 8]
+
+
+def test_half_and_half_equal_the_whole(work, ended):
+    assert [end.status for end in ended["halves"]] == [0, 0]
+    assert "going on from step 4" in ended["halves"][1].output
+    assert same(work / "halves", work / "whole")
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
+    assert [end.status for end in ended[name]] == [-signal.SIGKILL, 0]
+    assert ("going on from step" in ended[name][1].output) == (name != "in the first step")
+    assert same(work / name, work / "whole")
+    assert not list((work / name / "checkpoints").glob(".*"))
+
+
+def test_a_run_that_is_killed_over_and_over_gets_there(work, ended):
+    assert [end.status for end in ended["often"]][:2] == [-signal.SIGKILL] * 2
+    assert ended["often"][-1].status == 0
+    assert same(work / "often", work / "whole")
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_finishes_the_step_and_saves(work, ended, name):
+    assert [end.status for end in ended[name]] == [0, 0]
+    assert "stopped and saved at step 5; the same command goes on from there" in ended[name][0].output
+    assert "going on from step 5" in ended[name][1].output
+    assert same(work / name, work / "whole")
+
+
+# --- the folder of a run ----------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(work, ended, tmp_path, capsys, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(work / "whole", folder)
+    shutil.rmtree(folder / "model")
+    largest = max((folder / "checkpoints" / "step-00000008").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    assert train.main(arguments(work, folder, **STATEFUL)) == 0
+    assert "step-00000008 is damaged" in caplog.text
+    assert "going on from step 6" in capsys.readouterr().out
+    assert same(folder, work / "whole")
+
+
+def test_what_is_run_again_when_it_is_finished(work, capsys, monkeypatch):
+    options = arguments(work, "again", train__steps=2)
+    assert train.main(options) == 0
+    logged, exported = (work / "again" / "metrics.jsonl").read_bytes(), weights(work / "again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "update", lambda *a, **k: pytest.fail("a finished run trains"))
+        assert train.main(options) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+    assert (work / "again" / "metrics.jsonl").read_bytes() == logged
+    assert weights(work / "again") == exported
+
+    assert train.main([*options, "--optim.lr", "0.02", "--rollout.samples", "6"]) == 1
+    message = capsys.readouterr().err
+    assert "optim.lr: 0.01 -> 0.02" in message
+    assert "rollout.samples: 4 -> 6" in message
+    assert "--train.restart" in message
+    assert (work / "again" / "metrics.jsonl").read_bytes() == logged
+
+    (work / "again" / "notes.txt").write_text("mine")
+    assert train.main([*options, "--optim.lr", "0.02", "--train.restart"]) == 0
+    assert "going on" not in capsys.readouterr().out
+    assert [line["learning_rate"] for line in untimed(work / "again")] == [0.02, 0.02]
+    assert weights(work / "again") != exported
+    assert (work / "again" / "notes.txt").read_text() == "mine"
+
+
+def test_what_only_the_end_needs_may_change(work):
+    """Length, micro-batches, how often it saves; and with data of its own also how the model is evaluated."""
+    assert train.main(arguments(work, "free", train__steps=1)) == 0
+    changes = {"train__micro_batch_tokens": 30, "train__checkpoint_every": 1, "rollout__max_rows": 4}
+    assert train.main(arguments(work, "free", train__steps=2, **changes)) == 0
+    assert len(untimed(work / "free")) == 2
+
+
+def test_held_out_prompts_are_part_of_the_data(work, capsys):
+    """More of them would leave others to train on."""
+    assert train.main(arguments(work, "held", train__steps=1)) == 0
+    assert train.main(arguments(work, "held", train__steps=2, evaluation__prompts=3)) == 1
+    assert "evaluation.prompts: 0 -> 3" in capsys.readouterr().err
+    assert train.main(arguments(work, "held", train__steps=2, evaluation__samples=5)) == 0
+
+
+def test_a_folder_of_something_else_is_left_alone(work, capsys):
+    (work / "other").mkdir()
+    (work / "other" / "thesis.tex").write_text("x")
+    for extra in ([], ["--train.restart"]):
+        assert train.main([*arguments(work, "other"), *extra]) == 1
+        assert "holds no run; choose another folder" in capsys.readouterr().err
+    assert [path.name for path in (work / "other").iterdir()] == ["thesis.tex"]
+    (work / "file").write_text("x")
+    assert train.main(arguments(work, "file")) == 1
+    assert "holds no run" in capsys.readouterr().err
+    (work / "empty").mkdir()
+    assert train.main(arguments(work, "empty", train__steps=0)) == 0
+
+
+# --- rewards that fail ------------------------------------------------------------------------------------------------
+
+FICKLE = {"rewards": {"fickle": "fickle", "digest": "digest"}, "train__checkpoint_every": 0}
+
+
+@pytest.fixture(scope="module")
+def unfailing(work):
+    torch.set_num_threads(1)
+    assert train.main(arguments(work, "unfailing", **FICKLE)) == 0
+    return work / "unfailing"
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("raise", "raised KeyError: 'no such word' (step 3, prompts 0 to 3)"),
+        ("nan", "returned nan (step 3, prompt 1, sample 0)"),
+        ("text", "returned '0.5' (step 3, prompt 1, sample 0)"),
+        ("count", "returned 15 values for 16 completions (step 3, prompts 0 to 3)"),
+    ],
+)
+def test_a_failed_reward_stops_with_a_checkpoint_and_once_mended_goes_on(work, unfailing, capsys, mode, words):
+    options = arguments(work, f"fickle {mode}", **FICKLE)
+    (work / "mode").write_text(mode)
+    assert train.main(options) == 1
+    message = capsys.readouterr().err
+    assert f"error: reward 'fickle' {words}" in message
+    assert ("Traceback" in message) == (mode == "raise")
+    saved = work / f"fickle {mode}" / "checkpoints" / "step-00000003"
+    assert checkpoint.verify(saved) is None
+    assert json.loads((saved / "state.json").read_text())["state"]["step"] == 3
+    assert train.main(options) == 1  # not mended yet
+    (work / "mode").write_text("")
+    assert train.main(options) == 0
+    assert "going on from step 3" in capsys.readouterr().out
+    assert same(work / f"fickle {mode}", unfailing)
+
+
+def test_a_reward_that_may_be_skipped_drops_its_groups(work, unfailing, capsys):
+    (work / "mode").write_text("nan")
+    assert train.main([*arguments(work, "skip", **FICKLE), "--rewards.fickle.on-error", "skip"]) == 0
+    (work / "mode").write_text("")
+    lines, truth = untimed(work / "skip"), untimed(unfailing)
+    assert [line["rewards/dropped_groups"] for line in lines] == [0, 0, 0, 1, 0]
+    assert lines[:3] == truth[:3]
+    assert lines[3]["completions/mean_length"] == truth[3]["completions/mean_length"]
+    assert lines[3]["loss"] != truth[3]["loss"]
+    assert lines[3]["objective/digest"] != truth[3]["objective/digest"]
+
+
+def test_a_step_whose_groups_are_all_dropped_changes_nothing(work, capsys):
+    (work / "mode").write_text("all")
+    options = arguments(work, "skip all", **FICKLE, loss__target_kl=0.01, optim__weight_decay=0.1)
+    assert train.main([*options, "--rewards.fickle.on-error", "skip"]) == 0
+    (work / "mode").write_text("")
+    lines = untimed(work / "skip all")
+    assert [line["rewards/dropped_groups"] for line in lines] == [0, 0, 0, 4, 0]
+    assert lines[3]["grad_norm"] == 0
+    assert lines[3]["reward"] is None
+    assert lines[4]["beta"] == lines[3]["beta"] != lines[2]["beta"]
+    assert lines[4]["reward"] is not None
+
+
+def groups_of(rewards: dict[str, list], dropped: list[bool]) -> Groups:
+    values = {name: torch.tensor(r, dtype=torch.float64) for name, r in rewards.items()}
+    ones = torch.ones(len(dropped), 2, dtype=torch.int64)
+    rollout = Rollout([[1]] * len(dropped), ones[..., None], ones[..., None].float(), ones, ones.bool())
+    return Groups.gather(Ranks(0, 1, torch.device("cpu")), Scores(values, torch.tensor(dropped)), rollout)
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_dropped_groups_count_nowhere(scale):
+    """Not in the value of another reward either, nor in the scale of the batch."""
+    nan = math.nan
+    ours = groups_of({"a": [[1, 3], [nan, nan], [2, 6]], "b": [[5, 4], [90, 10], [0, 1]]}, [False, True, False])
+    truth = groups_of({"a": [[1, 3], [2, 6]], "b": [[5, 4], [0, 1]]}, [False, False])
+    objectives = {"a": parse("bon:4"), "b": parse("mean")}
+    found = []
+    for groups in (ours, truth):
+        linear = groups.linearize(objectives).sum(0)
+        adv = groups.advantages(linear + 100 * groups.dropped[:, None] * torch.tensor([1.0, 2.0]), scale)
+        values = groups.values(objectives)
+        metrics = groups.metrics(WeightedSum([1, 2]), {"a": 1.0, "b": 2.0}, values, adv)
+        found.append((values, adv[~groups.dropped], metrics))
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-14, atol=0)
+    assert found[0][2].pop("rewards/dropped_groups") == 1
+    assert found[1][2].pop("rewards/dropped_groups") == 0
+    # the share among all groups that were drawn
+    assert [metrics.pop("frac_reward_zero_std") for _, _, metrics in found] == pytest.approx([1 / 3, 1 / 2])
+    assert found[0][2] == pytest.approx(found[1][2], nan_ok=True)
+
+
+def test_a_reward_that_abstains_for_half_of_the_prompts(work):
+    rewards = {"sometimes": "sometimes", "digest": "digest"}
+    assert train.main(arguments(work, "abstains", rewards, train__steps=3, evaluation__prompts=4)) == 0
+    samples = read_jsonl(work / "abstains" / "samples.jsonl")
+    opinions = [row["rewards"]["sometimes"] for row in samples]
+    assert None in opinions
+    assert any(value is not None for value in opinions)
+    for row in samples:
+        if row["rewards"]["sometimes"] is None:
+            assert row["linearized"]["sometimes"] == 0
+            assert row["advantage"] == pytest.approx(row["linearized"]["digest"], abs=1e-12)
+    for line in untimed(work / "abstains"):
+        assert line["rewards/dropped_groups"] == 0
+        assert math.isfinite(line["loss"] + line["rewards/sometimes/mean"])
+    evaluated = json.loads((work / "abstains" / "evaluation.json").read_text())
+    assert set(evaluated) == {"before", "after"}
+
+
+# --- ranks and micro-batches ------------------------------------------------------------------------------------------
+
+LOADS = {
+    "kl in the loss": {"rewards": {"slow": "slow", "digest": "digest"}},
+    "kl in the reward": {
+        "loss__kl_in": "reward",
+        "loss__minibatches": 2,
+        "loss__epochs": 2,
+        "loss__normalization": "grpo",
+        "loss__target_kl": 0.01,
+        "loss__scale": "batch",
+        "evaluation__prompts": 4,
+    },
+}
+
+
+def torchrun(ranks: int, options: list[str]) -> subprocess.Popen:
+    """The command of the README."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(REPOSITORY / "nlgrpo" / "train.py"), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_jsonl(folder / "metrics.jsonl")) < steps:
+        assert time.monotonic() < deadline, "no step in two minutes"
+        time.sleep(0.05)
+
+
+def assert_same_curve(folder: Path, truth: Path) -> None:
+    """To 1e-9; the sampler's own log-probs are float32, and compared with those of the trainer."""
+    ours, theirs = untimed(folder), untimed(truth)
+    assert len(ours) == len(theirs)
+    for line, expected in zip(ours, theirs, strict=True):
+        assert line.keys() == expected.keys()
+        for name, value in expected.items():
+            loose = name.startswith("sampling/")
+            assert line[name] == pytest.approx(value, rel=1e-2 if loose else 1e-9, abs=1e-6 if loose else 1e-12), name
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_micro_batches_do_not_change_the_curve(work, load):
+    for micro in (16384, 1, 40):
+        assert train.main(arguments(work, f"{load} {micro}", train__micro_batch_tokens=micro, **LOADS[load])) == 0
+    assert len(untimed(work / f"{load} 16384")) == 5
+    for micro in (1, 40):
+        assert_same_curve(work / f"{load} {micro}", work / f"{load} 16384")
+
+
+def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
+    load = LOADS["kl in the loss"]
+    assert train.main(arguments(work, "one rank", **load)) == 0
+    options = arguments(work, "two ranks", **load)
+    launcher = torchrun(2, options)
+    wait_for_steps(work / "two ranks", 1)
+    (work / "mode").write_text("hold")
+    time.sleep(0.2)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    (work / "mode").write_text("")
+    output = launcher.communicate(timeout=60)[0]
+    # the ranks exit with 0; torchrun itself ends with an error that names the signal
+    [step] = steps_in(work / "two ranks")
+    assert 1 <= step < 5
+    assert f"stopped and saved at step {step}" in output
+    launcher = torchrun(2, options)
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 0, output
+    assert output.count(f"going on from step {step}") == 1  # one rank speaks
+    assert_same_curve(work / "two ranks", work / "one rank")
+    draws = [[row["completion"] for row in read_jsonl(work / f / "samples.jsonl")] for f in ("one rank", "two ranks")]
+    assert draws[0] == draws[1]
+    assert (work / "two ranks" / "report.html").is_file()
+
+
+def test_two_ranks_with_the_kl_in_the_reward_are_as_one(work):
+    load = LOADS["kl in the reward"]
+    assert train.main(arguments(work, "one", train__micro_batch_tokens=40, **load)) == 0
+    launcher = torchrun(2, arguments(work, "two", **load))
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 0, output
+    assert_same_curve(work / "two", work / "one")
+    ours, truth = (json.loads((work / f / "evaluation.json").read_text()) for f in ("two", "one"))
+    assert ours == truth
+
+
+def test_a_process_without_torchrun_saves_on_sigterm_and_exits_with_0(work):
+    load = LOADS["kl in the loss"]
+    (work / "mode").write_text("hold")
+    command = [sys.executable, str(REPOSITORY / "nlgrpo" / "train.py"), *arguments(work, "alone", **load)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    deadline = time.monotonic() + 120
+    while not (work / "alone" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    (work / "mode").write_text("")
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, output
+    assert "stopped and saved at step 1" in output
+    assert steps_in(work / "alone") == [1]
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_the_plan_and_makes_nothing(work, capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *a, **k: pytest.fail("a dry run loads weights"))
+    before = sorted(work.iterdir())
+    options = arguments(work, "dry", loss__epochs=3, loss__minibatches=2, train__steps=30)
+    assert train.main([*options, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    parameters = sum(p.numel() for p in models.build(models.read_config(work / "model")).parameters())
+    assert f"{parameters:,} parameters" in shown
+    assert "4 prompts x 4 samples = 16 completions of up to 10 tokens, 16 a rank; 6 optimiser steps" in shown
+    assert "30 steps, 12.0 epochs of the prompts; learning rate 0.01 constant" in shown
+    assert "maximise 1 bon:4(short) + 1 bon:4(digest) - 0.05 KL" in shown
+    assert sorted(work.iterdir()) == before
+
+
+@pytest.mark.parametrize("case", test_model.CASES)
+def test_the_plan_counts_the_parameters(case):
+    theirs = test_model.random_model(case)
+    assert plan.parameter_count(shape_of(theirs.config)) == sum(p.numel() for p in theirs.parameters())
+
+
+# --- choices that change how, and not what ----------------------------------------------------------------------------
+
+
+def test_activation_checkpointing_changes_nothing(work):
+    for on in (False, True):
+        assert train.main(arguments(work, f"checkpointing {on}", model__activation_checkpointing=on)) == 0
+    assert same(work / "checkpointing True", work / "checkpointing False")
+
+
+def test_bfloat16_runs_on_a_cpu_and_goes_on(work):
+    assert train.main(arguments(work, "float32", model__dtype="float32", train__steps=2)) == 0
+    for steps in (1, 2):
+        assert train.main(arguments(work, "bfloat16", model__dtype="bfloat16", train__steps=steps)) == 0
+    one, two = untimed(work / "bfloat16"), untimed(work / "float32")
+    assert [line["step"] for line in one] == [0, 1]
+    assert one[0]["entropy"] == pytest.approx(two[0]["entropy"], rel=0.1)
+    exported = models.hf_weights.locate(str(work / "bfloat16" / "model"))
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_adaptive_beta_follows_the_kl(work):
+    target = 0.02
+    assert train.main(arguments(work, "beta", loss__target_kl=target, train__steps=6)) == 0
+    lines = untimed(work / "beta")
+    assert lines[0]["beta"] == 0.05
+    assert {math.copysign(1, line["kl"] - target) for line in lines[:-1]} == {-1, 1}
+    for line, after in zip(lines[:-1], lines[1:], strict=True):
+        error = min(max(line["kl"] / target - 1, -0.2), 0.2)
+        assert after["beta"] == pytest.approx(line["beta"] * (1 + 0.1 * error), rel=1e-12)
