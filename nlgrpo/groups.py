@@ -59,7 +59,7 @@ class Groups:
         return torch.stack([linearize_present(objectives[name], r) for name, r in self.rewards.items()])
 
     def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
-        """(P, M) from the linearised rewards; 0 in the groups that are dropped, which the batch's scale does not see."""
+        """(P, M) from linearised rewards; 0 in the groups that are dropped, which a scale of the batch does not see."""
         out = torch.zeros_like(linear)
         out[~self.dropped] = advantages(linear[~self.dropped], scale=scale)
         return out

@@ -47,8 +47,10 @@ def batches(documents: list[list[int]], size: int) -> list[list[list[int]]]:
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, documents: list[list[int]]) -> float:
-    """exp of the mean negative log-likelihood of a token."""
+    """exp of the mean negative log-likelihood of a token, without dropout; leaves the model in training mode."""
+    model.eval()
     total = sum(loss_sum(model, part).item() for part in batches(documents, 32))
+    model.train()
     return math.exp(total / sum(len(ids) - 1 for ids in documents))
 
 
@@ -72,6 +74,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
+
+
+def add_dropout(model: LlamaForCausalLM, rate: float) -> None:
+    """Dropout on the embeddings and on what each block adds, in training mode only: the text is read ten times."""
+
+    def drop(module: torch.nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
+        return F.dropout(output, rate, module.training)
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(drop)
+        layer.mlp.down_proj.register_forward_hook(drop)
+    model.model.embed_tokens.register_forward_hook(drop)
 
 
 def model_facts(model: LlamaForCausalLM) -> dict[str, int]:
@@ -114,8 +128,15 @@ def train(model: LlamaForCausalLM, data: Documents, held_out: list[list[int]], a
 
 
 @torch.no_grad()
+def sharpen(model: LlamaForCausalLM, factor: float) -> None:
+    """Multiply the logits: sampled at temperature 1, so small a model spells too many words wrong."""
+    model.model.norm.weight.mul_(factor)
+
+
+@torch.no_grad()
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], n: int) -> list[list[int]]:
     """``n`` completions at temperature 1, over the prompts in turn; token ids with the end token where it came."""
+    model.eval()
     found: list[list[int]] = []
     while len(found) < n:
         chosen = [prompts[(len(found) + k) % len(prompts)] for k in range(min(256, n - len(found)))]
@@ -162,6 +183,8 @@ def build_parser() -> argparse.ArgumentParser:
     ]:
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{meaning}; default {value}")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate; default 3e-3")
+    parser.add_argument("--dropout", type=float, default=0.1, help="default 0.1")
+    parser.add_argument("--sharpen", type=float, default=1.25, help="factor on the final logits; default 1.25")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     return parser
 
@@ -181,8 +204,11 @@ def main(argv: list[str] | None = None) -> None:
     rng = random.Random(args.seed)
     held_out = [held.draw(rng) for _ in range(256)]
     model = build_model(tokenizer)
+    add_dropout(model, args.dropout)
     print(f"{len(stories)} stories, {data.tokens()} training tokens, {model.num_parameters()} parameters", flush=True)
     train(model, data, held_out, args)
+    trained_perplexity = perplexity(model, held_out)
+    sharpen(model, args.sharpen)
     prompts, eval_prompts = make_prompts(512, 64, args.seed)
     completions = sample(model, tokenizer, prompts, args.samples)
     card = model_card(
@@ -191,10 +217,11 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer,
         cut=sum(ids[-1] != tokenizer.eos_token_id for ids in completions),
         perplexity=perplexity(model, held_out),
+        trained_perplexity=trained_perplexity,
         stories=len(stories),
         tokens=data.tokens(),
         **model_facts(model),
-        **{name: getattr(args, name) for name in ("steps", "batch", "lr", "seed", "threads")},
+        **{name: getattr(args, name) for name in ("steps", "batch", "lr", "dropout", "sharpen", "seed", "threads")},
     )
     save(model, tokenizer, card, args.out / "story-lm")
     write_prompts(args.out / "prompts.jsonl", prompts)

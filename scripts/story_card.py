@@ -23,19 +23,22 @@ BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` b
 
 ## Training
 
-{steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, seed {seed}, on {stories:,} stories
-({tokens:,} tokens; one story in twenty is held out) of TinyStories (Eldan and Li, 2023; CDLA-Sharing-1.0):
+{steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, dropout {dropout:g}, seed {seed}, on {stories:,}
+stories ({tokens:,} tokens; one story in twenty is held out) of TinyStories (Eldan and Li, 2023; CDLA-Sharing-1.0):
 
-    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets \\
-        --steps {steps} --batch {batch} --lr {lr:g} --seed {seed} --threads {threads}
+    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets --steps {steps} --batch {batch} \\
+        --lr {lr:g} --dropout {dropout:g} --sharpen {sharpen:g} --seed {seed} --threads {threads}
 
 A document is a run of whole sentences cut at the end nearest to a uniformly drawn length, so that completions have
 about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
 LLMs via Non-Linear GRPO" (Takakura et al., appendix J.2) has.
 
+After training, the weight of the last norm was multiplied by {sharpen:g}: temperature 1 here is what temperature 1/{sharpen:g} was
+in training. Samples read better for it, and held-out perplexity, given before and after, is a little worse.
+
 ## Measured
 
-Held-out perplexity {perplexity:.2f} per token. Lengths of {samples} completions at temperature 1, in tokens with the
+Held-out perplexity {trained_perplexity:.2f} per token as trained, {perplexity:.2f} as shipped. Lengths of {samples} completions at temperature 1, in tokens with the
 end token. {length_table}
 
 Samples at temperature 1, not selected (prompt in bold):

@@ -23,7 +23,7 @@ BOS, EOS = 1, 2
 
 
 def tiny_config(family: str = "llama", **changes):
-    """About 10 thousand parameters. GPT-2's norms are computed in the type of the weights, Llama's always in float32."""
+    """About 10 thousand parameters. GPT-2's norms run in the type of the weights, Llama's always in float32."""
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
     if family == "gpt2":
         sizes = {"vocab_size": len(WORDS), "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}

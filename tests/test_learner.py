@@ -237,7 +237,7 @@ def test_two_epochs_of_two_minibatches_are_those_of_plain_pytorch(folders, rollo
         assert metrics["clip_ratio/low_mean"] > 0
         assert metrics["clip_ratio/high_mean"] > 0
     truth = dict(policy.named_parameters())
-    for micro in (1, 40, 10**6):
+    for micro in (20, 10**6):
         learner = make_learner(root, cfg, micro=micro)
         ours = update(learner, rollout, adv, step=7)
         assert_metrics(ours, metrics)
@@ -247,10 +247,10 @@ def test_two_epochs_of_two_minibatches_are_those_of_plain_pytorch(folders, rollo
 
 
 def test_minibatches_of_unequal_size_and_more_of_them_than_groups(folders, rollout, tmp_path):
-    root, theirs = folders
+    root, _ = folders
     cfg = LossConfig(normalization="dapo", beta=0.0, minibatches=5)
     policy = tiny_model(tmp_path, "gpt2", seed=0)
-    gradients, metrics = plain_update(policy, None, rollout, some_advantages(), cfg)
+    _, metrics = plain_update(policy, None, rollout, some_advantages(), cfg)
     learner = make_learner(root, cfg, micro=20)
     assert_metrics(update(learner, rollout, some_advantages()), metrics)
     assert len(learner.optimizer.gradients) == 5
@@ -264,7 +264,7 @@ def test_the_gradient_is_clipped_as_torch_clips_it(folders, rollout, share, tmp_
     free = plain_update(tiny_model(tmp_path / "a", "gpt2"), theirs["reference"], rollout, adv, cfg)[1]["grad_norm"]
     limit = share * free
     policy = tiny_model(tmp_path / "b", "gpt2")
-    gradients, metrics = plain_update(policy, theirs["reference"], rollout, adv, cfg, max_grad_norm=limit)
+    gradients, _ = plain_update(policy, theirs["reference"], rollout, adv, cfg, max_grad_norm=limit)
     learner = make_learner(root, cfg, micro=20, optim=OptimConfig(eps=EPS, max_grad_norm=limit))
     assert update(learner, rollout, adv)["grad_norm"] == pytest.approx(free, rel=1e-9)  # the norm before
     assert_near(by_name(learner, learner.optimizer.gradients[0]), gradients[0])

@@ -1,5 +1,6 @@
 """Whole runs: resumed, killed, stopped and mended ones against undisturbed ones, and two ranks against one."""
 
+import itertools
 import json
 import math
 import re
@@ -569,6 +570,6 @@ def test_the_adaptive_beta_follows_the_kl(work):
     lines = untimed(work / "beta")
     assert lines[0]["beta"] == 0.05
     assert {math.copysign(1, line["kl"] - target) for line in lines[:-1]} == {-1, 1}
-    for line, after in zip(lines[:-1], lines[1:], strict=True):
+    for line, after in itertools.pairwise(lines):
         error = min(max(line["kl"] / target - 1, -0.2), 0.2)
         assert after["beta"] == pytest.approx(line["beta"] * (1 + 0.1 * error), rel=1e-12)
