@@ -147,8 +147,9 @@ class TrainConfig:
     """Of prompts, samples and minibatches."""
     out: str = ""
     """Folder of the run; empty: runs/<recipe>."""
-    micro_batch_tokens: int = 16384
-    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed."""
+    micro_batch_tokens: int | None = None
+    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a GPU;
+    1024 on a CPU, whose caches then hold them."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
@@ -242,7 +243,11 @@ def _faults(config: Config, world: int) -> list[str]:
         need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
         need("train.steps", ">= 0", train.steps >= 0),
         need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
-        need("train.micro_batch_tokens", ">= 1", train.micro_batch_tokens >= 1),
+        need(
+            "train.micro_batch_tokens",
+            ">= 1 or none",
+            train.micro_batch_tokens is None or train.micro_batch_tokens >= 1,
+        ),
         need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
         need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),

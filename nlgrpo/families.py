@@ -50,6 +50,19 @@ class Shape:
     windows: tuple[int | None, ...] = ()  # per layer: keys that a query sees, itself included
     scales: tuple[float, ...] = ()  # per layer: factor on q k^T
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers a decoder of this shape learns."""
+        norms = 2 if self.norm == "layer" else 1
+        heads, up = self.heads + 2 * self.kv_heads, self.ffn * (2 if self.gated else 1)
+        attention = self.width * heads * self.head_dim + heads * self.head_dim * self.qkv_bias
+        attention += self.heads * self.head_dim * self.width + self.width * self.out_bias
+        mlp = self.width * up + self.ffn * self.width + (up + self.width) * self.mlp_bias
+        block = attention + mlp + 2 * norms * self.width + 2 * self.head_dim * self.qk_norm
+        embeddings = self.vocab * self.width * (1 if self.tied else 2)
+        positions = self.context * self.width if self.rotary_dim == 0 else 0
+        return self.layers * block + embeddings + positions + norms * self.width
+
 
 def shape_of(config: Any) -> Shape:
     """The ``Shape`` of a Hugging Face config.

@@ -134,6 +134,9 @@ class Learner:
         """
         rows, first = len(kept), len(kept) * self.ranks.rank
         for epoch in range(self.loss.epochs):
+            if self.loss.minibatches == 1:
+                yield kept.nonzero()[:, 0].tolist()
+                continue
             generator = torch.Generator().manual_seed(self.seed + step * self.loss.epochs + epoch)
             order = torch.randperm(rows * self.ranks.world, generator=generator)
             for part in order.tensor_split(self.loss.minibatches):

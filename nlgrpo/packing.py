@@ -14,7 +14,7 @@ class MicroBatch:
     """Some of a rank's sequences, packed. S completion tokens are predicted among T tokens."""
 
     tokens: Tensor  # (T,)
-    lengths: list[int]  # of the sequences, prompt and completion together; their sum is T
+    lengths: list[int]  # of the sequences, prompt and completion without its last token; their sum is T
     select: Tensor  # (S,) index in `tokens` of the token that predicts each target
     targets: Tensor  # (S,)
     row: Tensor  # (S,) the completion of the rollout that each target belongs to
@@ -37,7 +37,7 @@ def pack(
     ``prompt_ids`` has a prompt for each completion. Sequences are taken longest first into the first micro-batch with
     room, which leaves little of it empty; one that is longer than ``max_tokens`` goes alone.
     """
-    size = {r: len(prompt_ids[r]) + len(completion_ids[r]) for r in rows}
+    size = {r: len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in rows}
     bins: list[list[int]] = []
     space: list[int] = []
     for r in sorted(rows, key=lambda r: (-size[r], r)):
@@ -67,9 +67,10 @@ def _micro_batch(
         prompt, completion = prompt_ids[r], completion_ids[r]
         first = len(tokens) + len(prompt) - 1  # the prompt's last token predicts the completion's first
         select += range(first, first + len(completion))
-        tokens += [*prompt, *completion]
+        sequence = [*prompt, *completion[:-1]]  # the last token predicts nothing
+        tokens += sequence
         targets += completion
-        lengths.append(len(prompt) + len(completion))
+        lengths.append(len(sequence))
         row += [r] * len(completion)
         offset += range(len(completion))
 

@@ -7,33 +7,18 @@ from rich.table import Table
 from rich.text import Text
 
 from nlgrpo.attention import implementation
-from nlgrpo.families import Shape
 from nlgrpo.run import Run
-
-
-def parameter_count(shape: Shape) -> int:
-    """Parameters of a decoder of this shape."""
-    d, norms = shape.head_dim, 2 if shape.norm == "layer" else 1
-    heads = shape.heads + 2 * shape.kv_heads
-    up = shape.ffn * (2 if shape.gated else 1)
-    block = shape.width * heads * d + heads * d * shape.qkv_bias
-    block += shape.heads * d * shape.width + shape.width * shape.out_bias
-    block += shape.width * up + shape.ffn * shape.width + (up + shape.width) * shape.mlp_bias
-    block += 2 * norms * shape.width + 2 * d * shape.qk_norm
-    embeddings = shape.vocab * shape.width * (1 if shape.tied else 2)
-    positions = shape.context * shape.width if shape.rotary_dim == 0 else 0
-    return shape.layers * block + embeddings + positions + norms * shape.width
 
 
 def memory(run: Run) -> dict[str, float]:
     """Bytes on one rank, by use; an estimate from shapes, without the allocator's slack and the libraries."""
     cfg, shape, world = run.config, run.shape, run.ranks.world
-    count = parameter_count(shape)
+    count = shape.parameters
     stored = 8 if cfg.model.dtype == "float64" else 4
     compute = run.compute.itemsize
     rows = max(cfg.rollout.samples, min(cfg.rollout.max_rows, cfg.rollout.prompts * cfg.rollout.samples // world))
     columns = min(shape.context, max(map(len, run.prompts.ids)) + cfg.rollout.max_new_tokens)
-    longest = max(cfg.train.micro_batch_tokens, columns)
+    longest = max(run.micro_batch_tokens, columns)
     tokens = min(longest, cfg.rollout.prompts * cfg.rollout.samples // world * columns)
     kept = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
@@ -57,7 +42,7 @@ def show(run: Run) -> Table:
     uses = memory(run)
     parts = ", ".join(f"{name} {_size(size)}" for name, size in uses.items() if size)
     rows = {
-        "model": f"{cfg.model.path} ({run.shape.family}, {parameter_count(run.shape):,} parameters, "
+        "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
         "ranks": f"{ranks.world} on {ranks.device.type}, attention by {implementation(ranks.device.type, run.compute)}",
         "data": f"{run.prompts!r}",

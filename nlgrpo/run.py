@@ -17,12 +17,14 @@ from nlgrpo import model as models
 from nlgrpo.aggregation import WeightedSum
 from nlgrpo.config import Config
 from nlgrpo.families import Shape, shape_of
+from nlgrpo.groups import Groups
 from nlgrpo.kl import AdaptiveBeta
 from nlgrpo.learner import Learner, make_optimizer
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import Ranks, full_parameters, shard
 from nlgrpo.rollouts import Sampler
 from nlgrpo.sampling import Sampling
+from nlgrpo.timing import Clock, flops_utilisation
 
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 # What may differ when a run goes on: how long it is, and what it keeps and shows.
@@ -66,6 +68,11 @@ class Run:
     def folder(self) -> Path:
         return self.config.run
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        on_device = 16384 if self.ranks.device.type == "cuda" else 1024
+        return self.config.train.micro_batch_tokens or on_device
+
     def weights(self) -> dict[str, float]:
         return {name: reward.weight for name, reward in self.config.rewards.items()}
 
@@ -103,6 +110,14 @@ class Run:
         names = {name: str(objective) for name, objective in self.objectives.items()}
         return self.evaluator().evaluate(model, batch, self.ranks, names, self.weights())
 
+    def speed(self, clock: Clock, groups: Groups) -> dict[str, float]:
+        """``time/*``, ``perf/*`` and the tokens so far."""
+        generated = int(groups.lengths.sum())
+        times = clock.metrics(generated)
+        flops = self.shape.parameters * (6 * groups.tokens * self.config.loss.epochs + 2 * generated)
+        used = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
+        return times | used | {"num_tokens": self.progress.num_tokens}
+
     def controller(self) -> AdaptiveBeta | None:
         target = self.config.loss.target_kl
         return None if target is None else AdaptiveBeta(self.progress.beta, target)
@@ -136,7 +151,7 @@ class Run:
             ranks=self.ranks,
             temperature=cfg.rollout.temperature,
             max_new_tokens=cfg.rollout.max_new_tokens,
-            micro_batch_tokens=cfg.train.micro_batch_tokens,
+            micro_batch_tokens=self.micro_batch_tokens,
             seed=cfg.train.seed,
         )
 
@@ -295,7 +310,7 @@ def _open_folder(run: Run) -> str:
                     "  Choose another folder with --train.out, or begin anew in this one with --train.restart",
                 ]
             )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.json.tmp"}):
         return f"{folder} exists and holds no run; choose another folder with --train.out"
     folder.mkdir(parents=True, exist_ok=True)
     metrics.atomic_write(known, json.dumps(now, indent=2) + "\n")

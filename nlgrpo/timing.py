@@ -35,18 +35,15 @@ class Clock:
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
-def model_flops_utilisation(
-    device: torch.device, *, parameters: int, trained: int, generated: int, seconds: float, ranks: int
-) -> dict[str, float]:
-    """``perf/mfu``: 6 flops a parameter and trained token, 2 a generated one, over what the devices could have done.
+def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dict[str, float]:
+    """``perf/mfu``: the share of the device's peak that ``flops`` in ``seconds`` are.
 
-    Recomputation, attention and the reference are not counted. Empty where the device's peak is not known, as on a CPU.
+    6 a parameter and trained token, 2 a generated one; recomputation, attention and the reference are not counted. Empty
+    where the device's peak is not known, as on a CPU.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    if peak is None:
-        return {}
-    return {"perf/mfu": parameters * (6 * trained + 2 * generated) / (seconds * peak * ranks)}
+    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return {} if peak is None else {"perf/mfu": flops / (seconds * peak)}
 
 
 class StopSignal:

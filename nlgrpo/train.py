@@ -7,10 +7,13 @@ variation of its objective at the group's empirical distribution, and take a GRP
 from __future__ import annotations
 
 import os
+import random
 import sys
 import traceback
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from rich.console import Console
 
 from nlgrpo import evaluation, parallel, plan, report
@@ -36,9 +39,10 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         batch   = run.next_batch()                                   # this rank's share of P prompts
         rollout = run.sampler.draw(learner.model, batch)             # x M completions, with the sampler's log-probs
         clock.lap("generate")
-        scores  = score(run, learner, batch, rollout, log)           # {name: (P, M)}, NaN where a reward abstains
+        scores  = score(run, learner, batch, rollout)                # {name: (P, M)}, NaN where a reward abstains
         clock.lap("rewards")
-        ref     = learner.reference_logprobs(rollout)
+        ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
+        clock.lap("reference")
         groups  = Groups.gather(ranks, scores, rollout)              # from here on all ranks, all P
         values  = groups.values(run.objectives)                      # R_i                              (m,)
         each    = groups.linearize(run.objectives)                   # dR_i/dpi at the group           (m, P, M)
@@ -56,7 +60,7 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         progress.advance(cfg.rollout.prompts, groups.tokens)
         if controller is not None and "kl" in stats:                # not where all groups were dropped
             progress.beta = controller.step(stats["kl"])
-        log.log(step, stats | clock.metrics(int(groups.lengths.sum())) | {"num_tokens": progress.num_tokens})
+        log.log(step, stats | run.speed(clock, groups))
         if every(cfg.train.samples_every, step):
             log.table(step, groups.samples(batch, run.sampler.texts(rollout), each, adv))
         stopping = ranks.any(stop.received)
@@ -72,7 +76,7 @@ def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def score(run: Run, learner: Learner, batch: Batch, rollout: Rollout, log: MetricsLogger) -> Scores:
+def score(run: Run, learner: Learner, batch: Batch, rollout: Rollout) -> Scores:
     """The rewards of this rank's completions. Where one fails on any rank, all save what they have and stop."""
     step, fault = run.progress.step, None
     try:
@@ -110,11 +114,19 @@ def finish(run: Run, learner: Learner, before: evaluation.Sampled | None, consol
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
 
 
+def seed_everything(seed: int) -> None:
+    """The generators that reward functions may use; nothing of ours does."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
     """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
     stop = StopSignal()
     with parallel.start() as ranks:
         console = Console(quiet=not ranks.first)
+        seed_everything(cfg.train.seed + ranks.rank)
         run = build(cfg, ranks)
         console.print(plan.show(run))
         if dry_run:

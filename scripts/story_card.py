@@ -23,8 +23,9 @@ BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` b
 
 ## Training
 
-{steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, dropout {dropout:g}, seed {seed}, on {stories:,}
-stories ({tokens:,} tokens; one story in twenty is held out) of TinyStories (Eldan and Li, 2023; CDLA-Sharing-1.0):
+{steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, dropout {dropout:g}, seed {seed}, on
+{stories:,} stories of TinyStories (Eldan and Li, 2023; CDLA-Sharing-1.0), one in twenty of them held out,
+{tokens:,} tokens in the others:
 
     python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets --steps {steps} --batch {batch} \\
         --lr {lr:g} --dropout {dropout:g} --sharpen {sharpen:g} --seed {seed} --threads {threads}
@@ -33,13 +34,14 @@ A document is a run of whole sentences cut at the end nearest to a uniformly dra
 about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
 LLMs via Non-Linear GRPO" (Takakura et al., appendix J.2) has.
 
-After training, the weight of the last norm was multiplied by {sharpen:g}: temperature 1 here is what temperature 1/{sharpen:g} was
-in training. Samples read better for it, and held-out perplexity, given before and after, is a little worse.
+After training, the weight of the last norm, and with it every logit, was multiplied by {sharpen:g}, because so small a
+model spells too many words wrong when it is sampled as trained. Divide logits by {sharpen:g} to have that model back.
 
 ## Measured
 
-Held-out perplexity {trained_perplexity:.2f} per token as trained, {perplexity:.2f} as shipped. Lengths of {samples} completions at temperature 1, in tokens with the
-end token. {length_table}
+Held-out perplexity {trained_perplexity:.2f} per token as trained, {perplexity:.2f} as shipped.
+
+Lengths of {samples} completions at temperature 1, in tokens with the end token. {length_table}
 
 Samples at temperature 1, not selected (prompt in bold):
 

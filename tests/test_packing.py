@@ -30,12 +30,11 @@ def test_every_chosen_token_is_there_once_and_where_it_is_said_to_be(pairs, max_
         mine = batch.row.unique_consecutive().tolist()
         assert len(mine) == len(batch.lengths)
         for r, start, end in zip(mine, starts[:-1], starts[1:], strict=True):
-            assert batch.tokens[start:end].tolist() == prompts[r] + completions[r]
+            assert batch.tokens[start:end].tolist() == (prompts[r] + completions[r])[:-1]  # the last predicts nothing
             of_r = batch.row == r
             # the token before each target predicts it, and the first target follows the prompt
-            where = batch.select[of_r] + 1
-            assert where.tolist() == list(range(start + len(prompts[r]), end))
-            assert torch.equal(batch.tokens[where], batch.targets[of_r])
+            assert batch.select[of_r].tolist() == list(range(start + len(prompts[r]) - 1, end))
+            assert batch.targets[of_r].tolist() == completions[r]
             assert batch.offset[of_r].tolist() == list(range(len(completions[r])))
         seen += mine
     assert sorted(seen) == sorted(rows)
@@ -53,7 +52,7 @@ def test_the_micro_batches_are_well_filled(pairs, max_tokens):
 def test_a_sequence_that_is_too_long_goes_alone():
     prompts, completions = [[1], [2], [3]], [[4], [5] * 20, [6]]
     lengths = [b.lengths for b in pack(prompts, completions, [0, 1, 2], 4)]
-    assert sorted(lengths) == [[2, 2], [21]]
+    assert sorted(lengths) == [[1, 1], [20]]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 17, 1000])
