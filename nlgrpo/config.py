@@ -148,8 +148,8 @@ class TrainConfig:
     out: str = ""
     """Folder of the run; empty: runs/<recipe>."""
     micro_batch_tokens: int | None = None
-    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a GPU;
-    1024 on a CPU, whose caches then hold them."""
+    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a
+    GPU; 1024 on a CPU, whose caches then hold them."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
@@ -251,7 +251,11 @@ def _faults(config: Config, world: int) -> list[str]:
         need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
         need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
-        need("evaluation.prompts", ">= 0 (0: no evaluation)", evaluation.prompts >= 0),
+        need(
+            "evaluation.prompts",
+            f"0 (no evaluation) or >= {world}, a prompt a rank",
+            evaluation.prompts == 0 or evaluation.prompts >= world,
+        ),
         need("evaluation.samples", ">= 1", evaluation.samples >= 1),
         need(
             "evaluation.ns",

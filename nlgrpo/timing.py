@@ -38,8 +38,8 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dict[str, float]:
     """``perf/mfu``: the share of the device's peak that ``flops`` in ``seconds`` are.
 
-    6 a parameter and trained token, 2 a generated one; recomputation, attention and the reference are not counted. Empty
-    where the device's peak is not known, as on a CPU.
+    6 a parameter and trained token, 2 a generated one; recomputation, attention and the reference are not counted.
+    Empty where the device's peak is not known, as on a CPU.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import evaluation, parallel, plan, report
 from nlgrpo.aggregation import combine
@@ -117,13 +118,14 @@ def finish(run: Run, learner: Learner, before: evaluation.Sampled | None, consol
 def seed_everything(seed: int) -> None:
     """The generators that reward functions may use; nothing of ours does."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - they may use the global one
     torch.manual_seed(seed)
 
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
     """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
     stop = StopSignal()
+    disable_progress_bar()  # transformers' own, of every reward model that is read
     with parallel.start() as ranks:
         console = Console(quiet=not ranks.first)
         seed_everything(cfg.train.seed + ranks.rank)

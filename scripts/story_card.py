@@ -16,32 +16,28 @@ datasets: [roneneldan/TinyStories]
 # story-lm
 
 The default model of nlgrpo: a toy that tells simple English stories of any length up to {limit} tokens, small enough
-to train with reinforcement learning on two CPU cores in minutes. Llama architecture, {parameters:,} parameters in
-float32 ({layers} layers of width {width}, {heads} query and {kv_heads} key-value heads, tied embeddings), byte-level
+to train with reinforcement learning on two CPU cores in minutes. GPT-2 architecture, {parameters:,} parameters in
+float32 ({layers} layers of width {width}, {heads} heads, tied embeddings, learned positions), byte-level
 BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` before a text; the model ends it with
 `</s>`.
 
 ## Training
 
 {steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, dropout {dropout:g}, seed {seed}, on
-{stories:,} stories of TinyStories (Eldan and Li, 2023; CDLA-Sharing-1.0), one in twenty of them held out,
-{tokens:,} tokens in the others:
+{stories:,} stories ({tokens:,} tokens; one story in twenty is held out) of TinyStories (Eldan and Li, 2023;
+CDLA-Sharing-1.0):
 
-    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets --steps {steps} --batch {batch} \\
-        --lr {lr:g} --dropout {dropout:g} --sharpen {sharpen:g} --seed {seed} --threads {threads}
+    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets \\
+        --steps {steps} --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --threads {threads}
 
 A document is a run of whole sentences cut at the end nearest to a uniformly drawn length, so that completions have
 about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
 LLMs via Non-Linear GRPO" (Takakura et al., appendix J.2) has.
 
-After training, the weight of the last norm, and with it every logit, was multiplied by {sharpen:g}, because so small a
-model spells too many words wrong when it is sampled as trained. Divide logits by {sharpen:g} to have that model back.
-
 ## Measured
 
-Held-out perplexity {trained_perplexity:.2f} per token as trained, {perplexity:.2f} as shipped.
-
-Lengths of {samples} completions at temperature 1, in tokens with the end token. {length_table}
+Held-out perplexity {perplexity:.2f} per token. Lengths of {samples} completions at temperature 1, in tokens with the
+end token. {length_table}
 
 Samples at temperature 1, not selected (prompt in bold):
 

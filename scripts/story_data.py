@@ -114,9 +114,9 @@ class Documents:
         return sum(len(sentence) for story in self.later for sentence in story)
 
     def draw(self, rng: random.Random) -> list[int]:
-        """One document; about one in four begins where its story begins."""
+        """One document; half of them begin where their story begins."""
         s = rng.randrange(len(self.starts))
-        i = self.starts[s][0] if rng.random() < 0.2 else rng.choice(self.starts[s])
+        i = self.starts[s][0] if rng.random() < 0.5 else rng.choice(self.starts[s])
         target = PROMPT + rng.uniform(*TARGET)
         ids = list(self.first[s][i])
         for sentence in self.later[s][i + 1 :]:

@@ -98,7 +98,7 @@ def toml(tmp_path):
         ("train.checkpoint_every", -1, ">= 0 (0: only at the end)"),
         ("train.keep_checkpoints", 0, ">= 1"),
         ("train.samples_every", -1, ">= 0 (0: never)"),
-        ("evaluation.prompts", -1, ">= 0 (0: no evaluation)"),
+        ("evaluation.prompts", -1, "0 (no evaluation) or >= 1, a prompt a rank"),
         ("evaluation.samples", 0, ">= 1"),
         ("evaluation.ns", (0, 4), "between 1 and evaluation.samples = 16"),
         ("evaluation.ns", (17,), "between 1 and evaluation.samples = 16"),

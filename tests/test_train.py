@@ -16,7 +16,7 @@ import test_model
 import torch
 from helpers import REPOSITORY, Job, environment, run_all, tiny_model
 
-from nlgrpo import checkpoint, plan, train
+from nlgrpo import checkpoint, train
 from nlgrpo import model as models
 from nlgrpo.aggregation import WeightedSum
 from nlgrpo.engine import Rollout
