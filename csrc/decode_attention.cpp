@@ -33,18 +33,65 @@ NLGRPO_INLINE void rotate(const float* x, const Step& s, int64_t row, float fact
   }
 }
 
-// softmax(q k^T) v of one query over the columns [begin, end); `score` has room for them.
-NLGRPO_INLINE void attend(const float* q, const float* keys, const float* values, int64_t stride, int64_t columns,
-                          float* score, float* out, int64_t dim) {
-  float top = -INFINITY;
-  for (int64_t c = 0; c < columns; c++) {
+// score_c = q k_c, four columns at a time: their sums do not wait for each other, and q is read once for all.
+NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stride, int64_t columns, float* score,
+                                 int64_t dim) {
+  int64_t c = 0;
+  for (; c + 4 <= columns; c += 4) {
+    const float *k0 = keys + c * stride, *k1 = k0 + stride, *k2 = k1 + stride, *k3 = k2 + stride;
+    float dot0 = 0, dot1 = 0, dot2 = 0, dot3 = 0;
+#pragma omp simd reduction(+ : dot0, dot1, dot2, dot3)
+    for (int64_t j = 0; j < dim; j++) {
+      dot0 += q[j] * k0[j];
+      dot1 += q[j] * k1[j];
+      dot2 += q[j] * k2[j];
+      dot3 += q[j] * k3[j];
+    }
+    score[c] = dot0, score[c + 1] = dot1, score[c + 2] = dot2, score[c + 3] = dot3;
+  }
+  for (; c < columns; c++) {
     float dot = 0;
 #pragma omp simd reduction(+ : dot)
     for (int64_t j = 0; j < dim; j++) {
       dot += q[j] * keys[c * stride + j];
     }
     score[c] = dot;
-    top = std::max(top, dot);
+  }
+}
+
+// out_j = factor sum_c score_c v_cj for `width` neighbouring j, whose sums stay in registers.
+template <int64_t width>
+NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t stride, int64_t columns, float factor,
+                              float* out) {
+  float sum[width] = {};
+  int64_t c = 0;
+  for (; c + 4 <= columns; c += 4) {
+    const float *v0 = values + c * stride, *v1 = v0 + stride, *v2 = v1 + stride, *v3 = v2 + stride;
+    const float s0 = score[c], s1 = score[c + 1], s2 = score[c + 2], s3 = score[c + 3];
+#pragma omp simd
+    for (int64_t j = 0; j < width; j++) {
+      sum[j] += (s0 * v0[j] + s1 * v1[j]) + (s2 * v2[j] + s3 * v3[j]);
+    }
+  }
+  for (; c < columns; c++) {
+#pragma omp simd
+    for (int64_t j = 0; j < width; j++) {
+      sum[j] += score[c] * values[c * stride + j];
+    }
+  }
+  for (int64_t j = 0; j < width; j++) {
+    out[j] = sum[j] * factor;
+  }
+}
+
+// softmax(q k^T) v of one query; `score` has room for the columns.
+NLGRPO_INLINE void attend(const float* q, const float* keys, const float* values, int64_t stride, int64_t columns,
+                          float* score, float* out, int64_t dim) {
+  multiply_keys(q, keys, stride, columns, score, dim);
+  float top = score[0];
+#pragma omp simd reduction(max : top)
+  for (int64_t c = 0; c < columns; c++) {
+    top = score[c] > top ? score[c] : top;
   }
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -52,15 +99,15 @@ NLGRPO_INLINE void attend(const float* q, const float* keys, const float* values
     score[c] = exponential(score[c] - top);
     sum += score[c];
   }
-  std::fill_n(out, dim, 0.0f);
-  for (int64_t c = 0; c < columns; c++) {
-#pragma omp simd
-    for (int64_t j = 0; j < dim; j++) {
-      out[j] += score[c] * values[c * stride + j];
-    }
+  int64_t j = 0;
+  for (; j + 64 <= dim; j += 64) {
+    add_values<64>(score, values + j, stride, columns, 1 / sum, out + j);
   }
-  for (int64_t j = 0; j < dim; j++) {
-    out[j] /= sum;
+  for (; j + 16 <= dim; j += 16) {
+    add_values<16>(score, values + j, stride, columns, 1 / sum, out + j);
+  }
+  for (; j < dim; j++) {
+    add_values<1>(score, values + j, stride, columns, 1 / sum, out + j);
   }
 }
 
