@@ -33,29 +33,36 @@ NLGRPO_INLINE void rotate(const float* x, const Step& s, int64_t row, float fact
   }
 }
 
-// score_c = q k_c, four columns at a time: their sums do not wait for each other, and q is read once for all.
+typedef float Four __attribute__((vector_size(16)));
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));  // may stand anywhere in memory
+
+// score_c = q k_c. Four columns at a time, whose sums are folded together: folding each one by itself, as a reduction
+// over `omp simd` does, takes longer than the products of a short head.
 NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stride, int64_t columns, float* score,
                                  int64_t dim) {
-  int64_t c = 0;
-  for (; c + 4 <= columns; c += 4) {
-    const float *k0 = keys + c * stride, *k1 = k0 + stride, *k2 = k1 + stride, *k3 = k2 + stride;
-    float dot0 = 0, dot1 = 0, dot2 = 0, dot3 = 0;
-#pragma omp simd reduction(+ : dot0, dot1, dot2, dot3)
-    for (int64_t j = 0; j < dim; j++) {
-      dot0 += q[j] * k0[j];
-      dot1 += q[j] * k1[j];
-      dot2 += q[j] * k2[j];
-      dot3 += q[j] * k3[j];
+  const int64_t whole = dim / 8 * 8;
+  for (int64_t c = 0; c < columns; c += 4) {
+    const int64_t here = std::min<int64_t>(4, columns - c);
+    Four part[4] = {};
+    for (int64_t i = 0; i < 4; i++) {
+      const float* k = keys + (c + std::min(i, here - 1)) * stride;  // the last column again where there is none
+      Eight sum = {};
+      for (int64_t j = 0; j < whole; j += 8) {
+        sum += *reinterpret_cast<const Eight*>(q + j) * *reinterpret_cast<const Eight*>(k + j);
+      }
+      part[i] = __builtin_shufflevector(sum, sum, 0, 1, 2, 3) + __builtin_shufflevector(sum, sum, 4, 5, 6, 7);
+      for (int64_t j = whole; j < dim; j++) {
+        part[i][0] += q[j] * k[j];
+      }
     }
-    score[c] = dot0, score[c + 1] = dot1, score[c + 2] = dot2, score[c + 3] = dot3;
-  }
-  for (; c < columns; c++) {
-    float dot = 0;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t j = 0; j < dim; j++) {
-      dot += q[j] * keys[c * stride + j];
+    const Four low = __builtin_shufflevector(part[0], part[1], 0, 1, 4, 5) +
+                     __builtin_shufflevector(part[0], part[1], 2, 3, 6, 7);
+    const Four high = __builtin_shufflevector(part[2], part[3], 0, 1, 4, 5) +
+                      __builtin_shufflevector(part[2], part[3], 2, 3, 6, 7);
+    const Four dot = __builtin_shufflevector(low, high, 0, 2, 4, 6) + __builtin_shufflevector(low, high, 1, 3, 5, 7);
+    for (int64_t i = 0; i < here; i++) {
+      score[c + i] = dot[i];
     }
-    score[c] = dot;
   }
 }
 
