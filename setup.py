@@ -45,7 +45,17 @@ extension = Extension(
     sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
     depends=["csrc/simd.h"],
     define_macros=[("Py_LIMITED_API", "0x030b0000"), ("TORCH_TARGET_VERSION", TORCH_2_10)],
-    extra_compile_args=["-std=c++20", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"],
+    extra_compile_args=[
+        "-std=c++20",
+        "-O3",
+        "-fopenmp-simd",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ],
     py_limited_api=True,
 )
 

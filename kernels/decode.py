@@ -48,8 +48,8 @@ def decode_attention(
         out = softmax(scale q k_c^T over the columns c in [max(first, column + 1 - window), column]) v_c
 
     qkv (R, H + 2 Hk, d): H = ``heads`` of queries, then Hk of keys, then Hk of values, H a multiple of Hk. ``rope``:
-    cos and sin, each (R, r/2) with r <= d, of the row's position (`rotate`); None: no rotation. cache (R, 2 Hk, columns,
-    d), keys before values, is **written in place**. ``first`` (R,) int64: first column that a row sees (default: 0); it
+    cos and sin, each (R, r/2) with r <= d, of the row's position (`reference.rotate`); None: no rotation. ``cache``
+    (R, 2 Hk, columns, d), keys before values, is **written in place**. ``first`` (R,) int64: first column that a row sees (default: 0); it
     always sees its own. ``window``: how many columns at most, its own included. Returns (R, H, d). Not differentiable.
 
     Raises ValueError for an ``impl`` that cannot run, and RuntimeError, before anything is written, for shapes that do

@@ -140,7 +140,7 @@ def decode_attention(
     first: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Write k and v of ``qkv (R, H + 2 Hk, d)`` to ``cache[:, :, column]`` and attend, see `decode.decode_attention`."""
+    """Write k, v of ``qkv (R, H + 2 Hk, d)`` to ``cache[:, :, column]`` and attend: see `decode.decode_attention`."""
     q, k, v = split_and_rotate(qkv, rope, heads)
     cache[:, :, column] = torch.cat((k, v), dim=1)
     begin, end = 0 if window is None else max(0, column + 1 - window), column + 1

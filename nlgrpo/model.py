@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope(self, positions: Tensor) -> Rope:
-        """cos and sin (T, r/2) for ``positions (T,)``, made in float32 as transformers does; None: learned positions."""
+        """cos and sin (T, r/2) for ``positions (T,)``, made in float32 as transformers does; None: learned."""
         if self.positions is not None:
             return None
         assert self.inv_freq is not None
