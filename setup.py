@@ -1,9 +1,69 @@
-"""Packaging that pyproject.toml cannot say: ``kernels/`` at the top of the tree is the package ``nlgrpo.kernels``."""
+"""Packaging that pyproject.toml cannot say: ``kernels/`` is the package ``nlgrpo.kernels``, with a compiled part.
 
-from setuptools import setup
+The CPU ops in ``csrc/`` are an option: where torch or a compiler is missing the package is installed without them, a
+line says so, and plain PyTorch computes the same. ``NLGRPO_BUILD_EXT=1`` makes that an error, ``=0`` does not try.
+They use PyTorch's stable ABI and Python's, so that one file serves Python 3.11 and later with torch 2.10 and later.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+WANTED = os.environ.get("NLGRPO_BUILD_EXT", "")
+TORCH_2_10 = "0x020a000000000000"
+
+
+class BuildOrSayWhyNot(build_ext):
+    """Compile against the installed torch; a failure costs speed only, unless the extension was asked for."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            add_torch(ext)
+            super().build_extension(ext)
+        except Exception as error:  # the compiler's errors and torch's have no common base class
+            if WANTED == "1":
+                raise
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            print(f"nlgrpo: installing without the compiled CPU ops ({reason[0]})", file=sys.stderr)
+            ext.optional = True  # for setuptools' later steps: a file that is not there is not copied
+
+
+def add_torch(ext: Extension) -> None:
+    """Torch's headers, whose warnings are not ours, and its libraries."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    ext.extra_compile_args += [flag for path in include_paths() for flag in ("-isystem", path)]
+    ext.library_dirs += library_paths()
+    ext.libraries += ["c10", "torch", "torch_cpu"]
+
+
+extension = Extension(
+    "nlgrpo.kernels._ext",
+    sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
+    depends=["csrc/simd.h"],
+    define_macros=[("Py_LIMITED_API", "0x030b0000"), ("TORCH_TARGET_VERSION", TORCH_2_10)],
+    extra_compile_args=[
+        "-std=c++20",
+        "-O3",
+        "-fopenmp-simd",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ],
+    py_limited_api=True,
+)
 
 setup(
     packages=["nlgrpo", "nlgrpo.kernels"],
     package_dir={"nlgrpo.kernels": "kernels"},
     package_data={"nlgrpo": ["assets/**/*"]},
+    ext_modules=[] if WANTED == "0" else [extension],
+    cmdclass={"build_ext": BuildOrSayWhyNot},
+    options={} if WANTED == "0" else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

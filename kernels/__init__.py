@@ -4,8 +4,10 @@
     token_logprob    the same from logits
     policy_loss      clipped policy-gradient loss with a KL penalty, per token
     linearize        rewards of a group -> first variation of a rank-based objective
+    decode_attention, rms_norm, swiglu   the ops between the matrix products of a decoding step
 
-``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "triton" or "torch".
+``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "torch", and
+"triton" for the ops of a training step or "cpp" for those of a decoding step.
 
 The folder is imported as ``nlgrpo.kernels``. A Python that was started in the root of this repository also finds it as
 ``kernels``, which is the name of a package of Hugging Face's that transformers looks for and imports; then it defines
@@ -39,8 +41,19 @@ def _leave_the_name() -> None:
 if __name__ == "kernels":
     _leave_the_name()
 else:
+    from .decode import decode_attention, rms_norm, swiglu
     from .linearize import linearize
     from .logprob import linear_logprob, token_logprob
     from .policy_loss import policy_loss
+    from .reference import split_and_rotate
 
-    __all__ = ["linear_logprob", "linearize", "policy_loss", "token_logprob"]
+    __all__ = [
+        "decode_attention",
+        "linear_logprob",
+        "linearize",
+        "policy_loss",
+        "rms_norm",
+        "split_and_rotate",
+        "swiglu",
+        "token_logprob",
+    ]

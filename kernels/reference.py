@@ -7,6 +7,7 @@ widened before anything non-linear; results are float32, or float64 for float64 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # exp(20) = 5e8. A ratio that far from 1 says that something is broken upstream; cut there, the loss and the norm of its
@@ -23,7 +24,7 @@ def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of ``targets`` (T,) and entropy (T,) of softmax((hidden @ weight.T + bias) / temperature)."""
-    return token_logprob(torch.nn.functional.linear(hidden, weight, bias), targets, temperature=temperature)
+    return token_logprob(F.linear(hidden, weight, bias), targets, temperature=temperature)
 
 
 def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -96,3 +97,58 @@ def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
     falls = torch.where(weights[..., :-1] == 0, 0.0, weights[..., :-1] * falls)
     below_best = falls.flip(-1).cumsum(-1).flip(-1)
     return torch.zeros_like(rewards).scatter(-1, order, torch.nn.functional.pad(below_best, (0, 1)))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; in the dtype of ``x``."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up (T, F) for ``x (T, 2F)``: gate, then up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of ``x (T, H, d)`` in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin).
+
+    ``rope``: cos and sin, each (T, r/2); a and b are the halves of the first r dimensions, the others stay.
+    """
+    cos, sin = (turn[:, None] for turn in rope)
+    half = cos.shape[-1]
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def split_and_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q (T, H, d), k and v (T, Hk, d) of ``qkv (T, H + 2 Hk, d)``, H = ``heads``, with q and k rotated."""
+    kv_heads = (qkv.shape[1] - heads) // 2
+    qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+    q, k = (qk if rope is None else rotate(qk, rope)).split((heads, kv_heads), dim=1)
+    return q, k, v
+
+
+def decode_attention(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    cache: Tensor,
+    column: int,
+    *,
+    heads: int,
+    scale: float,
+    first: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Write k, v of ``qkv (R, H + 2 Hk, d)`` to ``cache[:, :, column]`` and attend: see `decode.decode_attention`."""
+    q, k, v = split_and_rotate(qkv, rope, heads)
+    cache[:, :, column] = torch.cat((k, v), dim=1)
+    begin, end = 0 if window is None else max(0, column + 1 - window), column + 1
+    keys, values = cache[:, :, begin:end].chunk(2, dim=1)
+    mask = None
+    if first is not None:
+        seen = torch.arange(begin, end, device=first.device) >= first.clamp(max=column)[:, None]
+        mask = seen[:, None, None]  # (R, 1, 1, columns)
+    # The query heads that share a key head go as so many queries of one head: exact as repeated keys, and faster.
+    grouped = q.unflatten(1, (keys.shape[1], -1))
+    return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)

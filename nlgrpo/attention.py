@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nlgrpo.kernels import split_and_rotate
+
+Rope = tuple[Tensor, Tensor] | None  # cos and sin, each (T, r/2); None: no rotation
+
 
 class PackedAttention:
     """Causal attention in which each of several sequences, laid end to end, sees only itself.
@@ -18,8 +22,8 @@ class PackedAttention:
     softmax(q k^T scale, over the keys of the same sequence at or before the query and, with a window W, less than W
     behind it) v
 
-    Built once a micro-batch from the sequence ``lengths``, then called by every layer with ``q (T, H, d)`` and
-    ``kv (T, 2 Hk, d)`` (keys, then values; ``H`` a multiple of ``Hk``); returns ``(T, H, d)``.
+    Built once a micro-batch from the sequence ``lengths``, then called by every layer with ``qkv (T, H + 2 Hk, d)``,
+    not rotated yet (``heads`` = H of queries, then keys, then values; H a multiple of Hk); returns ``(T, H, d)``.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
@@ -30,8 +34,11 @@ class PackedAttention:
             ends = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             self.cu_seqlens = ends.to(device, non_blocking=True)
 
-    def __call__(self, q: Tensor, kv: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
-        k, v = kv.chunk(2, dim=1)
+    def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
+        return self.attend(*split_and_rotate(qkv, rope, heads), scale, window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """The same for heads that have been split and rotated: q (T, H, d), k and v (T, Hk, d)."""
         if self.kind == "sdpa":
             return self._sdpa(q, k, v, scale, window)
         left = -1 if window is None else window - 1

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nlgrpo.attention import PackedAttention
-from nlgrpo.model import Attend, Decoder, Rope, packed_positions
+from nlgrpo.attention import PackedAttention, Rope
+from nlgrpo.kernels import decode_attention, split_and_rotate
+from nlgrpo.model import Attend, Decoder, packed_positions
 from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
 
 
@@ -115,16 +116,17 @@ class _Prefill:
         self.attend = PackedAttention(lengths, device, dtype)
         self.kv: list[Tensor] = []  # per layer (T, 2 Hk, d)
 
-    def __call__(self, q: Tensor, kv: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
-        self.kv.append(kv)
-        return self.attend(q, kv, layer=layer, scale=scale, window=window)
+    def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
+        q, k, v = split_and_rotate(qkv, rope, heads)
+        self.kv.append(torch.cat((k, v), dim=1))
+        return self.attend.attend(q, k, v, scale, window)
 
 
 class _Cache:
     """Keys and values of R rows, whose prompts end at the same column and whose completions grow together.
 
-    ``kv (layers, R, 2 Hk, columns, d)``; the columns before a shorter prompt are masked. As all rows stand at the same
-    column, a step writes one slice and a window is a slice too.
+    ``kv (layers, R, 2 Hk, columns, d)``; ``first (R,)`` is where a row's prompt begins, None where all begin at 0. As
+    all rows stand at the same column, a step writes one slice and a window is a slice too.
     """
 
     def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
@@ -137,30 +139,24 @@ class _Cache:
             prompt = torch.stack([x[start : start + n] for x in kv]).transpose(1, 2)  # (layers, 2 Hk, n, d)
             self.kv[:, i * samples : (i + 1) * samples, :, self.column - n : self.column] = prompt[:, None]
             start += n
-        self.mask = None
+        self.first = None
         if min(lengths) < self.column:
-            first = self.column - torch.tensor(lengths, device=self.kv.device).repeat_interleave(samples)
-            columns = torch.arange(self.kv.shape[3], device=self.kv.device)
-            self.mask = (columns >= first[:, None])[:, None, None]  # (R, 1, 1, columns)
+            self.first = self.column - torch.tensor(lengths, device=self.kv.device).repeat_interleave(samples)
 
-    def __call__(self, q: Tensor, kv: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
-        cache, end = self.kv[layer], self.column + 1
-        cache[:, :, self.column] = kv
-        seen = slice(0 if window is None else max(0, end - window), end)
-        keys, values = cache[:, :, seen].chunk(2, dim=1)
-        mask = None if self.mask is None else self.mask[..., seen]
-        # The query heads that share a key head go as so many queries of one head: exact as repeated keys, and faster.
-        grouped = q.unflatten(1, (keys.shape[1], -1))
-        return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
+    def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
+        cache = self.kv[layer]
+        return decode_attention(
+            qkv, rope, cache, self.column, heads=heads, scale=scale, first=self.first, window=window
+        )
 
     def move(self, source: Tensor, target: Tensor, rows: int) -> None:
         """Copy rows ``source`` over rows ``target`` and keep the first ``rows``."""
         used = self.kv[:, :, :, : self.column]
         used[:, target] = used[:, source]
         self.kv = self.kv[:, :rows]
-        if self.mask is not None:
-            self.mask[target] = self.mask[source]
-            self.mask = self.mask[:rows]
+        if self.first is not None:
+            self.first[target] = self.first[source]
+            self.first = self.first[:rows]
 
 
 class _Rows:

@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nlgrpo import hf_weights
-from nlgrpo.attention import PackedAttention
+from nlgrpo.attention import PackedAttention, Rope
 from nlgrpo.families import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
-from nlgrpo.kernels import linear_logprob
+from nlgrpo.kernels import linear_logprob, rms_norm, swiglu
 
-Attend = Callable[..., Tensor]  # (q (T, H, d), kv (T, 2 Hk, d), *, layer, scale, window) -> (T, H, d)
-Rope = tuple[Tensor, Tensor] | None
+Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
 
 
 class RMSNorm(nn.Module):
@@ -37,22 +36,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def make_norm(shape: Shape) -> nn.Module:
     return RMSNorm(shape.width, shape.eps) if shape.norm == "rms" else nn.LayerNorm(shape.width, shape.eps)
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor], rotary_dim: int) -> Tensor:
-    """Rotary embedding of ``x (T, H, d)`` in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin).
-
-    ``rope`` holds ``cos (T, 1, 1, r/2)`` and ``(-sin, sin) (T, 1, 2, r/2)``, so that one flip swaps the halves.
-    """
-    cos, sin = rope
-    halves = x[..., :rotary_dim].unflatten(-1, (2, rotary_dim // 2))
-    turned = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2)
-    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
 
 
 class Block(nn.Module):
@@ -81,15 +69,12 @@ class Block(nn.Module):
     def attention(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         shape = self.shape
         qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
-        qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
         if shape.qk_norm:
+            qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
             weight = torch.cat((self.q_norm.expand(shape.heads, -1), self.k_norm.expand(shape.kv_heads, -1)))
-            qk = F.rms_norm(qk, (shape.head_dim,), eps=shape.eps) * weight
-        if rope is not None:
-            qk = rotate(qk, rope, shape.rotary_dim)
-        q, k = qk.split((shape.heads, shape.kv_heads), dim=1)
+            qkv = torch.cat((F.rms_norm(qk, (shape.head_dim,), eps=shape.eps) * weight, v), dim=1)
         scale, window = shape.scales[self.layer], shape.windows[self.layer]
-        seen = attend(q, torch.cat((k, v), dim=1), layer=self.layer, scale=scale, window=window)
+        seen = attend(qkv, rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
         return self.out(seen.flatten(1))
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -97,6 +82,8 @@ class Block(nn.Module):
         act = ACTIVATIONS[self.shape.activation]
         if not self.shape.gated:
             return self.down(act(hidden))
+        if self.shape.activation == "silu":
+            return self.down(swiglu(hidden))
         gate, up = hidden.chunk(2, dim=-1)
         return self.down(act(gate) * up)
 
@@ -133,14 +120,14 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope(self, positions: Tensor) -> Rope:
-        """cos and signed sin for ``positions (T,)``, made in float32 as transformers does; None: learned positions."""
+        """cos and sin (T, r/2) for ``positions (T,)``, made in float32 as transformers does; None: learned."""
         if self.positions is not None:
             return None
         assert self.inv_freq is not None
-        angle = (positions[:, None].float() * self.inv_freq.float())[:, None, None]
+        angle = positions[:, None].float() * self.inv_freq.float()
         cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
         dtype = self.embed.weight.dtype
-        return cos.to(dtype), torch.cat((-sin, sin), dim=-2).to(dtype)
+        return cos.to(dtype), sin.to(dtype)
 
     def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings (T, D)."""

@@ -36,10 +36,10 @@ def run(*command, folder):
 def tree(tmp_path_factory):
     """A copy of what a build reads, since a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
-    for name in ("nlgrpo", "kernels", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("nlgrpo", "kernels", "csrc", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     return folder
 
 
@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_package_and_its_assets(wheel):
         held = {name for name in files if ".dist-info/" not in name}
         entry = archive.read(next(name for name in files if name.endswith("entry_points.txt"))).decode()
         assert "nlgrpo = nlgrpo.cli:main" in entry
-    assert held == MODULES | {f"nlgrpo/kernels/{name}" for name in KERNELS} | ASSETS
+    assert held - {"nlgrpo/kernels/_ext.abi3.so"} == MODULES | {f"nlgrpo/kernels/{name}" for name in KERNELS} | ASSETS
     needed = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
     assert {f"nlgrpo/assets/story-lm/{name}" for name in needed} < ASSETS
     assert {"nlgrpo/assets/prompts.jsonl", "nlgrpo/assets/eval_prompts.jsonl"} < ASSETS
