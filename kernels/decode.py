@@ -49,7 +49,8 @@ def decode_attention(
 
     qkv (R, H + 2 Hk, d): H = ``heads`` of queries, then Hk of keys, then Hk of values, H a multiple of Hk. ``rope``:
     cos and sin, each (R, r/2) with r <= d, of the row's position (`reference.rotate`); None: no rotation. ``cache``
-    (R, 2 Hk, columns, d), keys before values, is **written in place**. ``first`` (R,) int64: first column that a row sees (default: 0); it
+    (R, 2 Hk, columns, d), keys before values, is **written in place**. ``first`` (R,) int64: first column that a
+    row sees (default: 0); it
     always sees its own. ``window``: how many columns at most, its own included. Returns (R, H, d). Not differentiable.
 
     Raises ValueError for an ``impl`` that cannot run, and RuntimeError, before anything is written, for shapes that do

@@ -35,7 +35,8 @@ class PackedAttention:
             self.cu_seqlens = ends.to(device, non_blocking=True)
 
     def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
-        return self.attend(*split_and_rotate(qkv, rope, heads), scale, window)
+        q, k, v = split_and_rotate(qkv, rope, heads)
+        return self.attend(q, k, v, scale, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """The same for heads that have been split and rotated: q (T, H, d), k and v (T, Hk, d)."""
