@@ -88,7 +88,7 @@ def save(
         partial.mkdir()
     _gather(None)
     with _single_process_is_fine():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=not dist.is_initialized())
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=_ranks() == 1)
     _write(partial / f"rng-{rank:05d}.json", _to_json(_rng_state()))
     if rank == 0:
         _write(partial / "state.json", text)
@@ -172,9 +172,13 @@ def _ranks() -> int:
 
 
 def _gather(value: Value) -> list[Value]:
-    """Every rank's value, on every rank; with it, all have come this far."""
+    """Every rank's value, on every rank; with it, all have come this far.
+
+    One rank alone calls no collective, here and in DCP: gloo runs them in threads of its own, and their OpenMP workers
+    would halve the speed of everything that follows on as many cores as there are threads.
+    """
     values: list[Any] = [value] * _ranks()
-    if dist.is_initialized():
+    if len(values) > 1:
         dist.all_gather_object(values, value)
     return values
 
@@ -317,7 +321,7 @@ def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gro
     _check_fit(path, _optimizer_tensors(states["state"]), moments)
     with _single_process_is_fine():
         everything = tensors | _optimizer_tensors(states["state"])
-        dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+        dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=_ranks() == 1)
     set_model_state_dict(model, {name.removeprefix("model/"): value for name, value in tensors.items()})
     if moments:
         set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(strict=False))

@@ -55,8 +55,10 @@ def perplexity(model: GPT2LMHeadModel, documents: list[list[int]]) -> float:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHeadModel:
-    """A GPT-2 with tied embeddings. Its positions are learned, so that it can tell a length of 25 tokens from one of 30,
-    which a rotary model of this size cannot well: lengths are what the default recipe trains.
+    """A GPT-2 with tied embeddings.
+
+    Its positions are learned, so that it can tell a length of 25 tokens from one of 30, which a rotary model of this
+    size cannot well: lengths are what the default recipe trains.
     """
     config = GPT2Config(
         vocab_size=len(tokenizer),

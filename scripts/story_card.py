@@ -30,8 +30,8 @@ CDLA-Sharing-1.0):
     python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets \\
         --steps {steps} --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --threads {threads}
 
-A document is a run of whole sentences cut at the end nearest to a uniformly drawn length, so that completions have
-about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
+A document is a part of a story, cut between two words after a uniformly drawn number of tokens, so that completions
+have about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
 LLMs via Non-Linear GRPO" (Takakura et al., appendix J.2) has.
 
 ## Measured
@@ -46,7 +46,7 @@ Samples at temperature 1, not selected (prompt in bold):
 ## Limits
 
 A toy for testing training methods. It knows a few hundred words, loses the thread after a sentence or two, and stops
-at the end of any sentence because it was taught to. Names and events are made up. Do not use it for anything else.
+anywhere in a sentence because it was taught to. Names and events are made up. Do not use it for anything else.
 
 The weights are under the licence of nlgrpo (MIT). No part of the data is in this folder.
 """

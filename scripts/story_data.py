@@ -1,8 +1,10 @@
 """What the default model is trained on: stories, their tokenizer, and documents of about uniform length.
 
 The length-reward experiment (IAMA, section 6.1) starts from a reference whose completion lengths are about uniform
-(J.2).  A document is therefore a run of whole sentences whose number of tokens comes nearest to a uniform draw, then
-the end token: a model of such documents stops at a sentence end with the hazard 1 / (limit - length).
+(J.2).  A document is therefore a part of a story, cut between two words after a uniformly drawn number of tokens, and
+the end token: a model of such documents stops with the hazard 1 / (limit - length) wherever it is.  Documents of whole
+sentences were tried first: such a model can change its lengths only through where its sentences end, and loses its
+English over that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCABULARY = 1024
 CONTEXT, COMPLETION = 160, 128  # tokens: the most the model sees, and the most that follow a prompt
 PROMPT = 10  # tokens of a typical prompt; a document is one such prompt and a completion
-TARGET = (5, 123)  # tokens of a completion, drawn uniformly; sentence ends scatter about the draw
+TARGET = (5, 123)  # tokens of a completion, drawn uniformly
 QUOTES = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
 LONGEST = 300  # characters of a sentence; a longer one is mostly a quotation that was not closed
 SENTENCE_END = re.compile(r'[.!?]["\']*(?= |$)')
@@ -82,11 +84,12 @@ def train_tokenizer(stories: list[list[str]]) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Documents:
-    """Training documents drawn from stories: runs of sentences, of about uniform length, as token ids."""
+    """Training documents drawn from stories: parts of about uniform length, as token ids."""
 
     first: list[list[list[int]]]  # token ids of sentence i of story s, as the first of a text
     later: list[list[list[int]]]  # the same after another sentence (its first token carries the space)
     starts: list[list[int]]  # sentences of story s after which enough text is left for the longest document
+    word_starts: frozenset[int]  # tokens that begin with a space
     bos: int
     eos: int
 
@@ -108,19 +111,18 @@ class Documents:
                 "a text with more and longer stories is needed."
             )
         tables = ([table[s] for s in long] for table in (first, later, starts))
-        return cls(*tables, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        words = frozenset(i for token, i in tokenizer.get_vocab().items() if token.startswith("\u0120"))
+        return cls(*tables, words, tokenizer.bos_token_id, tokenizer.eos_token_id)
 
     def tokens(self) -> int:
         return sum(len(sentence) for story in self.later for sentence in story)
 
     def draw(self, rng: random.Random) -> list[int]:
-        """One document; half of them begin where their story begins."""
+        """One document; half of them begin where their story begins, and all end between two words."""
         s = rng.randrange(len(self.starts))
         i = self.starts[s][0] if rng.random() < 0.5 else rng.choice(self.starts[s])
-        target = PROMPT + rng.uniform(*TARGET)
-        ids = list(self.first[s][i])
-        for sentence in self.later[s][i + 1 :]:
-            if len(ids) + len(sentence) / 2 > target or len(ids) + len(sentence) > CONTEXT - 2:
-                break  # the end before this sentence is the nearer one
-            ids += sentence
-        return [self.bos, *ids, self.eos]
+        ids = [token for sentence in (self.first[s][i], *self.later[s][i + 1 :]) for token in sentence]
+        end = PROMPT + round(rng.uniform(*TARGET))
+        while end < len(ids) and ids[end] not in self.word_starts:
+            end += 1
+        return [self.bos, *ids[: min(end, CONTEXT - 2)], self.eos]
