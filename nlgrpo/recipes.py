@@ -42,8 +42,8 @@ def _length(recipe: str, objective: str) -> Config:
             "long": RewardConfig(f"length(target=75, scale={limit})", objective, 0.5),
         },
         loss=LossConfig(beta=1e-4),
-        optim=OptimConfig(lr=1e-3),
-        train=TrainConfig(steps=400, checkpoint_every=100, samples_every=100),
+        optim=OptimConfig(lr=3e-4),
+        train=TrainConfig(steps=600, checkpoint_every=200, samples_every=200),
     )
 
 
