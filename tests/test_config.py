@@ -94,7 +94,7 @@ def toml(tmp_path):
         ("train.steps", -1, ">= 0"),
         ("train.seed", -1, "in [0, 2^63)"),
         ("train.seed", 2**63, "in [0, 2^63)"),
-        ("train.micro_batch_tokens", 0, ">= 1"),
+        ("train.micro_batch_tokens", 0, ">= 1 or none"),
         ("train.checkpoint_every", -1, ">= 0 (0: only at the end)"),
         ("train.keep_checkpoints", 0, ">= 1"),
         ("train.samples_every", -1, ">= 0 (0: never)"),
@@ -451,8 +451,9 @@ def test_a_reward_of_weight_0_is_logged_and_not_optimised(tmp_path, monkeypatch)
     (tmp_path / "mine.py").write_text(
         "def total(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n"
         "def never(completion_ids, **_):\n    return [None for ids in completion_ids]\n"
+        "def highest(completion_ids, **_):\n    return [max(ids) / 1000 for ids in completion_ids]\n"
     )
-    arguments = ["blank", "--rewards.x.function", "length(target=3, scale=8)"]
+    arguments = ["blank", "--rewards.x.function", "mine.py:highest"]
     metrics, weights = run(tmp_path / "alone", *arguments)
     assert not same(weights, load_file(hf_weights.locate("story-lm") / "model.safetensors"))  # it did train
     arguments += ["--rewards.w.function", "mine.py:total", "--rewards.w.weight", "0"]
