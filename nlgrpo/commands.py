@@ -1,0 +1,124 @@
+"""The commands of the console besides ``nlgrpo train``: generate, recipes, report, compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from tyro.conf import Positional
+
+from nlgrpo import engine, hf_weights, report
+from nlgrpo import model as models
+from nlgrpo.recipes import RECIPES
+from nlgrpo.run import load_tokenizer, stop_ids_of
+from nlgrpo.sampling import Sampling
+
+
+@dataclass
+class Generate:
+    """Draw completions from a model."""
+
+    prompts: Positional[tuple[str, ...]]
+    """Texts to continue."""
+    model: str = "story-lm"
+    """A Hugging Face directory or hub name, the `model` folder of a run, or the embedded "story-lm"."""
+    samples: int = 1
+    """Completions of each prompt."""
+    max_new_tokens: int = 128
+    """Longest completion."""
+    temperature: float = 1.0
+    """Divides the logits; 0: the most likely tokens."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep the tokens that have this share of the likeliest one's probability."""
+    seed: int = 0
+    """The same seed draws the same completions."""
+    json: bool = False
+    """One JSON object a completion: prompt, text, token ids, log-probs, finish reason."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError('there is no prompt; give one or more texts, as in: nlgrpo generate "Once upon a time"')
+        if not 1 <= self.samples < 2**31:
+            raise ValueError(f"samples = {self.samples}: expected a number in [1, 2^31)")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4"""
+    options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
+    source = hf_weights.locate(options.model)
+    tokenizer = load_tokenizer(source)
+    model = models.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=tuple(stop_ids_of(tokenizer, source)),
+    )
+    ids = [tokenizer(text, verbose=False).input_ids for text in options.prompts]  # too long: the engine says so
+    rollout = engine.generate(model, ids, options.samples, sampling, seed=options.seed)
+    completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    logprobs = rollout.logprobs.flatten(0, 1).tolist()
+    for i, (completion, text) in enumerate(zip(completions, texts, strict=True)):
+        prompt = options.prompts[i // options.samples]
+        if options.json:
+            values = {"logprobs": logprobs[i][: len(completion)], "finish_reason": reasons[i]}
+            print(json.dumps({"prompt": prompt, "text": text, "ids": completion} | values))
+        else:
+            print(f"{prompt}{text}\n    [{len(completion)} tokens, {reasons[i]}]")
+    return 0
+
+
+def list_recipes(arguments: Sequence[str]) -> int:
+    """List the recipes that `nlgrpo train NAME` runs."""
+    tyro.cli(_nothing, args=list(arguments), prog="nlgrpo recipes")
+    for name, make in RECIPES.items():
+        print(f"{name:<12} {(make.__doc__ or '').strip().splitlines()[0]}")
+    return 0
+
+
+def _nothing() -> None:
+    """List the recipes that `nlgrpo train NAME` runs."""
+
+
+@dataclass
+class Report:
+    """Write report.html and its pictures for a run."""
+
+    run: Positional[Path]
+    """Folder of the run."""
+
+
+def write_report(arguments: Sequence[str]) -> int:
+    """Write a run's report.html and pictures again: nlgrpo report runs/length-bon"""
+    print(report.write_report(tyro.cli(Report, args=list(arguments), prog="nlgrpo report").run))
+    return 0
+
+
+@dataclass
+class Compare:
+    """Lay the length histograms and best-of-N curves of several runs over each other."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of the runs."""
+    out: Path = Path("compare.png")
+    """The picture."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean"""
+    options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
+    print(report.compare(options.runs, options.out))
+    return 0
