@@ -9,7 +9,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -280,7 +280,7 @@ def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:
         faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
     if rewards and all(reward.weight == 0 for reward in rewards.values()):
         faults.append("every reward has weight = 0, so there is nothing to train for")
-    if len({_dashed(name) for name in rewards}) < len(rewards):
+    if len({dashed(name) for name in rewards}) < len(rewards):
         faults.append(
             f"rewards {', '.join(rewards)}: two names differ in - and _ only, which are one on the command line"
         )
@@ -387,38 +387,8 @@ def _hint(key: str, known: Mapping[str, Any], prefix: str) -> str:
     return f"; known are: {', '.join(prefix + k for k in known)}"
 
 
-ABOUT = """Train a model. Before the options stand the name of a recipe (`nlgrpo recipes` lists them), a .toml file with
-the keys below, or both; what is written here comes on top. --dry-run prints the plan and trains nothing.
-
---rewards.NAME.function adds the reward NAME to those of the recipe. To train for others instead, begin at the recipe
-`blank`, or give a file with a [rewards] table, which replaces them; a weight of 0 keeps one in the log only."""
-
-
-def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:
-    """``config`` with ``--section.key value`` arguments laid over it (tyro).
-
-    ``--rewards.NAME.key`` adds the reward NAME where there is none. An unknown key ends the program with the nearest
-    known ones, as does ``--help`` with all of them.
-    """
-    rewards = dict(config.rewards)
-    for argument in arguments:
-        named = re.match(r"--rewards\.([^.=]+)\.", argument)
-        if named and _dashed(named[1]) not in map(_dashed, rewards):
-            rewards[named[1]] = RewardConfig()
-    if not rewards and {"-h", "--help"} & set(arguments):
-        rewards["NAME"] = RewardConfig()
-    default = dataclasses.replace(config, rewards=rewards)
-    return tyro.cli(
-        Config,
-        default=default,
-        args=list(arguments),
-        prog=program,
-        description=ABOUT,
-        config=(tyro.conf.SuppressFixed,),
-    )
-
-
-def _dashed(name: str) -> str:
+def dashed(name: str) -> str:
+    """A name as the command line has it."""
     return name.replace("_", "-")
 
 

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nlgrpo.arguments import override
 from nlgrpo.config import (
     Config,
     DataConfig,
@@ -15,7 +16,6 @@ from nlgrpo.config import (
     RewardConfig,
     RolloutConfig,
     TrainConfig,
-    override,
     read_toml,
 )
 

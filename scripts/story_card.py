@@ -17,27 +17,31 @@ datasets: [roneneldan/TinyStories]
 
 The default model of nlgrpo: a toy that tells simple English stories of any length up to {limit} tokens, small enough
 to train with reinforcement learning on two CPU cores in minutes. GPT-2 architecture, {parameters:,} parameters in
-float32 ({layers} layers of width {width}, {heads} heads, tied embeddings, learned positions), byte-level
-BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` before a text; the model ends it with
-`</s>`.
+float32 ({layers} layers of width {width}, {heads} heads, tied embeddings, learned positions that began
+as sinusoids), byte-level BPE of {vocabulary} tokens, context {context} tokens. The tokenizer puts `<s>` before a text;
+the model ends it with `</s>`.
 
 ## Training
 
 {steps} steps of AdamW (cosine decay from {lr:g}), {batch} documents a step, dropout {dropout:g}, seed {seed}, on
 {stories:,} stories ({tokens:,} tokens; one story in twenty is held out) of TinyStories (Eldan and Li, 2023;
-CDLA-Sharing-1.0):
+CDLA-Sharing-1.0); then {retold_steps} steps (from half that rate) on {retold:,} texts that the model wrote itself at
+temperature {temperature:g} (sequence-level distillation; Kim and Rush, 2016), for which it spells better when sampled
+at temperature 1:
 
     python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets \\
-        --steps {steps} --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --threads {threads}
+        --steps {steps} --retold {retold} --retold-steps {retold_steps} --temperature {temperature:g} \\
+        --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --threads {threads}
 
-A document is a part of a story, cut between two words after a uniformly drawn number of tokens, so that completions
+A document is a part of a text, cut between two words after a uniformly drawn number of tokens, so that completions
 have about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of
 LLMs via Non-Linear GRPO" (Takakura et al., appendix J.2) has.
 
 ## Measured
 
-Held-out perplexity {perplexity:.2f} per token. Lengths of {samples} completions at temperature 1, in tokens with the
-end token. {length_table}
+Perplexity per token: {on_stories:.2f} on held-out stories after the first part, {on_own:.2f} on held-out texts of its
+own after the second. Lengths of {samples} completions at temperature 1, in tokens with the end token.
+{length_table}
 
 Samples at temperature 1, not selected (prompt in bold):
 

@@ -121,7 +121,10 @@ class Documents:
         """One document; half of them begin where their story begins, and all end between two words."""
         s = rng.randrange(len(self.starts))
         i = self.starts[s][0] if rng.random() < 0.5 else rng.choice(self.starts[s])
-        ids = [token for sentence in (self.first[s][i], *self.later[s][i + 1 :]) for token in sentence]
+        return self.cut([token for sentence in (self.first[s][i], *self.later[s][i + 1 :]) for token in sentence], rng)
+
+    def cut(self, ids: list[int], rng: random.Random) -> list[int]:
+        """``<s>``, ``ids`` up to the first word that begins after a uniformly drawn length, ``</s>``."""
         end = PROMPT + round(rng.uniform(*TARGET))
         while end < len(ids) and ids[end] not in self.word_starts:
             end += 1

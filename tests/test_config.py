@@ -343,6 +343,15 @@ def test_switches():
     cfg = read("--train.restart", "--data.no-shuffle", "--loss.kl_importance")
     assert (cfg.train.restart, cfg.data.shuffle, cfg.loss.kl_importance) == (True, False, True)
     assert recipe("length-bon").data.shuffle
+    cfg = read("--data.shuffle", "False", "--loss.kl_importance=true", "--train.restart", "true", "--optim.lr", "0.5")
+    assert (cfg.data.shuffle, cfg.loss.kl_importance, cfg.train.restart, cfg.optim.lr) == (False, True, True, 0.5)
+    assert not read("--data.shuffle=false").data.shuffle
+
+
+def test_a_switch_is_on_or_off(capsys):
+    with pytest.raises(SystemExit):
+        read("--data.shuffle", "perhaps")
+    assert "perhaps" in capsys.readouterr().err
 
 
 def test_dry_run_stands_anywhere():

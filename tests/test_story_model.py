@@ -133,7 +133,10 @@ def test_documents_are_parts_of_stories_that_end_between_words(tmp_path, script)
 
 def test_script_gives_the_same_bytes_here_and_in_a_fresh_process(tmp_path, script):
     text, outs = tiny_text(tmp_path), [tmp_path / "a", tmp_path / "b"]
-    here, there = ([str(text), "--out", str(out), "--steps=2", "--batch=4", "--samples=12"] for out in outs)
+    here, there = (
+        [str(text), "--out", str(out), "--steps=2", "--retold=20", "--retold-steps=2", "--batch=4", "--samples=12"]
+        for out in outs
+    )
     script(here)
     subprocess.run([sys.executable, str(SCRIPT), *there], check=True, capture_output=True)
     first, second = (
