@@ -35,7 +35,7 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) 
     logp = logits.log_softmax(-1)
     # A logit of -inf has p log p = 0 * -inf: the term is 0, and so is its gradient.
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], entropy
+    return logp.gather(-1, targets[:, None]).sum(-1), entropy  # not [:, 0]: FSDP2 warns of a module that returns a view
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str, log_ratio: Tensor | None = None) -> Tensor:
