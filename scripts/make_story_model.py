@@ -26,7 +26,7 @@ from story_prompts import make_prompts
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 # coordinates that begin as sinusoids of the position; their amplitude; their shortest and longest wave in tokens
-POSITION_WIDTH, AMPLITUDE, WAVELENGTHS = 32, 1.5, (12, 600)
+POSITION_WIDTH, AMPLITUDE, WAVELENGTHS = 32, 2.5, (12, 600)
 
 
 def pad(documents: list[list[int]], value: int) -> torch.Tensor:
@@ -63,10 +63,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHea
     """A GPT-2 with tied embeddings, whose positions begin as sinusoids and are learned from there.
 
     Lengths are what the default recipe trains, and a length is one decision among a hundred tokens: nearly all of its
-    gradient is in the end token's embedding, which sees the final state alone. From random positions, the final state
-    of a trained model tells little of how long the text is (R^2 of 0.05 to 0.2 for a linear probe of a window of 16
-    tokens in the middle of the context), and the recipe cannot dig a valley between its two targets; from sinusoids it
-    tells much (0.7).
+    gradient's signal is in the end token's embedding, which sees the final state alone. From random positions, the
+    final state of a trained model tells little of how long the text is (R^2 of 0.04 to 0.2 for a linear probe of a
+    window of 16 tokens in the middle of the context), and no valley between the recipe's two targets can be learned
+    there; from sinusoids it tells much (0.7).
     """
     config = GPT2Config(
         vocab_size=len(tokenizer),

@@ -97,6 +97,23 @@ def test_completion_lengths_are_spread(story_lm, completions):
     assert sum(row[-1] != eos for row in completions) < 0.1 * len(completions)
 
 
+def test_final_state_tells_how_long_the_text_is(story_lm, completions):
+    """A linear probe for windows of lengths between the default recipe's two targets (its end token has no more)."""
+    model, _ = story_lm
+    states, lengths = [], []
+    with torch.no_grad():
+        for row in completions:
+            states.append(model.transformer(torch.tensor([[1, *row]])).last_hidden_state[0])
+            lengths.append(torch.arange(len(row) + 1.0))
+    fitted = sum(map(len, states[:192]))
+    x = torch.cat(states)
+    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+    windows = torch.exp(-(((torch.cat(lengths)[:, None] - torch.tensor([35.0, 50.0, 65.0])) / 8) ** 2) / 2)
+    probe = torch.linalg.lstsq(x[:fitted], windows[:fitted]).solution
+    left = (windows - x @ probe)[fitted:].var(0) / windows[fitted:].var(0)
+    assert (1 - left).min() > 0.3, left
+
+
 @pytest.fixture
 def script(monkeypatch):
     """The script's ``main``, for a list of arguments, in this process; its thread setting does not last."""
