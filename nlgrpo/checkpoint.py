@@ -20,12 +20,10 @@ torch.distributed.checkpoint keeps as a pickle: load a checkpoint only from some
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import warnings
@@ -34,7 +32,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -49,6 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import nlgrpo
+from nlgrpo.seeding import random_state, set_random_state
 
 log = logging.getLogger("nlgrpo")
 
@@ -89,7 +87,7 @@ def save(
     _gather(None)
     with _single_process_is_fine():
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=_ranks() == 1)
-    _write(partial / f"rng-{rank:05d}.json", _to_json(_rng_state()))
+    _write(partial / f"rng-{rank:05d}.json", _to_json(random_state()))
     if rank == 0:
         _write(partial / "state.json", text)
     digests = _gather({path.name: _digest(path) for path in sorted(partial.iterdir()) if _writer(path.name) == rank})
@@ -115,7 +113,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         return None
     saved = json.loads((path / "state.json").read_text())
     _restore(path, model, optimizer, saved["param_groups"])
-    _restore_rng(path)
+    _restore_random_state(path)
     return saved["state"]
 
 
@@ -367,37 +365,9 @@ def _form(entry: TensorStorageMetadata | BytesStorageMetadata) -> str:
     return f"{entry.properties.dtype} {tuple(entry.size)}"
 
 
-# --- Random generators ------------------------------------------------------------------------------------------------
-
-
-def _rng_state() -> dict[str, Any]:
-    """The global generators of this process; the CUDA one is that of the current device."""
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - reward functions may draw from the global one
-    numpy["state"]["key"] = numpy["state"]["key"].tolist()
-    state = {"python": random.getstate(), "numpy": numpy, "torch": _to_text(torch.get_rng_state())}
-    if torch.cuda.is_initialized():
-        state["cuda"] = _to_text(torch.cuda.get_rng_state())
-    return state
-
-
-def _restore_rng(path: Path) -> None:
+def _restore_random_state(path: Path) -> None:
     file = path / f"rng-{_rank():05d}.json"
-    if not file.exists():
+    if file.exists():
+        set_random_state(json.loads(file.read_text()))
+    else:
         log.warning("%s was written by fewer ranks: rank %d keeps its own random generators.", path.name, _rank())
-        return
-    state = json.loads(file.read_text())
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    state["numpy"]["state"]["key"] = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(_to_bytes(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_to_bytes(state["cuda"]))
-
-
-def _to_text(tensor: torch.Tensor) -> str:
-    return base64.b64encode(tensor.numpy().tobytes()).decode()
-
-
-def _to_bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -7,13 +7,10 @@ variation of its objective at the group's empirical distribution, and take a GRP
 from __future__ import annotations
 
 import os
-import random
 import sys
 import traceback
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,6 +25,7 @@ from nlgrpo.metrics import MetricsLogger
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError, Scores
 from nlgrpo.run import Run, build, open_folder
+from nlgrpo.seeding import random_state, seed_everything, set_random_state
 from nlgrpo.timing import Clock, StopSignal
 
 
@@ -78,14 +76,15 @@ def every(interval: int, step: int) -> bool:
 
 
 def score(run: Run, learner: Learner, batch: Batch, rollout: Rollout) -> Scores:
-    """The rewards of this rank's completions. Where one fails on any rank, all save what they have and stop."""
-    step, fault = run.progress.step, None
+    """The rewards of this rank's completions. Where one fails on any rank, all save the state before it and stop."""
+    step, fault, generators = run.progress.step, None, random_state()
     try:
         first = batch.index[0] - run.progress.cursor
         scores = run.sampler.score(batch, rollout, step=step, total_steps=run.config.train.steps, first_prompt=first)
     except RewardError as error:
         fault = error
     if run.ranks.any(fault is not None):
+        set_random_state(generators)
         run.save(learner)
         raise fault or RewardError(f"a reward failed on another rank at step {step}")
     return scores
@@ -113,13 +112,6 @@ def finish(run: Run, learner: Learner, before: evaluation.Sampled | None, consol
     if run.ranks.first:
         page = report.write_report(run.folder)
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
-
-
-def seed_everything(seed: int) -> None:
-    """The generators that reward functions may use; nothing of ours does."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - they may use the global one
-    torch.manual_seed(seed)
 
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
