@@ -86,6 +86,8 @@ class RewardConfig:
     """How completions are chosen at inference time: "mean", "bon:N", "soft:tau"."""
     weight: float = 1.0
     """Its share w_i in the sum of the objectives; 0: computed and logged only."""
+    scale: float = 1.0
+    """Multiplies what the function returns, before the objective; -1 for users who want it low."""
     timeout: float = 600.0
     """Seconds that one call may take."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -289,6 +291,8 @@ def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:
             faults.append(f"rewards: {name!r} is no name; allowed are letters, digits, - and _")
         if not math.isfinite(reward.weight):
             faults.append(f"rewards.{name}.weight = {reward.weight}: allowed is a finite number")
+        if not 0 < abs(reward.scale) < math.inf:
+            faults.append(f"rewards.{name}.scale = {reward.scale}: allowed is a finite number other than 0")
         if not reward.function:
             faults.append(f"rewards.{name}.function is missing")
         if not reward.timeout > 0:

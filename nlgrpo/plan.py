@@ -47,7 +47,7 @@ def show(run: Run) -> Table:
         "ranks": f"{ranks.world} on {ranks.device.type}, attention by {implementation(ranks.device.type, run.compute)}",
         "data": f"{run.prompts!r}",
         "objective": f"maximise {objective}{kl}",
-        "rewards": "\n".join(f"{name}: {reward.function}" for name, reward in cfg.rewards.items()),
+        "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "a step": f"{cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples = {completions} completions of up to "
         f"{cfg.rollout.max_new_tokens} tokens, {completions // ranks.world} a rank; {updates} optimiser step"
         f"{'s' * (updates > 1)}, loss {cfg.loss.normalization}",

@@ -45,13 +45,15 @@ class Reward:
 
     ``timeout`` bounds one call, in seconds; a sync function then runs in a thread of its own. ``math.inf`` is no limit,
     and runs it in the thread of the trainer, for a function that needs the main thread (``signal.alarm``).
-    ``on_error``: "stop" raises RewardError, "skip" drops the groups concerned.
+    ``on_error``: "stop" raises RewardError, "skip" drops the groups concerned. ``scale`` multiplies the function's
+    values, before any objective sees them; a negative one is for users who want them low.
     """
 
     name: str
     function: Callable[..., Any]
     timeout: float = 600.0
     on_error: Literal["stop", "skip"] = "stop"
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -60,6 +62,12 @@ class Reward:
             raise ValueError(f"reward {self.name!r}: timeout is seconds above 0, or inf, got {self.timeout!r}")
         if self.on_error not in ("stop", "skip"):
             raise ValueError(f"reward {self.name!r}: on_error is 'stop' or 'skip', got {self.on_error!r}")
+        if (
+            isinstance(self.scale, bool)
+            or not isinstance(self.scale, (int, float))
+            or not 0 < abs(self.scale) < math.inf
+        ):
+            raise ValueError(f"reward {self.name!r}: scale is a finite number other than 0, got {self.scale!r}")
         if not callable(self.function):
             raise ValueError(f"reward {self.name!r}: expected a function, got {self.function!r}")
 
@@ -83,6 +91,7 @@ def load(
     *,
     timeout: float = 600.0,
     on_error: Literal["stop", "skip"] = "stop",
+    scale: float = 1.0,
     device: str | torch.device = "cpu",
 ) -> Reward:
     """The reward that ``spec`` names: ``target`` or ``target(key=value, ...)`` with Python literals as values.
@@ -103,7 +112,7 @@ def load(
         function = _bind(target, _resolve(target), arguments)
     except ValueError as error:
         raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
-    return Reward(name, function, timeout, on_error)
+    return Reward(name, function, timeout, on_error, scale)
 
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -323,7 +332,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool
 def _judge(reward: Reward, outcome: Outcome, count: int) -> tuple[Tensor, list[_Fault]]:
     """The values (count,) in float64, NaN for None and where nothing usable came, and the faults."""
     if outcome.error is None:
-        return _values(outcome.result, count)
+        return _values(outcome.result, count, reward.scale)
     if isinstance(outcome.error, TimedOut):
         advice = "Raise its timeout if that can be normal; where it asks a server, see that the server answers."
         fault = _Fault(f"gave no answer within its timeout of {reward.timeout:g} s", advice)
@@ -333,7 +342,7 @@ def _judge(reward: Reward, outcome: Outcome, count: int) -> tuple[Tensor, list[_
     return torch.full((count,), math.nan, dtype=torch.float64), [fault]
 
 
-def _values(output: Any, count: int) -> tuple[Tensor, list[_Fault]]:
+def _values(output: Any, count: int, scale: float) -> tuple[Tensor, list[_Fault]]:
     values = torch.full((count,), math.nan, dtype=torch.float64)
     wrong = None
     if isinstance(output, (Tensor, np.ndarray)) and output.ndim != 1:
@@ -349,12 +358,14 @@ def _values(output: Any, count: int) -> tuple[Tensor, list[_Fault]]:
     faults = []
     for i, item in enumerate(output.tolist() if isinstance(output, (Tensor, np.ndarray)) else output):
         number = _number(item)
-        if number is None or math.isfinite(number):
-            values[i] = math.nan if number is None else number
+        if number is None:
+            continue
+        if math.isfinite(scale * number):
+            values[i] = scale * number
         else:
-            faults.append(
-                _Fault(f"returned {reprlib.repr(item)}", "A value is a finite number, or None to abstain.", i)
-            )
+            scaled = "" if scale == 1 else f", scaled by {scale:g}"
+            what = f"returned {reprlib.repr(item)}{scaled}"
+            faults.append(_Fault(what, "A value is a finite number, or None to abstain.", i))
     return values, faults
 
 

@@ -200,7 +200,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     else:
         prompts, held_out = prompts.split(cfg.evaluation.prompts)
     loaded = [
-        rewards.load(name, r.function, timeout=r.timeout, on_error=r.on_error, device=str(ranks.device))
+        rewards.load(name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(ranks.device))
         for name, r in cfg.rewards.items()
     ]
     sampling = sampling_of(cfg, tokenizer, source)

@@ -136,6 +136,8 @@ def test_an_objective_out_of_range(objective, said):
         ("function", "", "rewards.x.function is missing"),
         ("weight", math.nan, "rewards.x.weight = nan: allowed is a finite number"),
         ("weight", 0.0, "every reward has weight = 0"),
+        ("scale", 0.0, "rewards.x.scale = 0.0: allowed is a finite number other than 0"),
+        ("scale", math.inf, "rewards.x.scale = inf"),
         ("timeout", 0.0, "rewards.x.timeout = 0.0: allowed is > 0 (inf: no limit)"),
         ("timeout", math.nan, "rewards.x.timeout = nan"),
     ],

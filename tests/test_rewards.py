@@ -57,6 +57,24 @@ def test_values_are_prompt_major_and_float64():
     assert result.skipped.tolist() == [False] * P
 
 
+def test_a_scale_multiplies_what_came_and_only_that():
+    reward = Reward("mine", returning([1.0, None, -2, True, 0.0, 3]), scale=-0.25)
+    values = scored(reward).values["mine"].flatten()
+    assert values.nan_to_num(9).tolist() == [-0.25, 9, 0.5, -0.25, 0, -0.75]
+    assert load("x", "gsm8k()", scale=-2).scale == -2
+
+
+@pytest.mark.parametrize("scale", [0, math.nan, math.inf, True, "2"])
+def test_a_scale_that_says_nothing_is_refused(scale):
+    with pytest.raises(ValueError, match=r"reward 'mine': scale is a finite number other than 0, got"):
+        Reward("mine", len, scale=scale)
+
+
+def test_a_scale_that_overflows_is_the_rewards_fault():
+    with pytest.raises(RewardError, match=r"'mine' returned 1e\+300, scaled by 1e\+09 \(step 12, prompt 6, sample 1\)"):
+        scored(Reward("mine", returning([1, 1e300, 1, 1, 1, 1]), scale=1e9))
+
+
 def trl_scores(functions, inputs, prompts, completions, completion_ids):
     """The rewards (P*M, m) of TRL's own trainer, and the keyword arguments that its spies saw."""
     loop = asyncio.new_event_loop()
