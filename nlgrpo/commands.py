@@ -53,7 +53,7 @@ class Generate:
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4"""
+    """Print each prompt with its completions, or an object a line."""
     options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
     source = hf_weights.locate(options.model)
     tokenizer = load_tokenizer(source)
@@ -82,7 +82,7 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def list_recipes(arguments: Sequence[str]) -> int:
-    """List the recipes that `nlgrpo train NAME` runs."""
+    """Print each recipe's name with the first line of its docstring."""
     tyro.cli(_nothing, args=list(arguments), prog="nlgrpo recipes")
     for name, make in RECIPES.items():
         print(f"{name:<12} {(make.__doc__ or '').strip().splitlines()[0]}")
@@ -102,7 +102,7 @@ class Report:
 
 
 def write_report(arguments: Sequence[str]) -> int:
-    """Write a run's report.html and pictures again: nlgrpo report runs/length-bon"""
+    """Write the page and print where it is."""
     print(report.write_report(tyro.cli(Report, args=list(arguments), prog="nlgrpo report").run))
     return 0
 
@@ -118,7 +118,7 @@ class Compare:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean"""
+    """Draw the picture and print where it is."""
     options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
     print(report.compare(options.runs, options.out))
     return 0
