@@ -226,7 +226,8 @@ def _theme(dark: bool) -> Any:
         "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.7,
         "axes.spines.top": False, "axes.spines.right": False,
         "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-        "font.size": 10, "lines.linewidth": 1.8, "legend.framealpha": 0.9, "legend.edgecolor": "none", "legend.fontsize": 9,
+        "legend.fontsize": 9, "legend.framealpha": 0.9, "legend.edgecolor": "none",
+        "font.size": 10, "lines.linewidth": 1.8,
     }  # fmt: skip
 
 
