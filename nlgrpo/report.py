@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nlgrpo import evaluation, metrics
+from nlgrpo import evaluation, figures, metrics
 from nlgrpo.evaluation import (
     Row,
     Sampled,
@@ -41,11 +35,6 @@ from nlgrpo.evaluation import (
 )
 
 CONFIGS = ("config.json", "config.toml")
-DPI = 150
-# Okabe and Ito's palette: told apart by colour-blind readers, and on white as on black
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = "osD^vP"
-GREY = "#8a929c"
 TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
 NS = (1, 2, 4, 8, 16)
 
@@ -70,9 +59,9 @@ def write_report(run: Path) -> Path:
     pictures = []
     if sampled:
         targets = length_targets(config)
-        pictures.append(_picture(run / "lengths.png", "Completion lengths", partial(lengths_figure, sampled, targets)))
+        pictures.append(_picture(run / "lengths.png", "Completion lengths", partial(figures.lengths, sampled, targets)))
     if logged:
-        pictures.append(_picture(run / "curves.png", "Training curves", partial(curves_figure, logged)))
+        pictures.append(_picture(run / "curves.png", "Training curves", partial(figures.curves, logged)))
     parts = [_missing(missing), _results(sampled), *pictures, _samples(sampled), _settings(config)]
     metrics.atomic_write(run / "report.html", _page(run.resolve().name, len(logged), sampled, parts))
     return run / "report.html"
@@ -116,126 +105,6 @@ def length_targets(config: Any) -> list[float]:
     if isinstance(config, list):
         return sorted({target for item in config for target in length_targets(item)})
     return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []
-
-
-# --- figures ------------------------------------------------------------------------------------------------------
-
-
-def lengths_figure(sampled: Mapping[str, Sampled], targets: Sequence[float], *, narrow: bool = False) -> Figure:
-    """Length histograms of the reference and of the trained model, with the targets of length rewards."""
-    figure = Figure(figsize=(4.2, 3.6) if narrow else (7.2, 3.8), layout="constrained")
-    axes = figure.subplots()
-    some = next(iter(sampled.values()))
-    edges = _edges(some.max_length)
-    if "before" in sampled:
-        _histogram(axes, sampled["before"], edges, GREY, "reference", alpha=0.35)
-    if "after" in sampled:
-        _histogram(
-            axes, sampled["after"], edges, COLOURS[0], f"trained: {objective_label(sampled['after'])}", alpha=0.3
-        )
-    _length_axes(axes, some.max_length, targets)
-    axes.set_title("How long the completions are")
-    return figure
-
-
-def curves_figure(logged: Sequence[Mapping[str, Any]], *, narrow: bool = False) -> Figure:
-    """Reward means, objective values, KL and completion length over the steps of a run."""
-    figure = Figure(figsize=(4.2, 10.0) if narrow else (9.6, 6.0), layout="constrained")
-    panels = figure.subplots(4 if narrow else 2, 1 if narrow else 2, sharex=True, squeeze=False)
-    names = sorted({name for entry in logged for name in entry})
-    rewards = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if re.match(r"rewards/.+/mean$", n)}
-    objectives = {n: n.removeprefix("objective/") for n in names if n.startswith("objective/")}
-    colours = dict(zip(rewards.values(), COLOURS * len(rewards), strict=False))  # a reward has one colour in all panels
-    wanted = (
-        ("Mean reward", "reward", rewards),
-        ("Objective (estimate of the batch)", "objective value", objectives),
-        ("Distance from the reference", "KL (nats per token)", {"kl": "KL"}),
-        ("Completion length", "mean length (tokens)", {"completions/mean_length": "mean length"}),
-    )
-    for axes, (title, ylabel, series) in zip(panels.flat, wanted, strict=True):
-        axes.set_title(title)
-        axes.set_ylabel(ylabel)
-        drawn = [_curve(axes, logged, name, label, colours.get(label, GREY)) for name, label in series.items()]
-        if not any(drawn):
-            axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
-        elif len(series) > 1:
-            axes.legend()
-    for axes in panels[-1]:
-        axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure
-
-
-def _curve(axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, colour: str) -> bool:
-    """Draw one metric, faint as logged and strong as a moving average; false where it was never logged."""
-    points = [(entry["step"], entry[name]) for entry in logged if isinstance(entry.get(name), int | float)]
-    if not points:
-        return False
-    steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    width = max(1, len(points) // 20)
-    if width == 1:
-        axes.plot(steps, values, color=colour, label=label, marker="o" if len(points) < 8 else None, markersize=4)
-        return True
-    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-    # Divided by how many points each window holds, so that the ends are averages too.
-    smooth, count = (np.convolve(x, np.ones(width), mode="same") for x in (values, np.ones_like(values)))
-    axes.plot(steps, smooth / count, color=colour, label=label)
-    return True
-
-
-def _edges(max_length: int) -> np.ndarray:
-    """Edges of about 40 bins of 1 to ``max_length`` tokens, halfway between whole lengths; the last may be narrower."""
-    width = max(1, math.ceil(max_length / 40))
-    return np.append(np.arange(0.5, max_length, width), max_length + 0.5)
-
-
-def _histogram(axes: Axes, sampled: Sampled, edges: np.ndarray, colour: str, label: str, *, alpha: float) -> None:
-    lengths = (
-        sampled.lengths.flatten().clamp(1, sampled.max_length).numpy()
-    )  # an empty completion goes to the first bin
-    percent = 100 * np.histogram(lengths, bins=edges, density=True)[0]
-    axes.stairs(percent, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
-    axes.stairs(percent, edges, color=colour, linewidth=1.6, label=label)
-
-
-def _length_axes(axes: Axes, max_length: int, targets: Sequence[float]) -> None:
-    for i, target in enumerate(targets):
-        label = None if i else "length targets"
-        axes.axvline(target, color=mpl.rcParams["text.color"], linestyle="--", linewidth=1, label=label)
-    axes.set_xlim(0, max_length + 0.5)
-    axes.set_xlabel("completion length (tokens)")
-    axes.set_ylabel("completions (% per token of length)")
-    axes.legend()
-
-
-def objective_label(sampled: Sampled) -> str:
-    """How a legend names a run: its objective, ``"bon:4"``, ``"mean (GRPO)"``, or each reward's own."""
-    objectives = sampled.objectives
-    if len(set(objectives.values())) > 1:
-        return ", ".join(f"{name} {objective}" for name, objective in objectives.items())
-    objective = next(iter(objectives.values()))
-    return "mean (GRPO)" if objective == "mean" else objective
-
-
-def _theme(dark: bool) -> Any:
-    ink, paper, line = ("#e6edf3", "#161b22", "#30363d") if dark else ("#1f2328", "#ffffff", "#d8dee4")
-    texts = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
-    return dict.fromkeys(texts, ink) | {
-        "figure.facecolor": paper, "axes.facecolor": paper, "savefig.facecolor": paper,
-        "axes.edgecolor": line, "xtick.color": line, "ytick.color": line, "grid.color": line,
-        "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.7,
-        "axes.spines.top": False, "axes.spines.right": False,
-        "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-        "legend.fontsize": 9, "legend.framealpha": 0.9, "legend.edgecolor": "none",
-        "font.size": 10, "lines.linewidth": 1.8,
-    }  # fmt: skip
-
-
-def _png(draw: Callable[[], Figure], *, dark: bool = False) -> bytes:
-    buffer = io.BytesIO()
-    with mpl.rc_context(_theme(dark)):
-        draw().savefig(buffer, format="png", dpi=DPI)
-    return buffer.getvalue()
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -313,10 +182,10 @@ def _stacked(first: str, second: str = "") -> str:
 
 def _picture(path: Path, title: str, draw: Callable[..., Figure]) -> str:
     """Save the light, wide picture at ``path`` and embed it with its variants for dark mode and for a narrow screen."""
-    light = _png(draw)
+    light = figures.render(draw)
     path.write_bytes(light)
     sources = "".join(
-        f'<source media="{query}" srcset="{_data_url(_png(partial(draw, narrow=narrow), dark=dark))}">'
+        f'<source media="{query}" srcset="{_data_url(figures.render(partial(draw, narrow=narrow), dark=dark))}">'
         for query, narrow, dark in (
             ("(max-width: 600px) and (prefers-color-scheme: dark)", True, True),
             ("(max-width: 600px)", True, False),
@@ -383,8 +252,7 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     ns = [best_of for best_of in NS if best_of <= n]
     values = {label: bootstrap(weighted_best_of_n(s, ns)) for label, s in models.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(_theme(dark=False)):
-        _compare_figure(models, values, ns, targets).savefig(out, dpi=DPI)
+    out.write_bytes(figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:]))
     Console().print(_compare_table(values, ns))
     return out
 
@@ -394,7 +262,7 @@ def _evaluated(run: Path) -> dict[str, Sampled]:
     sampled = read_evaluation(run)
     if set(sampled) < {"before", "after"}:
         raise ValueError(
-            f"{run} is evaluated only {', '.join(sampled) or 'never'}; finish it with `nlgrpo train --resume`"
+            f"{run} is evaluated only {', '.join(sampled) or 'never'}; finish it with the command that began it"
         )
     return sampled
 
@@ -403,7 +271,7 @@ def _comparable(evaluated: Mapping[Path, Mapping[str, Sampled]]) -> dict[str, Sa
     """Models by the label of the legend, the reference first; runs of the same objective are told apart by folder."""
     first_run, first = next(iter(evaluated.items()))
     models = {"reference": first["before"]}
-    labels = [objective_label(sampled["after"]) for sampled in evaluated.values()]
+    labels = [figures.objective_label(sampled["after"]) for sampled in evaluated.values()]
     for (run, sampled), label in zip(evaluated.items(), labels, strict=True):
         after = sampled["after"]
         if after.weights != first["after"].weights:
@@ -413,30 +281,6 @@ def _comparable(evaluated: Mapping[Path, Mapping[str, Sampled]]) -> dict[str, Sa
             )
         models[label if labels.count(label) == 1 else f"{label} · {run.resolve().name}"] = after
     return models
-
-
-def _compare_figure(
-    models: Mapping[str, Sampled], values: Mapping[str, Sequence[Any]], ns: Sequence[int], targets: Sequence[float]
-) -> Figure:
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.35, 1], gridspec_kw={"wspace": 0.06})
-    max_length = max(s.max_length for s in models.values())
-    for i, (label, sampled) in enumerate(models.items()):
-        colour, marker = (COLOURS[(i - 1) % 6], MARKERS[(i - 1) % 6]) if i else (GREY, "x")
-        _histogram(left, sampled, _edges(max_length), colour, label, alpha=0.15 if i else 0.3)
-        mean, low, high = (x.numpy() for x in values[label])
-        right.fill_between(ns, low, high, color=colour, alpha=0.2, linewidth=0)
-        right.plot(ns, mean, color=colour, marker=marker, markersize=5, label=label)
-    _length_axes(left, max_length, targets)
-    left.set_title("How long the completions are")
-    right.set_xscale("log", base=2)
-    right.set_xticks(ns, [str(best_of) for best_of in ns])
-    right.minorticks_off()
-    right.set_xlabel("N (samples to choose from)")
-    right.set_ylabel("best-of-N reward, weighted sum")
-    right.set_title("What they are worth under best-of-N")
-    right.legend()
-    return figure
 
 
 def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Table:

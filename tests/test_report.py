@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from nlgrpo import report
+from nlgrpo import figures
 from nlgrpo.evaluation import Sampled, best_of_n, write_evaluation
-from nlgrpo.report import compare, curves_figure, length_targets, lengths_figure, objective_label, write_report
+from nlgrpo.report import compare, length_targets, write_report
 
 EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
 VOID = {"meta", "img", "source", "br"}
@@ -23,7 +23,7 @@ VOID = {"meta", "img", "source", "br"}
 @pytest.fixture
 def undrawn(monkeypatch):
     """Builds every figure, and leaves out the seconds that it takes to draw them."""
-    monkeypatch.setattr(report, "_png", lambda draw, dark=False: draw().axes and b"not drawn")
+    monkeypatch.setattr(figures, "render", lambda draw, dark=False: draw().axes and b"not drawn")
 
 
 class Page(HTMLParser):
@@ -188,7 +188,7 @@ def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longes
         torch.arange(longest + 1).repeat(8, 1),
         longest,
     )  # 0, which is drawn with 1, to longest
-    edges, values = heights(lengths_figure({"before": data}, []))[0]
+    edges, values = heights(figures.lengths({"before": data}, []))[0]
     assert (values * np.diff(edges)).sum() == pytest.approx(100)
     assert edges[-1] == longest + 0.5
     assert values[1:] == pytest.approx(np.full(len(values) - 1, 100 / (longest + 1)))
@@ -196,7 +196,7 @@ def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longes
 
 
 def test_length_targets_are_lines_in_the_figure():
-    axes = lengths_figure({"before": sampled(20), "after": sampled(10)}, [8.0, 24.0]).axes[0]
+    axes = figures.lengths({"before": sampled(20), "after": sampled(10)}, [8.0, 24.0]).axes[0]
     assert [line.get_xdata()[0] for line in axes.lines] == [8, 24]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["reference", "trained: bon:4", "length targets"]
@@ -205,32 +205,32 @@ def test_length_targets_are_lines_in_the_figure():
 
 def test_curves_are_the_logged_values_and_gaps_are_said():
     logged = [{"step": 3 * i, "kl": float(i), "rewards/a/b/mean": None} for i in range(5)]
-    axes = curves_figure(logged).axes
+    axes = figures.curves(logged).axes
     assert axes[2].lines[0].get_xydata().tolist() == [[3.0 * i, i] for i in range(5)]
     assert [axes[i].texts[0].get_text() for i in (0, 1, 3)] == ["not logged"] * 3
-    constant = curves_figure([{"step": i, "kl": 2.0} for i in range(100)]).axes[2]
+    constant = figures.curves([{"step": i, "kl": 2.0} for i in range(100)]).axes[2]
     assert constant.lines[1].get_ydata() == pytest.approx(np.full(100, 2.0))  # the moving average, also at its ends
 
 
 def test_objective_labels():
-    assert objective_label(sampled(objective="mean")) == "mean (GRPO)"
-    assert objective_label(sampled(objective="soft:0.1")) == "soft:0.1"
+    assert figures.objective_label(sampled(objective="mean")) == "mean (GRPO)"
+    assert figures.objective_label(sampled(objective="soft:0.1")) == "soft:0.1"
     mixed = sampled()
     mixed.objectives["long"] = "mean"
-    assert objective_label(mixed) == "short bon:4, long mean"
+    assert figures.objective_label(mixed) == "short bon:4, long mean"
 
 
 def test_compare_draws_and_prints_the_value_under_best_of_n(tmp_path, capsys, monkeypatch):
-    figures = []
-    draw = report._compare_figure
-    monkeypatch.setattr(report, "_compare_figure", lambda *a: figures.append(draw(*a)) or figures[-1])
+    drawn = []
+    draw = figures.comparison
+    monkeypatch.setattr(figures, "comparison", lambda *a: drawn.append(draw(*a)) or drawn[-1])
     runs = [make_run(tmp_path / "bon"), make_run(tmp_path / "grpo", "mean", seed=1)]
     out = compare(runs, tmp_path / "new" / "overlay.png")
     with Image.open(out) as image:
         assert image.size == (1650, 630)
-    right = figures[0].axes[1]
+    right = drawn[0].axes[1]
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["reference", "bon:4", "mean (GRPO)"]
-    assert len(heights(figures[0])) == 3
+    assert len(heights(drawn[0])) == 3
     ns = [1, 2, 4, 8, 16]
     truth = sum(0.5 * best_of_n(values, ns).mean(1) for values in sampled(10).rewards.values())
     assert right.lines[1].get_xydata() == pytest.approx(np.stack([ns, truth.numpy()], axis=1))
@@ -251,7 +251,7 @@ def test_compare_tells_runs_of_one_objective_apart_and_stops_at_the_samples_ther
 def test_compare_refuses_what_it_cannot_compare(tmp_path):
     good = make_run(tmp_path / "good")
     half = make_run(tmp_path / "half", evaluated=("before",))
-    with pytest.raises(ValueError, match=r"half is evaluated only before.*--resume"):
+    with pytest.raises(ValueError, match=r"half is evaluated only before; finish it with the command"):
         compare([good, half], tmp_path)
     with pytest.raises(ValueError, match=r"evaluation\.json is missing.*resume"):
         compare([good, make_run(tmp_path / "none", evaluated=())], tmp_path)
