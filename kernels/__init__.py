@@ -44,7 +44,7 @@ else:
     from .decode import decode_attention, rms_norm, swiglu
     from .linearize import linearize
     from .logprob import linear_logprob, token_logprob
-    from .policy_loss import policy_loss
+    from .policy_loss import policy_loss, policy_loss_with_statistics
     from .reference import split_and_rotate
 
     __all__ = [
@@ -52,6 +52,7 @@ else:
         "linear_logprob",
         "linearize",
         "policy_loss",
+        "policy_loss_with_statistics",
         "rms_norm",
         "split_and_rotate",
         "swiglu",

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from . import extension
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-def choose(impl: str, op: str) -> str:
-    """Name of the implementation of ``op`` to run for the caller's ``impl``: so far always "torch".
 
-    Raises ValueError for an ``impl`` that does not exist, or that this op does not have.
+def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | None = None) -> str:
+    """The implementation of ``op`` to run for the caller's ``impl`` on ``tensors``: "torch" or "triton".
+
+    "auto" is "triton" on a GPU where Triton is installed. Raises ValueError for an ``impl`` that does not exist, and
+    for "triton" where it cannot run: without Triton, in float64, on a CPU outside of Triton's interpreter, or past a
+    ``limit``, given as (name, size, largest).
     """
-    if impl in ("auto", "torch"):
+    if impl not in ("auto", "triton", "torch"):
+        raise ValueError(f"impl={impl!r} is not known to {op}; expected 'auto', 'triton' or 'torch'.")
+    if impl == "torch":
         return "torch"
+    if any(x.dtype == torch.float64 for x in tensors):
+        why = "in float64"
+    elif limit is not None and limit[1] > limit[2]:
+        why = f"with {limit[0]} = {limit[1]}, above {limit[2]}"
+    elif not HAS_TRITON:
+        why = "as Triton is not installed"
+    elif not all(x.is_cuda for x in tensors) and not (impl == "triton" and interpreted()):
+        why = "on a CPU, unless TRITON_INTERPRET=1 is set before Triton is imported"
+    else:
+        return "triton"
     if impl == "triton":
-        raise ValueError(f"impl='triton': this build has no Triton version of {op}; use impl='auto' or 'torch'.")
-    raise ValueError(f"impl={impl!r} is not known to {op}; expected 'auto', 'triton' or 'torch'.")
+        raise ValueError(f"impl='triton': {op} cannot run {why}; use impl='auto' or 'torch'.")
+    return "torch"
+
+
+def scalar(number: float) -> Tensor:
+    """A number in the form in which torch.compile does not compile an op anew for each of its values."""
+    return torch.scalar_tensor(number, dtype=torch.float64)
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def epilogue(impl: str) -> ModuleType:
+    """The module that turns a block of logits into log-probs, entropies and gradients."""
+    return importlib.import_module(f".epilogue_{impl}", __package__)
 
 
 def use_cpp(impl: str, op: str, *tensors: Tensor) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
@@ -20,6 +23,7 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
     of weight 0. Other gaps next to an infinity are infinite.
 
     float32 and float64 keep their dtype; others are computed and returned in float32. Differentiable in both inputs.
+    "triton" takes M up to 1,024, and "auto" plain PyTorch beyond.
 
     Raises ValueError for shapes that do not fit and for a NaN reward, naming the first. That check reads the data, so
     that it is left out inside ``torch.compile``, where a NaN is sorted last and spreads over its group.
@@ -31,6 +35,52 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
     if not torch.compiler.is_compiling() and rewards.isnan().any():
         group, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group before this.")
-    choose(impl, "linearize")
     rewards = reference.widen(rewards)
-    return reference.linearize(rewards, weights.to(rewards))
+    weights = weights.to(rewards)
+    if choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], 1024)) == "triton":
+        return _linearize_op(rewards, weights)
+    return reference.linearize(rewards, weights)
+
+
+@torch.library.custom_op("nlgrpo::linearize", mutates_args=())
+def _linearize_op(rewards: Tensor, weights: Tensor) -> Tensor:
+    from . import linearize_triton
+
+    return linearize_triton.linearize(rewards, weights)
+
+
+@torch.library.custom_op("nlgrpo::linearize_backward", mutates_args=())
+def _linearize_backward_op(rewards: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """By rewards and by weights, as autograd finds them for `reference.linearize`.
+
+    With G_k the sum of ``grad`` over the samples up to rank k, the loss is -sum_k w_k (r_(k+1) - r_(k)) G_k.
+    """
+    ordered, order = rewards.sort(dim=-1, stable=True)
+    w, gap = weights[:-1], ordered.diff(dim=-1)
+    counts = (gap != 0) & (w != 0) & gap.isfinite()
+    up_to = grad.gather(-1, order).cumsum(-1)[:, :-1].where(counts, 0.0)
+    by_gap = -w * up_to
+    by_sorted = F.pad(by_gap, (1, 0)) - F.pad(by_gap, (0, 1))
+    by_weights = -(gap.where(counts, 0.0) * up_to).sum(0)
+    return torch.zeros_like(rewards).scatter(-1, order, by_sorted), F.pad(by_weights, (0, 1))
+
+
+@_linearize_op.register_fake
+def _(rewards: Tensor, weights: Tensor) -> Tensor:
+    return torch.empty_like(rewards, memory_format=torch.contiguous_format)
+
+
+@_linearize_backward_op.register_fake
+def _(rewards: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rewards), torch.empty_like(weights)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return _linearize_backward_op(*ctx.saved_tensors, grad)
+
+
+_linearize_op.register_autograd(_backward, setup_context=_setup)

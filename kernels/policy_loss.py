@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from . import reference
-from .dispatch import choose
+from .dispatch import choose, scalar
 
 KL_KINDS = ("k1", "k2", "k3", "k3_iw")
 
@@ -36,10 +39,64 @@ def policy_loss(
     past it the value stays and the gradient is 0.
 
     Where ``mask`` is false (or 0) the loss and its gradient are 0, whatever the inputs hold there. The result is
-    float32, or float64 for float64 inputs. With logprob == old_logprob the gradient is that of -A logprob.
+    float32, or float64 for float64 inputs. With logprob == old_logprob the gradient is that of -A logprob. "triton" has
+    no gradient by the advantages; "auto" does not choose it where one is wanted.
 
     Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, an unknown ``kl``, and beta without ref_logprob.
     """
+    return policy_loss_with_statistics(
+        logprob, old_logprob, advantages, log_ratio=log_ratio, ref_logprob=ref_logprob if beta != 0.0 else None,
+        mask=mask, eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl, impl=impl,
+    )[0]  # fmt: skip
+
+
+def policy_loss_with_statistics(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    *,
+    log_ratio: Tensor | None = None,
+    ref_logprob: Tensor | None = None,
+    mask: Tensor | None = None,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    beta: float = 0.0,
+    kl: str = "k3",
+    impl: str = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`policy_loss`, and what is logged about it, from the same pass; detached scalars, to be summed over batches:
+
+    ``clip_low``   how many ratios are below 1 - eps_low where A < 0
+    ``clip_high``  how many are above 1 + eps_high where A > 0
+    ``ratio_max``  the largest ratio, cut at e^20 (to be maximised over batches); 0 without tokens
+    ``kl``         sum of the KL estimate over tokens, where ``ref_logprob`` is given, whatever beta
+    """
+    _check(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, eps_low, eps_high, beta, kl)
+    given = [x for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob) if x is not None]
+    if choose(impl, "policy_loss", *given) == "triton" and not (torch.is_grad_enabled() and advantages.requires_grad):
+        numbers = [scalar(x) for x in (eps_low, eps_high, beta)]
+        loss, _, _, sums = _policy_loss_op(
+            logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl
+        )  # fmt: skip
+        names = ("clip_low", "clip_high", "ratio_max", *(["kl"] if ref_logprob is not None else []))
+        return loss.view(logprob.shape), dict(zip(names, sums.detach().unbind(), strict=False))
+    return _plain(
+        logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, eps_low, eps_high, beta, kl
+    )  # fmt: skip
+
+
+def _check(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor | None,
+    ref_logprob: Tensor | None,
+    mask: Tensor | None,
+    eps_low: float,
+    eps_high: float,
+    beta: float,
+    kl: str,
+) -> None:
     others = {"old_logprob": old_logprob, "advantages": advantages, "log_ratio": log_ratio}
     for name, x in {**others, "ref_logprob": ref_logprob, "mask": mask}.items():
         if x is not None and x.shape != logprob.shape:
@@ -50,8 +107,82 @@ def policy_loss(
         raise ValueError(f"kl={kl!r} is not known; expected one of {', '.join(KL_KINDS)}.")
     if beta != 0.0 and ref_logprob is None:
         raise ValueError(f"beta={beta} needs ref_logprob, the log-probabilities of the reference policy; got None.")
-    choose(impl, "policy_loss")
-    return reference.policy_loss(
+
+
+def _plain(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor | None,
+    ref_logprob: Tensor | None,
+    mask: Tensor | None,
+    eps_low: float,
+    eps_high: float,
+    beta: float,
+    kl: str,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = reference.policy_loss(
         logprob, old_logprob, advantages, log_ratio=log_ratio, ref_logprob=ref_logprob, mask=mask,
         eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl,
     )  # fmt: skip
+    with torch.no_grad():
+        wide = [reference.widen(x) for x in (logprob, old_logprob)]
+        ratio = wide[0] - wide[1] if log_ratio is None else reference.widen(log_ratio)
+        statistics = reference.policy_statistics(ratio, advantages, eps_low, eps_high, mask)
+        if ref_logprob is not None:
+            penalty = reference.kl_penalty(wide[0], reference.widen(ref_logprob), kl, ratio)
+            statistics["kl"] = (penalty if mask is None else torch.where(mask.bool(), penalty, 0.0)).sum()
+    return loss, statistics
+
+
+@torch.library.custom_op("nlgrpo::policy_loss", mutates_args=())
+def _policy_loss_op(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor | None,
+    ref_logprob: Tensor | None,
+    mask: Tensor | None,
+    eps_low: Tensor,
+    eps_high: Tensor,
+    beta: Tensor,
+    kl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, its derivatives by the log-ratio and, through the KL alone, by the log-prob, each (T,); statistics (4,)."""
+    from . import policy_loss_triton
+
+    numbers = (eps_low.item(), eps_high.item(), beta.item())
+    return policy_loss_triton.policy_loss(
+        logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl
+    )  # fmt: skip
+
+
+@_policy_loss_op.register_fake
+def _(logprob: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, ref_logprob = logprob.numel(), others[3]
+    sizes = (T, T, T if ref_logprob is not None else 0, 4)
+    a, b, c, d = (logprob.new_empty(size, dtype=torch.float32) for size in sizes)
+    return a, b, c, d
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:5]]
+    ctx.shape, ctx.has_log_ratio = inputs[0].shape, inputs[3] is not None
+    ctx.has_ref = inputs[4] is not None
+    ctx.save_for_backward(output[1], output[2])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    through_ratio, direct = ctx.saved_tensors
+    by_ratio = grad * through_ratio
+    by_kl = grad * direct if ctx.has_ref else None
+    grads: list[Tensor | None] = [by_kl, None, None, None, None if by_kl is None else -by_kl]
+    if ctx.has_log_ratio:
+        grads[3] = by_ratio
+    else:
+        grads[0], grads[1] = by_ratio if by_kl is None else by_ratio + by_kl, -by_ratio
+    shaped = [None if g is None else g.view(ctx.shape).to(to) for g, to in zip(grads, ctx.dtypes, strict=True)]
+    return *shaped, None, None, None, None, None
+
+
+_policy_loss_op.register_autograd(_backward, setup_context=_setup)

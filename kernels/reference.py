@@ -86,6 +86,17 @@ def policy_loss(
     return loss
 
 
+def policy_statistics(
+    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, mask: Tensor | None = None
+) -> dict[str, Tensor]:
+    """How many ratios are clipped from below (A < 0) and from above (A > 0), and the largest ratio; scalars."""
+    keep = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.bool()
+    rho = torch.where(keep, log_ratio, -torch.inf).clamp(max=MAX_LOG_RATIO).exp()
+    low, high = keep & (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
+    largest = rho.amax() if rho.numel() else rho.new_zeros(())
+    return {"clip_low": low.sum().to(rho), "clip_high": high.sum().to(rho), "ratio_max": largest}
+
+
 def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
     """r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)), in the order of ``rewards`` (P, M); ``weights`` (M,) or (P, M).
 

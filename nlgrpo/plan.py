@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nlgrpo.attention import implementation
+from nlgrpo.kernels.logprob import BLOCK_BYTES
 from nlgrpo.run import Run
 
 
@@ -27,7 +28,7 @@ def memory(run: Run) -> dict[str, float]:
         "whole parameters while sampling": count * compute if compute != stored or world > 1 else 0,
         "cache of keys and values": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
         "activations of a micro-batch": tokens * shape.width * shape.layers * kept * compute,
-        "logits of a micro-batch": 3 * tokens * shape.vocab * 4,
+        "logits of a block": 3 * min(tokens * shape.vocab * 4, BLOCK_BYTES[run.ranks.device.type]),
     }
 
 

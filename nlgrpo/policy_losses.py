@@ -92,28 +92,19 @@ def packed_loss(
     advantages = advantages.to(logprob)
     old_logprob = logprob.detach() if old_logprob is None else reference.widen(old_logprob)
     log_ratio, token_advantages = logprob - old_logprob, advantages[sequence]
-    ratios, their_advantages = log_ratio, token_advantages
+    ratios = log_ratio
     if level == "sequence":
-        ratios, their_advantages = sequence_log_ratio(log_ratio, sequence, len(advantages)), advantages
+        ratios = sequence_log_ratio(log_ratio, sequence, len(advantages))
         log_ratio = ratios[sequence]
-    per_token = kernels.policy_loss(
+    per_token, statistics = kernels.policy_loss_with_statistics(
         logprob, old_logprob, token_advantages, log_ratio=None if level == "token" else log_ratio,
         ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl,
     )  # fmt: skip
-    with torch.no_grad():
-        statistics = _clip_counts(ratios, their_advantages, eps_low, eps_high)
-        statistics["tokens"] = logprob.new_tensor(len(logprob))
-        if ref_logprob is not None:
-            statistics["kl"] = reference.kl_penalty(logprob, reference.widen(ref_logprob), kl, log_ratio).sum()
+    if level == "sequence":
+        statistics |= reference.policy_statistics(ratios.detach(), advantages, eps_low, eps_high)
+    statistics["clip_region"] = statistics["clip_low"] + statistics["clip_high"]  # never both: A has one sign
+    statistics["tokens"], statistics["ratios"] = (logprob.new_tensor(len(x)) for x in (logprob, ratios))
     return (weights.to(logprob)[sequence] * per_token).sum(), statistics
-
-
-def _clip_counts(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> dict[str, Tensor]:
-    rho = log_ratio.clamp(max=reference.MAX_LOG_RATIO).exp()
-    low, high = (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
-    counts = {"clip_low": low, "clip_high": high, "clip_region": low | high, "ratios": torch.ones_like(low)}
-    largest = rho.amax() if len(rho) else rho.new_zeros(())
-    return {**{name: count.sum().to(rho) for name, count in counts.items()}, "ratio_max": largest}
 
 
 def _check_packed(

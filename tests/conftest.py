@@ -4,9 +4,23 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+else:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where an op runs."""
+    if torch.cuda.is_available() and request.param == "cpu" and "triton" in request.node.callspec.params.values():
+        pytest.skip("Triton's kernels are compiled for the GPU here")
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from nlgrpo.advantages import advantages as to_advantages
 from nlgrpo.config import LossConfig, OptimConfig
 from nlgrpo.engine import Rollout
 from nlgrpo.families import tensor_map
+from nlgrpo.kernels import logprob
 from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.objectives import BestOfN, linearize_present
 from nlgrpo.parallel import Ranks
@@ -381,3 +382,19 @@ def test_learning_rates(schedule, warmup, expected):
     optim = OptimConfig(lr=0.02, schedule=schedule, warmup_steps=warmup)
     rates = [learning_rate(optim, step, 8) for step in range(8)]
     assert rates == pytest.approx([0.02 * x for x in expected], rel=1e-12)
+
+
+def test_a_step_never_holds_the_logits_of_all_its_tokens(tmp_path, monkeypatch):
+    """The largest single allocation of an update is a block of 64 tokens' logits; 108 tokens are trained on."""
+    vocab = 5000
+    for seed, name in enumerate(("policy", "reference")):
+        tiny_model(tmp_path / name, "gpt2", seed=seed, vocab_size=vocab)
+    learner = make_learner(tmp_path, LossConfig(beta=0.1))
+    rollout = random_rollout(torch.full((P, M), LIMIT), [1, 4, 2, 6])
+    monkeypatch.setattr(logprob, "BLOCK_BYTES", {"cpu": 1})  # as small as blocks get
+    watch = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with watch:
+        update(learner, rollout, some_advantages())
+    largest = max(e.nbytes() for e in watch.profiler.kineto_results.events() if e.name() == "[memory]")
+    assert P * M * LIMIT == 108
+    assert largest == 64 * vocab * torch.float64.itemsize

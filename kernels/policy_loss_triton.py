@@ -1,0 +1,106 @@
+"""Loss, gradient and statistics of the clipped objective in one pass over the tokens, in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import MAX_LOG_RATIO
+
+BLOCK = 1024
+CUT = tl.constexpr(MAX_LOG_RATIO)
+KINDS = {"k1": 1, "k2": 2, "k3": 3, "k3_iw": 4}
+
+
+@triton.jit
+def _k3(d):
+    """e^d - 1 - d; near 0, where the difference would lose its digits, by its series (the term left out is 1e-9)."""
+    series = 1.0 + d / 3 * (1.0 + d / 4 * (1.0 + d / 5 * (1.0 + d / 6 * (1.0 + d / 7 * (1.0 + d / 8 * (1.0 + d / 9))))))
+    return tl.where(tl.abs(d) < 0.5, d * d / 2 * series, tl.exp(d) - 1.0 - d)
+
+
+@triton.jit(do_not_specialize=["T", "low", "high", "beta"])
+def _policy_loss_kernel(
+    logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, loss, through_ratio, direct, statistics,
+    T, low, high, beta,
+    KIND: tl.constexpr, HAS_LOG_RATIO: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """KIND 0: no reference. ``statistics`` gets a row a program: clips low, clips high, largest ratio, sum of KL."""
+    program = tl.program_id(0).to(tl.int64)
+    t = program * BLOCK + tl.arange(0, BLOCK)
+    inside = t < T
+    keep = inside
+    if HAS_MASK:
+        keep = inside & (tl.load(mask + t, mask=inside, other=0) != 0)
+    lp = tl.load(logprob + t, mask=keep, other=0.0).to(tl.float32)
+    if HAS_LOG_RATIO:
+        lr = tl.load(log_ratio + t, mask=keep, other=0.0).to(tl.float32)
+    else:
+        lr = tl.where(keep, lp - tl.load(old_logprob + t, mask=keep, other=0.0).to(tl.float32), 0.0)
+    A = tl.load(advantages + t, mask=keep, other=0.0).to(tl.float32)
+
+    rho = tl.exp(tl.minimum(lr, CUT))
+    plain, clipped = rho * A, tl.minimum(tl.maximum(rho, low), high) * A
+    value = -tl.minimum(plain, clipped)
+    grad = tl.where(plain <= clipped, -A, 0.0)  # by rho; where both are the same, rho is not clipped or A is 0
+    kl = tl.zeros((BLOCK,), tl.float32)
+    if KIND > 0:
+        d = tl.load(ref_logprob + t, mask=keep, other=0.0).to(tl.float32) - lp
+        cut = tl.minimum(d, CUT)
+        if KIND == 1:
+            kl, slope = -d, tl.full((BLOCK,), 1.0, tl.float32)
+        elif KIND == 2:
+            kl, slope = d * d / 2, -d
+        else:
+            k3 = _k3(cut)
+            slope = tl.where(d > CUT, 0.0, -(k3 + cut))
+            if KIND == 4:
+                kl, slope = rho * k3, rho * slope
+                grad += beta * k3
+            else:
+                kl = k3
+        value += beta * kl
+        tl.store(direct + t, tl.where(keep, beta * slope, 0.0), mask=inside)
+    tl.store(loss + t, tl.where(keep, value, 0.0), mask=inside)
+    tl.store(through_ratio + t, tl.where(keep & (lr <= CUT), grad * rho, 0.0), mask=inside)
+
+    statistics += program * 4
+    tl.store(statistics, tl.sum((keep & (rho < low) & (A < 0)).to(tl.float32), 0))
+    tl.store(statistics + 1, tl.sum((keep & (rho > high) & (A > 0)).to(tl.float32), 0))
+    tl.store(statistics + 2, tl.max(tl.where(keep, rho, 0.0), 0))
+    tl.store(statistics + 3, tl.sum(tl.where(keep, kl, 0.0), 0))
+
+
+def policy_loss(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor | None,
+    ref_logprob: Tensor | None,
+    mask: Tensor | None,
+    eps_low: float,
+    eps_high: float,
+    beta: float,
+    kl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss and its derivatives by the log-ratio and, through the KL penalty alone, by the log-prob; all flat (T,).
+
+    The last result is (4,): how many ratios were clipped low and high, the largest ratio, and the sum of the KL.
+    """
+    flat = [None if x is None else x.reshape(-1) for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob)]
+    T, device = logprob.numel(), logprob.device
+    loss, through_ratio = (torch.empty(T, dtype=torch.float32, device=device) for _ in range(2))
+    direct = torch.zeros(T if ref_logprob is not None else 0, dtype=torch.float32, device=device)
+    programs = triton.cdiv(T, BLOCK)
+    parts = torch.empty(programs, 4, dtype=torch.float32, device=device)
+    if T:
+        _policy_loss_kernel[(programs,)](
+            *flat, None if mask is None else mask.reshape(-1), loss, through_ratio, direct, parts,
+            T, 1.0 - eps_low, 1.0 + eps_high, float(beta),
+            KIND=KINDS[kl] if ref_logprob is not None else 0, HAS_LOG_RATIO=log_ratio is not None,
+            HAS_MASK=mask is not None, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    largest = parts[:, 2].amax() if T else parts.new_zeros(())
+    return loss, through_ratio, direct, torch.stack((parts[:, 0].sum(), parts[:, 1].sum(), largest, parts[:, 3].sum()))

@@ -1,0 +1,70 @@
+"""Compile every Triton kernel for three GPUs, without having one; prints a JSON object a kernel and target.
+
+Run by `test_triton_builds.py`, in a process of its own, as Triton decides once whether it interprets or compiles.
+"""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nlgrpo.kernels import epilogue_triton, linearize_triton, policy_loss_triton
+
+CAPABILITIES = (80, 90, 100)
+FLOATS = dict.fromkeys(("logprob", "entropy", "tops", "log_totals", "grad_logprob", "grad_entropy"), "*fp32")
+NUMBERS = {"V": "i32", "stride": "i64", "out_stride": "i64", "temperature": "fp32"}
+
+
+def cases():
+    """Name, kernel, types of its arguments, constants and warps."""
+    for kind in ("bf16", "fp16", "fp32"):
+        row = {"logits": f"*{kind}", "out": f"*{kind}", "targets": "*i64"} | FLOATS | NUMBERS
+        block = {"BLOCK": epilogue_triton.BLOCK}
+        yield f"statistics {kind}", epilogue_triton._statistics_kernel, row, block, epilogue_triton.WARPS
+        for entropy in (True, False):
+            constants = block | {"HAS_ENTROPY": entropy}
+            name = f"gradient {kind}{' with entropy' * entropy}"
+            yield name, epilogue_triton._gradient_kernel, row, constants, epilogue_triton.WARPS
+    terms = ("logprob", "old_logprob", "advantages", "log_ratio", "ref_logprob", "loss", "through_ratio", "direct")
+    types = dict.fromkeys((*terms, "statistics"), "*fp32") | {"mask": "*i1", "T": "i32"}
+    types |= dict.fromkeys(("low", "high", "beta"), "fp32")
+    for kind, own in itertools.product(range(5), (False, True)):
+        constants = {"KIND": kind, "HAS_LOG_RATIO": own, "HAS_MASK": True, "BLOCK": policy_loss_triton.BLOCK}
+        yield f"policy_loss {kind}{' own ratio' * own}", policy_loss_triton._policy_loss_kernel, types, constants, 4
+    types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | dict.fromkeys(("P", "M"), "i32")
+    types |= dict.fromkeys(("stride_p", "stride_m"), "i64")
+    for columns in (1, 8, 64, 512, 1024):
+        constants = {"ROWS": linearize_triton.ELEMENTS // columns, "COLUMNS": columns}
+        yield f"linearize {columns}", linearize_triton._linearize_kernel, types, constants, 4
+
+
+def resources(cubin):
+    """Registers a thread, and bytes of stack and spills, as cuobjdump reads them from the binary."""
+    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = str(beside) if beside.is_file() else shutil.which("cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout)}
+
+
+def main():
+    assert not triton.knobs.runtime.interpret, "compiled kernels are wanted"
+    for (name, kernel, types, constants, warps), capability in itertools.product(cases(), CAPABILITIES):
+        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+        source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        facts = {"kernel": name, "sm": capability, "shared": built.metadata.shared} | resources(built.asm["cubin"])
+        print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`linearize` in Triton against the sum of gaps in float64, ties and infinities included."""
+
+import math
+
+import pytest
+import torch
+
+from nlgrpo import kernels
+from nlgrpo.kernels import reference
+
+pytest.importorskip("triton")
+
+
+def groups(P, M, device, seed=0):
+    """Rewards with ties and both zeros, and weights with zeros."""
+    g = torch.Generator().manual_seed(seed)
+    rewards, weights = torch.randn(P, M, generator=g), torch.rand(M, generator=g)
+    rewards = torch.where(torch.rand(P, M, generator=g) < 0.4, (rewards * 2).round(), rewards)
+    weights[::5] = 0
+    return rewards.to(device), weights.to(device)
+
+
+@pytest.mark.parametrize(("P", "M"), [(3, 1), (5, 2), (130, 3), (7, 8), (1, 33), (3, 100), (2, 1000), (1, 1024)])
+def test_is_the_sum_of_the_gaps_above(device, P, M):
+    rewards, weights = groups(P, M, device)
+    truth = reference.linearize(rewards.double(), weights.double())
+    ours = kernels.linearize(rewards, weights, impl="triton")
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), truth, atol=1e-6 * max(1.0, truth.abs().max().item()), rtol=0)
+    for row, values in zip(rewards.tolist(), ours.tolist(), strict=True):
+        by_reward = {}
+        assert all(by_reward.setdefault(r, v) == v for r, v in zip(row, values, strict=True))  # ties share one value
+        assert values[row.index(max(row))] == 0
+
+
+@pytest.mark.parametrize("M", [8, 300])
+def test_infinities_and_zeros_of_both_signs(device, M):
+    rewards, weights = groups(4, M, device)
+    weights = weights + 0.5
+    rewards[0, ::3], rewards[1, ::3], rewards[2, 1::4] = math.inf, -math.inf, -0.0
+    rewards[3] = rewards[3].where(torch.arange(M, device=device) % 2 == 0, math.inf)
+    rewards[3, 0] = -math.inf
+    ours = kernels.linearize(rewards, weights, impl="triton")
+    truth = reference.linearize(rewards.double(), weights.double())
+    torch.testing.assert_close(ours.double(), truth, atol=1e-4, rtol=0)
+
+
+def test_any_strides_no_groups_and_narrow_types(device):
+    rewards, weights = groups(40, 6, device)
+    truth = reference.linearize(rewards, weights)
+    torch.testing.assert_close(kernels.linearize(rewards.T.contiguous().T, weights, impl="triton"), truth)
+    torch.testing.assert_close(kernels.linearize(rewards[::2], weights, impl="triton"), truth[::2])
+    assert kernels.linearize(rewards[:0], weights, impl="triton").shape == (0, 6)
+    half = rewards.bfloat16()
+    torch.testing.assert_close(
+        kernels.linearize(half, weights, impl="triton"), reference.linearize(half.float(), weights)
+    )
+
+
+def test_gradients_and_opcheck(device):
+    inputs = [x.requires_grad_() for x in groups(5, 7, device)]
+    upstream = torch.randn(7, 5, device=device).T
+    ours = torch.autograd.grad(kernels.linearize(*inputs, impl="triton"), inputs, upstream)
+    torch.testing.assert_close(ours, torch.autograd.grad(reference.linearize(*inputs), inputs, upstream))
+    if device == "cpu":
+        torch.library.opcheck(torch.ops.nlgrpo.linearize, tuple(inputs))
+
+
+def test_what_triton_does_not_take():
+    with pytest.raises(ValueError, match="with M = 1025, above 1024"):
+        kernels.linearize(torch.zeros(1, 1025), torch.ones(1025), impl="triton")
+    with pytest.raises(ValueError, match="in float64"):
+        kernels.linearize(torch.zeros(1, 4, dtype=torch.float64), torch.ones(4), impl="triton")
+    with pytest.raises(ValueError, match="group 0, sample 2 is NaN"):
+        kernels.linearize(torch.tensor([[1.0, 2.0, math.nan]]), torch.ones(3), impl="triton")

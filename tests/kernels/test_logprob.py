@@ -1,0 +1,282 @@
+"""`token_logprob` and `linear_logprob`, each implementation against float64, and what they hold in memory."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Categorical
+
+from nlgrpo import kernels
+from nlgrpo.kernels import logprob as module
+from nlgrpo.kernels import reference
+
+IGNORE = -100
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(5, 3, 1), (17, 33, 257), (130, 8, 1000), (1, 64, 5000)]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1, "cuda": 1})  # as small as they get: 64 rows
+
+
+def head(T, D, V, dtype, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64) for s in [(T, D), (V, D), (V,)])
+    targets = torch.randint(V, (T,), generator=g)
+    tensors = (3 * hidden / math.sqrt(D)).to(dtype), weight.to(dtype), bias.to(dtype), targets
+    return [x.to(device) for x in tensors]
+
+
+def upstream(T, device, entropy=True, seed=1):
+    """Gradients for log-prob and entropy that are not contiguous."""
+    g = torch.randn(T, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
+    return g[:, 0], g[:, 1] if entropy else torch.zeros_like(g[:, 1])
+
+
+def run(op, inputs, gradients):
+    """Results and gradients of ``op(*inputs)``, all in float64."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    results = op(*inputs)
+    torch.autograd.backward(results, [g.to(r) for g, r in zip(gradients, results, strict=True)])
+    return [x.double() for x in (*(r.detach() for r in results), *(x.grad for x in inputs))]
+
+
+def truncation(impl, device, dtype):
+    """Triton's interpreter cuts float32 off to bfloat16, where its compiled code rounds; 2^-7 is an epsilon."""
+    return 2**-7 if (impl, device, dtype) == ("triton", "cpu", torch.bfloat16) else 0.0
+
+
+def check_as_good_as_torch(ours, plain, truth, tolerance):
+    """|truth - ours| <= |truth - plain torch in the same type| + tolerance, by the largest error of each tensor."""
+    for x, y, z in zip(ours, plain, truth, strict=True):
+        assert x.isfinite().all()
+        scale = z.abs().amax().clamp(min=1) if len(z) else 1
+        worst, allowed = (z - x).abs().amax() / scale, (z - y).abs().amax() / scale
+        assert worst <= allowed + tolerance, (worst, allowed)
+
+
+@pytest.mark.parametrize(("T", "D", "V"), SHAPES)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_linear_logprob_is_as_exact_as_plain_torch(impl, device, small_blocks, T, D, V, dtype, temperature, entropy):
+    *inputs, targets = head(T, D, V, dtype, device)
+    gradients = upstream(T, device, entropy)
+
+    def ours(h, w, b):
+        return kernels.linear_logprob(h, w, targets, bias=b, temperature=temperature, impl=impl)
+
+    def plain(h, w, b):
+        return reference.linear_logprob(h, w, targets, bias=b, temperature=temperature)
+
+    truth = run(plain, [x.double() for x in inputs], gradients)
+    tolerance = {torch.float32: 1e-6, torch.float16: 2**-12, torch.bfloat16: 2**-9}[dtype]  # a block's product rounds
+    check_as_good_as_torch(
+        run(ours, inputs, gradients), run(plain, inputs, gradients), truth, tolerance + truncation(impl, device, dtype)
+    )
+
+
+@pytest.mark.parametrize(("T", "V"), [(T, V) for T, _, V in SHAPES])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_token_logprob_is_as_exact_as_plain_torch(impl, device, small_blocks, T, V, dtype, temperature):
+    logits, _, _, targets = head(T, V, V, dtype, device)
+    gradients = upstream(T, device)
+
+    def ours(x):
+        return kernels.token_logprob(x, targets, temperature=temperature, impl=impl)
+
+    def plain(x):
+        return reference.token_logprob(x, targets, temperature=temperature)
+
+    truth = run(plain, [logits.double()], gradients)
+    ours, plain = run(ours, [logits], gradients), run(plain, [logits], gradients)
+    check_as_good_as_torch(ours, plain, truth, 1e-6 + truncation(impl, device, dtype))
+
+
+def test_tokens_that_do_not_count_are_zeros(impl, device, small_blocks):
+    hidden, weight, bias, targets = head(150, 8, 40, torch.float32, device)
+    gone = torch.arange(150, device=device) % 3 == 0
+    hidden[gone] = math.nan  # nothing of such a token is read
+    gradients = upstream(150, device)
+    ignoring = targets.masked_fill(gone, IGNORE)
+
+    def op(h, w, b):
+        return kernels.linear_logprob(h, w, ignoring, bias=b, impl=impl)
+
+    logprob, entropy, *grads = run(op, [hidden, weight, bias], gradients)
+    kept = ~gone
+    truth = run(
+        lambda h, w, b: reference.linear_logprob(h, w, targets[kept], bias=b),
+        [hidden[kept].double(), weight.double(), bias.double()],
+        [g[kept] for g in gradients],
+    )
+    assert (logprob[gone] == 0).all()
+    assert (entropy[gone] == 0).all()
+    assert (grads[0][gone] == 0).all()
+    ours = [logprob[kept], entropy[kept], grads[0][kept], *grads[1:]]
+    check_as_good_as_torch(ours, truth, truth, 1e-5)
+
+    logits = torch.full((150, 40), math.nan, device=device)
+    logits[kept] = 1.0
+    logprob, entropy, grad = run(lambda x: kernels.token_logprob(x, ignoring, impl=impl), [logits], gradients)
+    assert (logprob[gone] == 0).all()
+    assert (grad[gone] == 0).all()
+    assert grad.isfinite().all()
+    assert entropy[kept].cpu() == pytest.approx(math.log(40))
+
+
+@pytest.mark.parametrize("first", [0, 4096])
+def test_forbidden_tokens_whole_blocks_of_them(impl, device, first):
+    """Only 3 of 8,192 logits are finite, all in one block of the kernel."""
+    logits = torch.full((2, 8192), -math.inf, device=device)
+    logits[:, first : first + 3] = torch.tensor([1.0, 2.0, 0.5], device=device)
+    targets = torch.tensor([first + 1, first], device=device)
+    truth = Categorical(logits=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
+    x = logits.requires_grad_()
+    logprob, entropy = kernels.token_logprob(x, targets, impl=impl)
+    torch.testing.assert_close(logprob.cpu().double(), truth.log_prob(torch.tensor([1, 0])), atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy.cpu().double(), truth.entropy().expand(2), atol=1e-6, rtol=0)
+    (logprob.sum() + entropy.sum()).backward()
+    assert x.grad.isfinite().all()
+    assert (x.grad[x == -math.inf] == 0).all()
+    assert kernels.token_logprob(x, targets + 5, impl=impl)[0].tolist() == [-math.inf, -math.inf]
+    nothing = torch.full((1, 9), -math.inf, device=device)
+    assert kernels.token_logprob(nothing, targets[:1] * 0, impl=impl)[0].isnan().all()
+
+
+def test_logits_of_any_size_and_strides(impl, device):
+    """Logits near +-1e4 keep their differences; columns and rows may lie apart."""
+    g = torch.Generator().manual_seed(3)
+    wide = (1e4 + torch.randn(6, 2 * 700, generator=g)).to(device)
+    targets = torch.arange(6, device=device)
+    for x in (wide[:, ::2], wide[:, :700], wide[:3].T[:6, :]):
+        truth = Categorical(logits=x.double())
+        logprob, entropy = kernels.token_logprob(x, targets % x.shape[1], impl=impl)
+        torch.testing.assert_close(logprob.double(), truth.log_prob(targets % x.shape[1]), atol=2e-6, rtol=0)
+        torch.testing.assert_close(entropy.double(), truth.entropy(), atol=2e-6, rtol=0)
+
+
+def test_no_tokens_at_all(impl, device):
+    *inputs, targets = head(0, 4, 9, torch.float32, device)
+    logprob, entropy, *grads = run(
+        lambda h, w, b: kernels.linear_logprob(h, w, targets, bias=b, impl=impl), inputs, upstream(0, device)
+    )
+    assert logprob.shape == entropy.shape == (0,)
+    assert [g.shape for g in grads] == [(0, 4), (9, 4), (9,)]
+    assert all((g == 0).all() for g in grads)
+
+
+def test_rows_past_2_to_the_31(impl, device):
+    """Three rows that lie 2^30 + 8 elements apart: addresses alone, of which only the rows' pages become memory."""
+    V, apart = 5000, 2**30 + 8
+    logits = torch.empty(2 * apart + V, dtype=torch.float16, device=device).as_strided((3, V), (apart, 1))
+    assert 2 * logits.stride(0) > 2**31
+    logits.copy_(torch.randn(3, V, generator=torch.Generator().manual_seed(0)))
+    targets = torch.tensor([1, 2, 4999], device=device)
+    truth = Categorical(logits=logits.double())
+    logprob, entropy = kernels.token_logprob(logits.requires_grad_(), targets, impl=impl)
+    torch.testing.assert_close(logprob.double(), truth.log_prob(targets), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), truth.entropy(), atol=1e-5, rtol=0)
+    (grad,) = torch.autograd.grad(logprob.sum(), logits)
+    expected = torch.nn.functional.one_hot(targets, V) - truth.probs
+    torch.testing.assert_close(grad.double(), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 7), (70, 4, 9)])
+def test_gradients_by_finite_differences(small_blocks, shape):
+    hidden, weight, bias, targets = head(*shape, torch.float64)
+    targets[::4] = IGNORE
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: kernels.linear_logprob(h, w, targets, bias=b, temperature=0.7), inputs, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_that_are_asked_for(wanted):
+    *inputs, targets = head(6, 4, 9, torch.float32)
+    for i in wanted:
+        inputs[i].requires_grad_()
+    logprob, _ = kernels.linear_logprob(inputs[0], inputs[1], targets, bias=inputs[2])
+    logprob.sum().backward()
+    assert [x.grad is not None for x in inputs] == [i in wanted for i in range(3)]
+
+
+def test_rounded_logits_are_those_of_an_engine_in_bfloat16():
+    hidden, weight, bias, targets = head(20, 16, 300, torch.float32)
+    logprob, _ = kernels.linear_logprob(hidden, weight, targets, bias=bias, temperature=0.5, emulate_bf16_logits=True)
+    rounded = torch.nn.functional.linear(hidden, weight, bias).bfloat16()
+    truth = Categorical(logits=rounded.double() / 0.5).log_prob(targets)
+    torch.testing.assert_close(logprob.double(), truth, atol=1e-5, rtol=0)
+    assert not torch.allclose(logprob, kernels.linear_logprob(hidden, weight, targets, bias=bias, temperature=0.5)[0])
+
+
+def test_under_autocast_it_computes_as_a_linear_layer_does():
+    hidden, weight, _, targets = head(20, 16, 300, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprob, entropy = kernels.linear_logprob(hidden, weight, targets)
+    truth = kernels.linear_logprob(hidden.bfloat16(), weight.bfloat16(), targets)
+    torch.testing.assert_close((logprob, entropy), truth, atol=0, rtol=0)
+    with pytest.raises(ValueError, match=r"of one type, got torch\.bfloat16, torch\.float32"):
+        kernels.linear_logprob(hidden.bfloat16(), weight, targets)
+
+
+def largest_allocation(function):
+    """Bytes of the largest single allocation while ``function`` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+
+
+def test_no_tensor_of_all_logits_exists(small_blocks):
+    T, D, V = 2000, 4, 300
+    *inputs, targets = head(T, D, V, torch.float32)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def step(op):
+        logprob, entropy = op(inputs[0], inputs[1], targets, bias=inputs[2])
+        (logprob + 0.01 * entropy).sum().backward()
+
+    assert largest_allocation(lambda: step(kernels.linear_logprob)) == 64 * V * 4
+    assert largest_allocation(lambda: step(reference.linear_logprob)) == T * V * 4  # the watch sees what it should
+
+
+@pytest.mark.parametrize("op", ["linear", "token"])
+def test_opcheck(op):
+    hidden, weight, bias, targets = head(70, 4, 9, torch.float32)
+    half = torch.tensor(0.5, dtype=torch.float64)
+    args = (half, False, "torch") if op == "linear" else (half, "torch")
+    inputs = (hidden, weight, bias) if op == "linear" else (hidden,)
+    inputs = [x.requires_grad_() for x in inputs]
+    targets = targets % inputs[0].shape[1] if op == "token" else targets
+    torch.library.opcheck(getattr(torch.ops.nlgrpo, f"{op}_logprob").default, (*inputs, targets, *args))
+
+
+def test_one_compilation_serves_all_lengths_and_temperatures():
+    calls = []
+
+    def backend(graph, _):
+        calls.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    def loss(hidden, weight, targets, temperature):
+        logprob, entropy = kernels.linear_logprob(hidden, weight, targets, temperature=temperature)
+        return (logprob - 0.1 * entropy).sum()
+
+    for T, temperature in ((5, 0.7), (9, 0.9), (33, 1.3)):
+        hidden, weight, _, targets = head(T, 4, 9, torch.float32)
+        ours = loss(hidden.requires_grad_(), weight, targets, temperature)
+        ours.backward()
+        logprob, entropy = reference.linear_logprob(hidden, weight, targets, temperature=temperature)
+        torch.testing.assert_close(ours, (logprob - 0.1 * entropy).sum())
+    assert len(calls) == 1

@@ -1,0 +1,144 @@
+"""`policy_loss` in Triton against float64: loss, gradients and statistics; what masks hide; one compilation."""
+
+import math
+
+import pytest
+import torch
+
+from nlgrpo import kernels
+from nlgrpo.kernels import reference
+
+pytest.importorskip("triton")
+KINDS = ["none", "k1", "k2", "k3", "k3_iw"]
+
+
+def tokens(T, device, seed=0):
+    """Log-probs whose ratios fall below, inside and above the clip, and past the cut at e^20."""
+    g = torch.Generator().manual_seed(seed)
+    logprob, old, ref, A = torch.randn(4, T, generator=g, dtype=torch.float64)
+    old = logprob + 0.4 * old
+    ref = logprob + ref
+    if T > 3:
+        old[0], ref[1], old[2] = logprob[0] - 30, logprob[1] + 30, logprob[2]  # the last: exactly on policy
+    return [x.to(device) for x in (logprob, old, A, ref)]
+
+
+def evaluate(function, inputs, upstream):
+    """Loss, gradients of logprob, old and ref (or log-ratio), and statistics."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    loss, statistics = function(*leaves)
+    loss.backward(upstream.to(loss))
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    return [loss.detach(), *grads], statistics
+
+
+def close(ours, truth):
+    for x, y in zip(ours, truth, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("T", [1, 1000, 1025])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_loss_gradients_and_statistics(device, kind, T, with_mask):
+    logprob, old, A, ref = tokens(T, device)
+    inputs = [logprob.float(), old.float(), ref.float()]  # float64 of the very numbers that the kernel reads
+    A, mask = A.float(), torch.arange(T, device=device) % 3 > 0 if with_mask else None
+    upstream = torch.randn(T, 2, device=device)[:, 0]
+    options = {"mask": mask, "eps_low": 0.1, "eps_high": 0.3}
+
+    def loss(impl):
+        def run(logprob, old, ref):
+            more = {} if kind == "none" else {"ref_logprob": ref, "beta": 0.7, "kl": kind}
+            return kernels.policy_loss_with_statistics(logprob, old, A.to(logprob), impl=impl, **options, **more)
+
+        return run
+
+    ours, statistics = evaluate(loss("triton"), inputs, upstream)
+    truth, true_statistics = evaluate(loss("torch"), [x.double() for x in inputs], upstream.double())
+    close(ours, truth)
+    assert statistics.keys() == true_statistics.keys()
+    for name in statistics:
+        assert statistics[name].item() == pytest.approx(true_statistics[name].item(), rel=1e-4), name
+
+
+def test_a_ratio_of_its_own_has_its_own_gradient(device):
+    logprob, old, A, ref = (x.float() for x in tokens(600, device))
+
+    def loss(impl):
+        def run(logprob, log_ratio, ref):
+            return kernels.policy_loss_with_statistics(
+                logprob, old.to(logprob), A.to(logprob), log_ratio=log_ratio, ref_logprob=ref, beta=0.2, kl="k3_iw",
+                impl=impl,
+            )  # fmt: skip
+
+        return run
+
+    inputs, upstream = [logprob, logprob - old, ref], torch.ones(600, device=device)
+    ours, _ = evaluate(loss("triton"), inputs, upstream)
+    truth, _ = evaluate(loss("torch"), [x.double() for x in inputs], upstream)
+    close(ours, truth)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+def test_masked_tokens_may_hold_anything(device, poison):
+    logprob, old, A, ref = (x.float() for x in tokens(50, device))
+    mask = torch.arange(50, device=device) % 2 == 0
+    bad = [x.masked_fill(~mask, poison).requires_grad_() for x in (logprob, old, ref)]
+    loss, statistics = kernels.policy_loss_with_statistics(
+        bad[0], bad[1], A, ref_logprob=bad[2], mask=mask, beta=0.5, impl="triton"
+    )
+    loss.sum().backward()
+    assert (loss[~mask] == 0).all()
+    assert loss.isfinite().all()
+    assert all(x.grad.isfinite().all() and (x.grad[~mask] == 0).all() for x in bad)
+    assert all(value.isfinite() for value in statistics.values())
+
+
+def test_small_kl_keeps_its_digits(device):
+    """e^d - 1 - d is d^2 / 2 for a small d; the plain difference has no digit left of it at d = 1e-5."""
+    d = torch.tensor([1e-5, -1e-5, 1e-3, 0.3, 0.5, -0.5, 2.0], device=device)
+    zero = torch.zeros_like(d)
+    loss = kernels.policy_loss(zero, zero, zero, ref_logprob=d, beta=1.0, impl="triton")
+    truth = torch.expm1(d.double()) - d.double()
+    assert (loss.double() / truth - 1).abs().max() < 1e-6
+
+
+def test_shapes_and_no_tokens(device):
+    x = torch.randn(3, 5, device=device)
+    loss = kernels.policy_loss(x.T, x.T - 0.1, x.T, mask=x.T > 0, impl="triton")
+    torch.testing.assert_close(loss, reference.policy_loss(x.T, x.T - 0.1, x.T, mask=x.T > 0))
+    none = x[:0, 0].requires_grad_()
+    loss, statistics = kernels.policy_loss_with_statistics(none, none, none.detach(), impl="triton")
+    loss.sum().backward()
+    assert none.grad.shape == (0,)
+    assert statistics["ratio_max"] == 0
+
+
+def test_a_gradient_by_the_advantages_is_not_lost(device):
+    x = torch.randn(5, device=device)
+    A = torch.randn(5, device=device, requires_grad=True)
+    kernels.policy_loss(x, x, A, impl="triton").sum().backward()
+    torch.testing.assert_close(A.grad, -torch.ones_like(A))
+
+
+def test_one_compilation_serves_every_beta():
+    graphs = []
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    def loss(logprob, A, beta):
+        return kernels.policy_loss(logprob, logprob, A, ref_logprob=A, beta=beta, impl="triton").sum()
+
+    for T, beta in ((5, 0.1), (9, 0.2), (30, 0.3)):
+        x, A = torch.randn(2, T)
+        torch.testing.assert_close(
+            loss(x, A, beta), reference.policy_loss(x, x, A, ref_logprob=A, beta=beta).sum(), atol=1e-5, rtol=1e-5
+        )
+    assert len(graphs) == 1
+
+
+def test_opcheck():
+    x, old, A, ref = (t.float() for t in tokens(20, "cpu"))
+    half = torch.tensor(0.5, dtype=torch.float64)
+    x.requires_grad_()
+    torch.library.opcheck(torch.ops.nlgrpo.policy_loss, (x, old, A, None, ref, None, half, half, half, "k3"))

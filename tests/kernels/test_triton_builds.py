@@ -1,0 +1,34 @@
+"""Every Triton kernel as machine code for three GPUs, on a machine that has none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED = 16 * 1024  # bytes; an SM has 100 KiB and more, so that several programs fit on one
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    pytest.importorskip("triton")
+    fresh = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    script = Path(__file__).with_name("build_triton.py")
+    done = subprocess.run([sys.executable, script], env=os.environ | fresh, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_all_kernels_build_for_all_targets(builds):
+    names = {build["kernel"] for build in builds}
+    assert {name.split()[0] for name in names} == {"statistics", "gradient", "policy_loss", "linearize"}
+    assert len(builds) == 3 * len(names)
+    assert {build["sm"] for build in builds} == {80, 90, 100}
+
+
+def test_nothing_spills_and_shared_memory_is_small(builds):
+    assert not [build for build in builds if build["STACK"] or build["LOCAL"]]
+    assert not [build for build in builds if build["shared"] > SHARED]
