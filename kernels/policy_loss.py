@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +44,14 @@ def policy_loss(
 
     Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, an unknown ``kl``, and beta without ref_logprob.
     """
-    return policy_loss_with_statistics(
-        logprob, old_logprob, advantages, log_ratio=log_ratio, ref_logprob=ref_logprob if beta != 0.0 else None,
-        mask=mask, eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl, impl=impl,
-    )[0]  # fmt: skip
+    terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
+    settings = Settings(eps_low, eps_high, beta, kl)
+    _check(terms, settings)
+    if beta == 0.0:
+        terms = terms._replace(ref_logprob=None)
+    if _by_triton(impl, terms):
+        return _fused(terms, settings)[0].view(logprob.shape)
+    return reference.policy_loss(**terms._asdict(), **settings._asdict())
 
 
 def policy_loss_with_statistics(
@@ -71,68 +75,71 @@ def policy_loss_with_statistics(
     ``ratio_max``  the largest ratio, cut at e^20 (to be maximised over batches); 0 without tokens
     ``kl``         sum of the KL estimate over tokens, where ``ref_logprob`` is given, whatever beta
     """
-    _check(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, eps_low, eps_high, beta, kl)
-    given = [x for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob) if x is not None]
-    if choose(impl, "policy_loss", *given) == "triton" and not (torch.is_grad_enabled() and advantages.requires_grad):
-        numbers = [scalar(x) for x in (eps_low, eps_high, beta)]
-        loss, _, _, sums = _policy_loss_op(
-            logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl
-        )  # fmt: skip
-        names = ("clip_low", "clip_high", "ratio_max", *(["kl"] if ref_logprob is not None else []))
-        return loss.view(logprob.shape), dict(zip(names, sums.detach().unbind(), strict=False))
-    return _plain(
-        logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, eps_low, eps_high, beta, kl
-    )  # fmt: skip
+    terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
+    settings = Settings(eps_low, eps_high, beta, kl)
+    _check(terms, settings)
+    if not _by_triton(impl, terms):
+        return reference.policy_loss(**terms._asdict(), **settings._asdict()), _statistics(terms, settings)
+    loss, _, _, sums = _fused(terms, settings)
+    names = ("clip_low", "clip_high", "ratio_max", *(["kl"] if ref_logprob is not None else []))
+    return loss.view(logprob.shape), dict(zip(names, sums.detach().unbind(), strict=False))
 
 
-def _check(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantages: Tensor,
-    log_ratio: Tensor | None,
-    ref_logprob: Tensor | None,
-    mask: Tensor | None,
-    eps_low: float,
-    eps_high: float,
-    beta: float,
-    kl: str,
-) -> None:
-    others = {"old_logprob": old_logprob, "advantages": advantages, "log_ratio": log_ratio}
-    for name, x in {**others, "ref_logprob": ref_logprob, "mask": mask}.items():
-        if x is not None and x.shape != logprob.shape:
-            raise ValueError(f"expected {name} of the shape of logprob {tuple(logprob.shape)}, got {tuple(x.shape)}.")
+class Terms(NamedTuple):
+    """The tensors of the loss, of one shape."""
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantages: Tensor
+    log_ratio: Tensor | None
+    ref_logprob: Tensor | None
+    mask: Tensor | None
+
+
+class Settings(NamedTuple):
+    """Its numbers."""
+
+    eps_low: float
+    eps_high: float
+    beta: float
+    kl: str
+
+
+def _check(terms: Terms, settings: Settings) -> None:
+    shape = terms.logprob.shape
+    for name, x in terms._asdict().items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"expected {name} of the shape of logprob {tuple(shape)}, got {tuple(x.shape)}.")
+    eps_low, eps_high, beta, kl = settings
     if not (0 <= eps_low <= 1 and eps_high >= 0):
         raise ValueError(f"eps_low={eps_low}, eps_high={eps_high}: expected 0 <= eps_low <= 1 and eps_high >= 0.")
     if kl not in KL_KINDS:
         raise ValueError(f"kl={kl!r} is not known; expected one of {', '.join(KL_KINDS)}.")
-    if beta != 0.0 and ref_logprob is None:
+    if beta != 0.0 and terms.ref_logprob is None:
         raise ValueError(f"beta={beta} needs ref_logprob, the log-probabilities of the reference policy; got None.")
 
 
-def _plain(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantages: Tensor,
-    log_ratio: Tensor | None,
-    ref_logprob: Tensor | None,
-    mask: Tensor | None,
-    eps_low: float,
-    eps_high: float,
-    beta: float,
-    kl: str,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = reference.policy_loss(
-        logprob, old_logprob, advantages, log_ratio=log_ratio, ref_logprob=ref_logprob, mask=mask,
-        eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl,
-    )  # fmt: skip
-    with torch.no_grad():
-        wide = [reference.widen(x) for x in (logprob, old_logprob)]
-        ratio = wide[0] - wide[1] if log_ratio is None else reference.widen(log_ratio)
-        statistics = reference.policy_statistics(ratio, advantages, eps_low, eps_high, mask)
-        if ref_logprob is not None:
-            penalty = reference.kl_penalty(wide[0], reference.widen(ref_logprob), kl, ratio)
-            statistics["kl"] = (penalty if mask is None else torch.where(mask.bool(), penalty, 0.0)).sum()
-    return loss, statistics
+def _by_triton(impl: str, terms: Terms) -> bool:
+    given = [x for x in terms[:5] if x is not None]
+    wanted = torch.is_grad_enabled() and terms.advantages.requires_grad  # the kernel has no gradient by them
+    return choose(impl, "policy_loss", *given) == "triton" and not wanted
+
+
+def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    eps_low, eps_high, beta, kl = settings
+    return _policy_loss_op(*terms, scalar(eps_low), scalar(eps_high), scalar(beta), kl)
+
+
+@torch.no_grad()
+def _statistics(terms: Terms, settings: Settings) -> dict[str, Tensor]:
+    logprob, old_logprob = reference.widen(terms.logprob), reference.widen(terms.old_logprob)
+    ratio = logprob - old_logprob if terms.log_ratio is None else reference.widen(terms.log_ratio)
+    statistics = reference.policy_statistics(ratio, terms.advantages, settings.eps_low, settings.eps_high, terms.mask)
+    if terms.ref_logprob is not None:
+        penalty = reference.kl_penalty(logprob, reference.widen(terms.ref_logprob), settings.kl, ratio)
+        keep = penalty if terms.mask is None else torch.where(terms.mask.bool(), penalty, 0.0)
+        statistics["kl"] = keep.sum()
+    return statistics
 
 
 @torch.library.custom_op("nlgrpo::policy_loss", mutates_args=())

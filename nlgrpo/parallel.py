@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +82,9 @@ def start() -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
+        # A group that something still refers to, as the cycles of a sharded model do, outlives this call; its threads
+        # then meet an interpreter that is shutting down, and the process may abort.
+        gc.collect()
         dist.destroy_process_group()
 
 

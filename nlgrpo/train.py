@@ -119,23 +119,27 @@ def launch(cfg: Config, *, dry_run: bool = False) -> None:
     stop = StopSignal()
     disable_progress_bar()  # transformers' own, of every reward model that is read
     with parallel.start() as ranks:
-        console = Console(quiet=not ranks.first)
-        seed_everything(cfg.train.seed + ranks.rank)
-        run = build(cfg, ranks)
-        console.print(plan.show(run))
-        if dry_run:
-            return
-        open_folder(run)
-        learner = run.learner()
-        before = evaluate_before(run, learner)
-        if run.restore(learner):
-            console.print(f"going on from step {run.progress.step}")
-        with run.logger() as log:
-            finished = train(run, learner, stop, log)
-        if finished:
-            finish(run, learner, before, console)
-        else:
-            console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
+        _launch(cfg, ranks, stop, dry_run)  # whose model, and with it the group's handles, is gone on return
+
+
+def _launch(cfg: Config, ranks: parallel.Ranks, stop: StopSignal, dry_run: bool) -> None:
+    console = Console(quiet=not ranks.first)
+    seed_everything(cfg.train.seed + ranks.rank)
+    run = build(cfg, ranks)
+    console.print(plan.show(run))
+    if dry_run:
+        return
+    open_folder(run)
+    learner = run.learner()
+    before = evaluate_before(run, learner)
+    if run.restore(learner):
+        console.print(f"going on from step {run.progress.step}")
+    with run.logger() as log:
+        finished = train(run, learner, stop, log)
+    if finished:
+        finish(run, learner, before, console)
+    else:
+        console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
