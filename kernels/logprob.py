@@ -45,10 +45,11 @@ def linear_logprob(
     count: it then costs nothing, both results are 0, and so is its gradient. Both results are (T,) in nats, float32, or
     float64 for float64 inputs; T may be 0. Differentiable in hidden, weight and bias; the product is computed again in
     the backward, for one block of tokens at a time. Under autocast the inputs take its type, as those of a linear layer
-    do. A sharded ``weight`` (DTensor) is gathered. ``emulate_bf16_logits`` rounds the logits, before the temperature,
+    do. ``emulate_bf16_logits`` rounds the logits, before the temperature,
     as an engine in bfloat16 does; the gradient is that of the logits that were not rounded.
 
-    Raises ValueError for shapes and types that do not fit, targets that are not int64, and temperature <= 0.
+    Raises ValueError for a sharded weight, shapes and types that do not fit, targets that are not int64, and a
+    temperature <= 0.
     """
     hidden, weight, bias = _whole(hidden, weight, bias)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -77,16 +78,13 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, 
 
 def _whole(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs as plain tensors of the type that a linear layer would compute in."""
-    weight, bias = _gathered(weight), None if bias is None else _gathered(bias)
+    if hasattr(weight, "full_tensor"):
+        raise ValueError("weight is sharded (a DTensor); call this inside the forward of the module that FSDP gathers.")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         to = torch.get_autocast_dtype(device)
         return hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
     return hidden, weight, bias
-
-
-def _gathered(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _check_targets(targets: Tensor, rows: Tensor, temperature: float) -> None:

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.tensor
 from torch.distributions import Categorical
 
 from nlgrpo import kernels
@@ -248,6 +250,19 @@ def test_no_tensor_of_all_logits_exists(small_blocks):
 
     assert largest_allocation(lambda: step(kernels.linear_logprob)) == 64 * V * 4
     assert largest_allocation(lambda: step(reference.linear_logprob)) == T * V * 4  # the watch sees what it should
+
+
+def test_a_sharded_weight_is_refused():
+    """Gathered in here, its gradient would be taken for the same on all ranks, and not be summed."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        hidden, weight, _, targets = head(5, 4, 9, torch.float32)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = torch.distributed.tensor.distribute_tensor(weight, mesh)
+        with pytest.raises(ValueError, match="weight is sharded"):
+            kernels.linear_logprob(hidden, sharded, targets)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("op", ["linear", "token"])
