@@ -1,9 +1,10 @@
 """Operations of a policy-gradient step, usable without the rest of nlgrpo: they need PyTorch and nothing else.
 
-    linear_logprob   hidden states, output matrix -> log-probability and entropy of each token
-    token_logprob    the same from logits
-    policy_loss      clipped policy-gradient loss with a KL penalty, per token
-    linearize        rewards of a group -> first variation of a rank-based objective
+    linear_logprob       hidden states, output matrix -> log-probability and entropy of each token
+    token_logprob        the same from logits
+    policy_loss          clipped policy-gradient loss with a KL penalty, per token
+    linear_policy_loss   both: hidden states -> loss, with the gradient computed in the forward
+    linearize            rewards of a group -> first variation of a rank-based objective
     decode_attention, rms_norm, swiglu   the ops between the matrix products of a decoding step
 
 ``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "torch", and
@@ -42,6 +43,7 @@ if __name__ == "kernels":
     _leave_the_name()
 else:
     from .decode import decode_attention, rms_norm, swiglu
+    from .linear_policy_loss import linear_policy_loss
     from .linearize import linearize
     from .logprob import linear_logprob, token_logprob
     from .policy_loss import policy_loss, policy_loss_with_statistics
@@ -50,6 +52,7 @@ else:
     __all__ = [
         "decode_attention",
         "linear_logprob",
+        "linear_policy_loss",
         "linearize",
         "policy_loss",
         "policy_loss_with_statistics",

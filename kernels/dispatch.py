@@ -49,9 +49,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def epilogue(impl: str) -> ModuleType:
-    """The module that turns a block of logits into log-probs, entropies and gradients."""
-    return importlib.import_module(f".epilogue_{impl}", __package__)
+def implementation(name: str, impl: str) -> ModuleType:
+    """The module ``name_impl``: "epilogue" of a block of logits, or "policy_loss" of a block of tokens."""
+    return importlib.import_module(f".{name}_{impl}", __package__)
 
 
 def use_cpp(impl: str, op: str, *tensors: Tensor) -> bool:

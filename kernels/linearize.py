@@ -11,6 +11,8 @@ from torch import Tensor
 from . import reference
 from .dispatch import choose
 
+LARGEST = 4096  # samples a group that the Triton kernel takes
+
 
 def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor:
     """Linearised rewards of every group (IAMA, Prop. 4.2 and Alg. 3), up to a constant per group.
@@ -23,7 +25,7 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
     of weight 0. Other gaps next to an infinity are infinite.
 
     float32 and float64 keep their dtype; others are computed and returned in float32. Differentiable in both inputs.
-    "triton" takes M up to 1,024, and "auto" plain PyTorch beyond.
+    "triton" takes float32 and M up to 4,096; "auto" is plain PyTorch beyond.
 
     Raises ValueError for shapes that do not fit and for a NaN reward, naming the first. That check reads the data, so
     that it is left out inside ``torch.compile``, where a NaN is sorted last and spreads over its group.
@@ -37,7 +39,7 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
         raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group before this.")
     rewards = reference.widen(rewards)
     weights = weights.to(rewards)
-    if choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], 1024)) == "triton":
+    if choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST)) == "triton":
         return _linearize_op(rewards, weights)
     return reference.linearize(rewards, weights)
 

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 1024  # rewards that one program holds where groups are small
+ELEMENTS = 1024  # rewards that one program sorts at once; from 2,048 on it would spill thousands of bytes a thread
+# For larger groups a program keeps two sorted copies in memory, 64 KiB of them at M = 4,096. As many programs as this
+# fill an H100 four times over and keep these copies in its second-level cache.
+PROGRAMS = 528
 
 
 @triton.jit
@@ -21,40 +24,113 @@ def _flip_negative(bits):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@triton.jit
+def _packed(rewards, column, inside):
+    """Rewards above, column below, in integers that are all different and have the rewards' order.
+
+    Equal rewards keep the order of their columns, and what is outside the group comes last.
+    """
+    x = tl.load(rewards, mask=inside, other=0.0) + 0.0  # -0 becomes 0
+    key = tl.where(inside, _flip_negative(x.to(tl.int32, bitcast=True)), 0x7FFFFFFF)
+    return (key.to(tl.int64) << 32) | column.to(tl.int64)
+
+
+@triton.jit
+def _value(packed):
+    return _flip_negative((packed >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _suffix_sums(column, value, above, below, weight):
+    """Sums of the weighted gaps from each column of sorted rewards to the last one; ``above``, ``below``: neighbours.
+
+    Equal rewards take the sum of the first of them: a scan adds in an order of its own, and rounds their sums apart.
+    """
+    gap = tl.where((value == above) | (weight == 0.0), 0.0, weight * (value - above))
+    sums = tl.cumsum(gap, 1, reverse=True)
+    first = tl.associative_scan(tl.where((column == 0) | (value != below), column, 0), 1, _larger)
+    return tl.gather(sums, first, 1)
+
+
 @triton.jit(do_not_specialize=["P", "M", "stride_p", "stride_m"])
-def _linearize_kernel(rewards, weights, out, P, M, stride_p, stride_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _small_kernel(rewards, weights, out, P, M, stride_p, stride_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """ROWS groups of up to COLUMNS rewards a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < P) & (column < M)
-    x = tl.load(rewards + row * stride_p + column * stride_m, mask=inside, other=0.0) + 0.0  # -0 becomes 0
-    key = tl.where(column < M, _flip_negative(x.to(tl.int32, bitcast=True)), 0x7FFFFFFF)  # what is outside comes last
-    packed = tl.sort((key.to(tl.int64) << 32) | column.to(tl.int64), dim=1)
-    place = (packed & 0xFFFFFFFF).to(tl.int32)
-    value = _flip_negative((packed >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-
     rank = tl.broadcast_to(column, (ROWS, COLUMNS))
+    packed = tl.sort(_packed(rewards + row * stride_p + column * stride_m, rank, inside), dim=1)
+    value = _value(packed)
     above = tl.gather(value, tl.minimum(rank + 1, M - 1), 1)
     below = tl.gather(value, tl.maximum(rank - 1, 0), 1)
     weight = tl.load(weights + rank, mask=rank < M - 1, other=0.0)
-    gap = tl.where((value == above) | (weight == 0.0), 0.0, weight * (value - above))
-    sums = tl.cumsum(gap, 1, reverse=True)
-    # Equal rewards take the sum of the first of them: a scan adds in an order of its own, and rounds their sums apart.
-    first = tl.associative_scan(tl.where((rank == 0) | (value != below), rank, 0), 1, _larger)
-    tl.store(out + row * M + place, tl.gather(sums, first, 1), mask=inside)
+    sums = _suffix_sums(rank, value, above, below, weight)
+    tl.store(out + row * M + (packed & 0xFFFFFFFF).to(tl.int32), sums, mask=inside)
+
+
+@triton.jit
+def _count_smaller(packed, chunk, CHUNK: tl.constexpr, STEPS: tl.constexpr):
+    """How many of the CHUNK = 2^STEPS sorted integers at ``chunk`` are smaller than each of ``packed``."""
+    smaller = tl.zeros_like(packed)
+    half = CHUNK
+    for _ in range(STEPS):
+        half //= 2
+        smaller += tl.where(tl.load(chunk + smaller + half - 1) < packed, half, 0)
+    return smaller + (tl.load(chunk + smaller) < packed)
+
+
+@triton.jit(do_not_specialize=["P", "M", "stride_p", "stride_m", "chunks"])
+def _large_kernel(
+    rewards, weights, out, memory, P, M, stride_p, stride_m, chunks, CHUNK: tl.constexpr, STEPS: tl.constexpr
+):
+    """A group at a time, in chunks: sort each, find every reward's rank by counting in the others, sum from the top."""
+    program = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, CHUNK)[None, :]
+    sorted_chunks = memory + program * 2 * chunks * CHUNK
+    merged = sorted_chunks + chunks * CHUNK
+    for row in range(program, P, tl.num_programs(0)):
+        for c in range(chunks):
+            column = c * CHUNK + i
+            packed = _packed(rewards + row * stride_p + column.to(tl.int64) * stride_m, column, column < M)
+            tl.store(sorted_chunks + column, tl.sort(packed, dim=1))
+        tl.debug_barrier()
+        for c in range(chunks):
+            packed = tl.load(sorted_chunks + c * CHUNK + i)
+            rank = i.to(tl.int64)
+            for other in range(chunks):
+                if other != c:
+                    rank += _count_smaller(packed, sorted_chunks + other * CHUNK, CHUNK, STEPS)
+            tl.store(merged + rank, packed)
+        tl.debug_barrier()
+        above_chunk = tl.zeros((1,), tl.float32)
+        for k in range(chunks):
+            rank = (chunks - 1 - k) * CHUNK + i
+            packed = tl.load(merged + rank)
+            above = _value(tl.load(merged + tl.minimum(rank + 1, M - 1)))
+            below = _value(tl.load(merged + tl.maximum(rank - 1, 0)))
+            weight = tl.load(weights + rank, mask=rank < M - 1, other=0.0)
+            sums = _suffix_sums(i, _value(packed), above, below, weight) + above_chunk[:, None]
+            tl.store(out + row * M + (packed & 0xFFFFFFFF), sums, mask=rank < M)
+            above_chunk = tl.sum(tl.where(i == 0, sums, 0.0), 1)
+        tl.debug_barrier()  # the next group overwrites what slower threads may still read
 
 
 def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
-    """See `reference.linearize`; float32 ``rewards (P, M)`` of any strides, ``weights (M,)``, M at most 1,024.
-
-    From 2,048 on, a program would spill thousands of bytes a thread.
-    """
+    """See `reference.linearize`; float32 ``rewards (P, M)`` of any strides, ``weights (M,)``."""
     P, M = rewards.shape
     out = torch.empty(P, M, dtype=torch.float32, device=rewards.device)
-    columns = triton.next_power_of_2(M)
-    rows = max(1, ELEMENTS // columns)
-    if P:
-        _linearize_kernel[(triton.cdiv(P, rows),)](
-            rewards, weights.contiguous(), out, P, M, *rewards.stride(),
-            ROWS=rows, COLUMNS=columns, num_warps=4,
+    arguments = (rewards, weights.contiguous(), out)
+    if P and M <= ELEMENTS:
+        columns = triton.next_power_of_2(M)
+        rows = ELEMENTS // columns
+        _small_kernel[(triton.cdiv(P, rows),)](
+            *arguments, P, M, *rewards.stride(), ROWS=rows, COLUMNS=columns, num_warps=4
+        )
+    elif P:
+        programs, chunks = min(P, PROGRAMS), triton.cdiv(M, ELEMENTS)
+        memory = torch.empty(programs * 2 * chunks * ELEMENTS, dtype=torch.int64, device=rewards.device)
+        _large_kernel[(programs,)](
+            *arguments, memory, P, M, *rewards.stride(), chunks,
+            CHUNK=ELEMENTS, STEPS=ELEMENTS.bit_length() - 1, num_warps=4,
         )  # fmt: skip
     return out

@@ -7,18 +7,14 @@ does not grow with T.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import choose, epilogue, scalar
-
-IGNORE = -100
-# Of a block of logits: 32 MiB, and on a GPU 1.25 GiB, which are 4,096 tokens of a vocabulary of 150,000 in bfloat16.
-BLOCK_BYTES = {"cpu": 2**25, "cuda": 5 * 2**28}
+from .dispatch import choose, implementation, scalar
+from .head import Gradients, block_logits, blocks, check_targets, checked, shape
 
 Both = tuple[Tensor, Tensor]
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor]  # log-probability, entropy, and the two parts of the log-sum-exp
@@ -48,18 +44,12 @@ def linear_logprob(
     do. ``emulate_bf16_logits`` rounds the logits, before the temperature,
     as an engine in bfloat16 does; the gradient is that of the logits that were not rounded.
 
-    Raises ValueError for a sharded weight, shapes and types that do not fit, targets that are not int64, and a
-    temperature <= 0.
+    A weight or bias that FSDP2 has sharded (a DTensor) is gathered here, in the type of ``hidden``; it gets the mean of
+    its ranks' gradients, as from FSDP2 itself. All its ranks have to call this, also one without tokens.
+
+    Raises ValueError for shapes and types that do not fit, targets that are not int64, and a temperature <= 0.
     """
-    hidden, weight, bias = _whole(hidden, weight, bias)
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected hidden (T, D) and weight (V, D), got {_shape(hidden)} and {_shape(weight)}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"expected bias ({weight.shape[0]},), one per row of weight, got {_shape(bias)}.")
-    types = {x.dtype for x in (hidden, weight, bias) if x is not None}
-    if len(types) > 1:
-        raise ValueError(f"expected hidden, weight and bias of one type, got {', '.join(sorted(map(str, types)))}.")
-    _check_targets(targets, hidden, temperature)
+    hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
     impl = choose(impl, "linear_logprob", hidden)
     return _linear_op(hidden, weight, bias, targets, scalar(temperature), emulate_bf16_logits, impl)[:2]
 
@@ -70,43 +60,10 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, 
     A logit of -inf is a token that cannot be drawn; it adds nothing to the entropy. Raises as `linear_logprob`.
     """
     if logits.ndim != 2:
-        raise ValueError(f"expected logits (T, V), got {_shape(logits)}; flatten the leading dimensions first.")
-    _check_targets(targets, logits, temperature)
+        raise ValueError(f"expected logits (T, V), got {shape(logits)}; flatten the leading dimensions first.")
+    check_targets(targets, logits, temperature)
     impl = choose(impl, "token_logprob", logits)
     return _token_op(logits, targets, scalar(temperature), impl)[:2]
-
-
-def _whole(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inputs as plain tensors of the type that a linear layer would compute in."""
-    if hasattr(weight, "full_tensor"):
-        raise ValueError("weight is sharded (a DTensor); call this inside the forward of the module that FSDP gathers.")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        to = torch.get_autocast_dtype(device)
-        return hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
-    return hidden, weight, bias
-
-
-def _check_targets(targets: Tensor, rows: Tensor, temperature: float) -> None:
-    if targets.shape != rows.shape[:1]:
-        raise ValueError(f"expected targets ({rows.shape[0]},), one per row of {_shape(rows)}, got {_shape(targets)}.")
-    if targets.dtype != torch.int64:
-        raise ValueError(f"expected targets of dtype torch.int64, got {targets.dtype}; call targets.long().")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: expected a number > 0.")
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)
-
-
-def _blocks(targets: Tensor, vocabulary: int, itemsize: int) -> Iterator[slice | Tensor]:
-    """Indices of the tokens that count, a block at a time: slices where all do."""
-    kept = (targets != IGNORE).nonzero()[:, 0]
-    budget = BLOCK_BYTES["cpu" if targets.is_cpu else "cuda"]
-    size = max(64, budget // max(1, vocabulary * itemsize))
-    for start in range(0, len(kept), size):
-        yield slice(start, start + size) if len(kept) == len(targets) else kept[start : start + size]
 
 
 def _results(like: Tensor) -> Statistics:
@@ -126,14 +83,14 @@ def _if_any(grad: Tensor) -> Tensor | None:
 
 def _token_blocks(logits: Tensor, targets: Tensor, impl: str) -> Iterable[slice | Tensor]:
     """Triton's kernels widen as they read and pass over tokens that do not count: they take all at once."""
-    return [slice(None)] if impl == "triton" else _blocks(targets, logits.shape[1], 4)
+    return [slice(None)] if impl == "triton" else blocks(targets, logits.shape[1], 4)
 
 
 @torch.library.custom_op("nlgrpo::token_logprob", mutates_args=())
 def _token_op(logits: Tensor, targets: Tensor, temperature: Tensor, impl: str) -> Statistics:
     results = _results(logits)
     for rows in _token_blocks(logits, targets, impl):
-        parts = epilogue(impl).statistics(logits[rows], targets[rows], temperature.item())
+        parts = implementation("epilogue", impl).statistics(logits[rows], targets[rows], temperature.item())
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return results
@@ -155,7 +112,7 @@ def _token_backward_op(
     upstream = _if_any(grad_entropy)
     for rows in _token_blocks(logits, targets, impl):
         out = grad[rows]
-        epilogue(impl).gradient(
+        implementation("epilogue", impl).gradient(
             logits[rows], targets[rows], top[rows], log_total[rows], entropy[rows],
             grad_logprob[rows], None if upstream is None else upstream[rows], temperature.item(), out,
         )  # fmt: skip
@@ -191,11 +148,6 @@ _token_op.register_autograd(_token_backward, setup_context=_token_setup)
 # --- from hidden states -----------------------------------------------------------------------------------------------
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, emulate_bf16: bool) -> Tensor:
-    logits = F.linear(hidden, weight, bias)
-    return logits.bfloat16().to(logits.dtype) if emulate_bf16 else logits
-
-
 @torch.library.custom_op("nlgrpo::linear_logprob", mutates_args=())
 def _linear_op(
     hidden: Tensor,
@@ -207,9 +159,9 @@ def _linear_op(
     impl: str,
 ) -> Statistics:
     results = _results(hidden)
-    for rows in _blocks(targets, len(weight), hidden.itemsize):
-        logits = _logits(hidden[rows], weight, bias, emulate_bf16)
-        parts = epilogue(impl).statistics(logits, targets[rows], temperature.item())
+    for rows in blocks(targets, len(weight), hidden.itemsize):
+        logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
+        parts = implementation("epilogue", impl).statistics(logits, targets[rows], temperature.item())
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return results
@@ -234,9 +186,9 @@ def _linear_backward_op(
     """Gradients of hidden, weight and bias; of those that are not ``wanted``, an empty tensor."""
     sums = Gradients(hidden, weight, wanted)
     upstream = _if_any(grad_entropy)
-    for rows in _blocks(targets, len(weight), hidden.itemsize):
-        logits = _logits(hidden[rows], weight, bias, emulate_bf16)
-        epilogue(impl).gradient(
+    for rows in blocks(targets, len(weight), hidden.itemsize):
+        logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
+        implementation("epilogue", impl).gradient(
             logits, targets[rows], top[rows], log_total[rows], entropy[rows],
             grad_logprob[rows], None if upstream is None else upstream[rows], temperature.item(), logits,
         )  # fmt: skip
@@ -252,31 +204,6 @@ def _(hidden: Tensor, *_: object) -> Statistics:
 @_linear_backward_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return Gradients(hidden, weight, rest[-1]).results()
-
-
-class Gradients:
-    """Sums over blocks of the gradients of hidden, weight and bias; of narrow types the latter two in float32."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, wanted: list[bool]) -> None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.dtype, self.wanted = weight.dtype, wanted
-        self.hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0)
-        self.weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=wide)
-        self.bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=wide)
-
-    def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """A block whose logits have the gradient ``grad (n, V)``."""
-        if self.wanted[0]:
-            self.hidden[rows] = grad @ weight
-        if self.wanted[1] and self.weight.dtype == grad.dtype:
-            self.weight.addmm_(grad.T, hidden)
-        elif self.wanted[1]:
-            self.weight += grad.T @ hidden
-        if self.wanted[2]:
-            self.bias += grad.sum(0, dtype=self.bias.dtype)
-
-    def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.hidden, self.weight.to(self.dtype), self.bias.to(self.dtype)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ def policy_loss(
     mask: Tensor | None = None,
     eps_low: float = 0.2,
     eps_high: float = 0.2,
+    dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
     impl: str = "auto",
@@ -33,19 +35,21 @@ def policy_loss(
         loss = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) + beta KL(logprob, ref_logprob)
 
     All tensors have one shape, usually (T,). ``log_ratio`` stands in for the difference logprob - old_logprob, with its
-    own gradient, where the ratio is not the token's (GSPO). ``kl`` is the estimator, with d = ref_logprob - logprob:
-    "k1" -d, "k2" d^2/2, "k3" e^d - d - 1, "k3_iw" rho (e^d - d - 1). Only the importance-weighted k3_iw estimates the
-    KL, and its gradient, once the policy has moved off the one that sampled. Log-ratios, and d in k3, are cut at 20:
-    past it the value stays and the gradient is 0.
+    own gradient, where the ratio is not the token's (GSPO). ``dual_clip``, above 1 + eps_high, bounds the first part of
+    the loss by -dual_clip A where A < 0, so that a large ratio has no gradient there (Ye et al. 2020, eq. 5; TRL's
+    ``delta``). ``kl`` is the estimator, with d = ref_logprob - logprob: "k1" -d, "k2" d^2/2, "k3" e^d - d - 1, "k3_iw"
+    rho (e^d - d - 1). Only the importance-weighted k3_iw estimates the KL, and its gradient, once the policy has moved
+    off the one that sampled. Log-ratios, and d in k3, are cut at 20: past it the value stays and the gradient is 0.
 
     Where ``mask`` is false (or 0) the loss and its gradient are 0, whatever the inputs hold there. The result is
     float32, or float64 for float64 inputs. With logprob == old_logprob the gradient is that of -A logprob. "triton" has
     no gradient by the advantages; "auto" does not choose it where one is wanted.
 
-    Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, an unknown ``kl``, and beta without ref_logprob.
+    Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, dual_clip <= 1 + eps_high, an unknown ``kl``,
+    and beta without ref_logprob.
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
-    settings = Settings(eps_low, eps_high, beta, kl)
+    settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
     _check(terms, settings)
     if beta == 0.0:
         terms = terms._replace(ref_logprob=None)
@@ -64,6 +68,7 @@ def policy_loss_with_statistics(
     mask: Tensor | None = None,
     eps_low: float = 0.2,
     eps_high: float = 0.2,
+    dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
     impl: str = "auto",
@@ -72,17 +77,17 @@ def policy_loss_with_statistics(
 
     ``clip_low``   how many ratios are below 1 - eps_low where A < 0
     ``clip_high``  how many are above 1 + eps_high where A > 0
+    ``clip_dual``  how many are above dual_clip where A < 0, if it is given
     ``ratio_max``  the largest ratio, cut at e^20 (to be maximised over batches); 0 without tokens
     ``kl``         sum of the KL estimate over tokens, where ``ref_logprob`` is given, whatever beta
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
-    settings = Settings(eps_low, eps_high, beta, kl)
+    settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
     _check(terms, settings)
     if not _by_triton(impl, terms):
         return reference.policy_loss(**terms._asdict(), **settings._asdict()), _statistics(terms, settings)
     loss, _, _, sums = _fused(terms, settings)
-    names = ("clip_low", "clip_high", "ratio_max", *(["kl"] if ref_logprob is not None else []))
-    return loss.view(logprob.shape), dict(zip(names, sums.detach().unbind(), strict=False))
+    return loss.view(logprob.shape), named(sums, settings, ref_logprob)
 
 
 class Terms(NamedTuple):
@@ -101,6 +106,7 @@ class Settings(NamedTuple):
 
     eps_low: float
     eps_high: float
+    dual_clip: float | None
     beta: float
     kl: str
 
@@ -110,13 +116,30 @@ def _check(terms: Terms, settings: Settings) -> None:
     for name, x in terms._asdict().items():
         if x is not None and x.shape != shape:
             raise ValueError(f"expected {name} of the shape of logprob {tuple(shape)}, got {tuple(x.shape)}.")
-    eps_low, eps_high, beta, kl = settings
+    check_settings(settings, terms.ref_logprob)
+
+
+def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
+    eps_low, eps_high, dual_clip, beta, kl = settings
     if not (0 <= eps_low <= 1 and eps_high >= 0):
         raise ValueError(f"eps_low={eps_low}, eps_high={eps_high}: expected 0 <= eps_low <= 1 and eps_high >= 0.")
+    if dual_clip is not None and not dual_clip > 1 + eps_high:
+        raise ValueError(f"dual_clip={dual_clip}: expected None or a number > 1 + eps_high = {1 + eps_high}.")
     if kl not in KL_KINDS:
         raise ValueError(f"kl={kl!r} is not known; expected one of {', '.join(KL_KINDS)}.")
-    if beta != 0.0 and terms.ref_logprob is None:
+    if beta != 0.0 and ref_logprob is None:
         raise ValueError(f"beta={beta} needs ref_logprob, the log-probabilities of the reference policy; got None.")
+
+
+def named(sums: Tensor, settings: Settings, ref_logprob: Tensor | None) -> dict[str, Tensor]:
+    """The statistics that were asked for, of the five that a fused pass gives."""
+    low, high, dual, largest, kl = sums.detach().unbind()
+    statistics = {"clip_low": low, "clip_high": high, "ratio_max": largest}
+    if settings.dual_clip is not None:
+        statistics["clip_dual"] = dual
+    if ref_logprob is not None:
+        statistics["kl"] = kl
+    return statistics
 
 
 def _by_triton(impl: str, terms: Terms) -> bool:
@@ -126,15 +149,22 @@ def _by_triton(impl: str, terms: Terms) -> bool:
 
 
 def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    eps_low, eps_high, beta, kl = settings
-    return _policy_loss_op(*terms, scalar(eps_low), scalar(eps_high), scalar(beta), kl)
+    return _policy_loss_op(*terms, *scalars(settings), settings.kl)
+
+
+def scalars(settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """eps_low, eps_high, dual_clip and beta, as an op takes them."""
+    dual_clip = math.inf if settings.dual_clip is None else settings.dual_clip
+    return scalar(settings.eps_low), scalar(settings.eps_high), scalar(dual_clip), scalar(settings.beta)
 
 
 @torch.no_grad()
 def _statistics(terms: Terms, settings: Settings) -> dict[str, Tensor]:
     logprob, old_logprob = reference.widen(terms.logprob), reference.widen(terms.old_logprob)
     ratio = logprob - old_logprob if terms.log_ratio is None else reference.widen(terms.log_ratio)
-    statistics = reference.policy_statistics(ratio, terms.advantages, settings.eps_low, settings.eps_high, terms.mask)
+    statistics = reference.policy_statistics(
+        ratio, terms.advantages, settings.eps_low, settings.eps_high, terms.mask, settings.dual_clip
+    )
     if terms.ref_logprob is not None:
         penalty = reference.kl_penalty(logprob, reference.widen(terms.ref_logprob), settings.kl, ratio)
         keep = penalty if terms.mask is None else torch.where(terms.mask.bool(), penalty, 0.0)
@@ -152,13 +182,14 @@ def _policy_loss_op(
     mask: Tensor | None,
     eps_low: Tensor,
     eps_high: Tensor,
+    dual_clip: Tensor,
     beta: Tensor,
     kl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, its derivatives by the log-ratio and, through the KL alone, by the log-prob, each (T,); statistics (4,)."""
+    """Loss, its derivatives by the log-ratio and, through the KL alone, by the log-prob, each (T,); statistics (5,)."""
     from . import policy_loss_triton
 
-    numbers = (eps_low.item(), eps_high.item(), beta.item())
+    numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item())
     return policy_loss_triton.policy_loss(
         logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl
     )  # fmt: skip
@@ -167,7 +198,7 @@ def _policy_loss_op(
 @_policy_loss_op.register_fake
 def _(logprob: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, ref_logprob = logprob.numel(), others[3]
-    sizes = (T, T, T if ref_logprob is not None else 0, 4)
+    sizes = (T, T, T if ref_logprob is not None else 0, 5)
     a, b, c, d = (logprob.new_empty(size, dtype=torch.float32) for size in sizes)
     return a, b, c, d
 
@@ -189,7 +220,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     else:
         grads[0], grads[1] = by_ratio if by_kl is None else by_ratio + by_kl, -by_ratio
     shaped = [None if g is None else g.view(ctx.shape).to(to) for g, to in zip(grads, ctx.dtypes, strict=True)]
-    return *shaped, None, None, None, None, None
+    return *shaped, None, None, None, None, None, None
 
 
 _policy_loss_op.register_autograd(_backward, setup_context=_setup)

@@ -21,13 +21,13 @@ def _k3(d):
     return tl.where(tl.abs(d) < 0.5, d * d / 2 * series, tl.exp(d) - 1.0 - d)
 
 
-@triton.jit(do_not_specialize=["T", "low", "high", "beta"])
+@triton.jit(do_not_specialize=["T", "low", "high", "dual", "beta"])
 def _policy_loss_kernel(
     logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, loss, through_ratio, direct, statistics,
-    T, low, high, beta,
+    T, low, high, dual, beta,
     KIND: tl.constexpr, HAS_LOG_RATIO: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """KIND 0: no reference. ``statistics`` gets a row a program: clips low, clips high, largest ratio, sum of KL."""
+    """KIND 0: no reference. ``statistics`` gets a row a program: clips low, high and dual, largest ratio, sum of KL."""
     program = tl.program_id(0).to(tl.int64)
     t = program * BLOCK + tl.arange(0, BLOCK)
     inside = t < T
@@ -45,6 +45,8 @@ def _policy_loss_kernel(
     plain, clipped = rho * A, tl.minimum(tl.maximum(rho, low), high) * A
     value = -tl.minimum(plain, clipped)
     grad = tl.where(plain <= clipped, -A, 0.0)  # by rho; where both are the same, rho is not clipped or A is 0
+    past_dual = (A < 0) & (rho > dual)
+    value, grad = tl.where(past_dual, -dual * A, value), tl.where(past_dual, 0.0, grad)
     kl = tl.zeros((BLOCK,), tl.float32)
     if KIND > 0:
         d = tl.load(ref_logprob + t, mask=keep, other=0.0).to(tl.float32) - lp
@@ -66,11 +68,12 @@ def _policy_loss_kernel(
     tl.store(loss + t, tl.where(keep, value, 0.0), mask=inside)
     tl.store(through_ratio + t, tl.where(keep & (lr <= CUT), grad * rho, 0.0), mask=inside)
 
-    statistics += program * 4
+    statistics += program * 5
     tl.store(statistics, tl.sum((keep & (rho < low) & (A < 0)).to(tl.float32), 0))
     tl.store(statistics + 1, tl.sum((keep & (rho > high) & (A > 0)).to(tl.float32), 0))
-    tl.store(statistics + 2, tl.max(tl.where(keep, rho, 0.0), 0))
-    tl.store(statistics + 3, tl.sum(tl.where(keep, kl, 0.0), 0))
+    tl.store(statistics + 2, tl.sum((keep & past_dual).to(tl.float32), 0))
+    tl.store(statistics + 3, tl.max(tl.where(keep, rho, 0.0), 0))
+    tl.store(statistics + 4, tl.sum(tl.where(keep, kl, 0.0), 0))
 
 
 def policy_loss(
@@ -82,25 +85,47 @@ def policy_loss(
     mask: Tensor | None,
     eps_low: float,
     eps_high: float,
+    dual_clip: float,
     beta: float,
     kl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss and its derivatives by the log-ratio and, through the KL penalty alone, by the log-prob; all flat (T,).
 
-    The last result is (4,): how many ratios were clipped low and high, the largest ratio, and the sum of the KL.
+    ``dual_clip`` may be infinite. The last result is (5,): how many ratios were clipped low, high and past dual_clip,
+    the largest ratio, and the sum of the KL.
     """
     flat = [None if x is None else x.reshape(-1) for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob)]
     T, device = logprob.numel(), logprob.device
     loss, through_ratio = (torch.empty(T, dtype=torch.float32, device=device) for _ in range(2))
     direct = torch.zeros(T if ref_logprob is not None else 0, dtype=torch.float32, device=device)
     programs = triton.cdiv(T, BLOCK)
-    parts = torch.empty(programs, 4, dtype=torch.float32, device=device)
+    parts = torch.empty(programs, 5, dtype=torch.float32, device=device)
     if T:
         _policy_loss_kernel[(programs,)](
             *flat, None if mask is None else mask.reshape(-1), loss, through_ratio, direct, parts,
-            T, 1.0 - eps_low, 1.0 + eps_high, float(beta),
+            T, 1.0 - eps_low, 1.0 + eps_high, float(dual_clip), float(beta),
             KIND=KINDS[kl] if ref_logprob is not None else 0, HAS_LOG_RATIO=log_ratio is not None,
             HAS_MASK=mask is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
-    largest = parts[:, 2].amax() if T else parts.new_zeros(())
-    return loss, through_ratio, direct, torch.stack((parts[:, 0].sum(), parts[:, 1].sum(), largest, parts[:, 3].sum()))
+    sums = parts.sum(0)
+    if T:
+        sums[3] = parts[:, 3].amax()
+    return loss, through_ratio, direct, sums
+
+
+def loss_and_slope(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    ref_logprob: Tensor | None,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float,
+    beta: float,
+    kl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `policy_loss_torch.loss_and_slope`."""
+    loss, slope, direct, sums = policy_loss(
+        logprob, old_logprob, advantages, None, ref_logprob, None, eps_low, eps_high, dual_clip, beta, kl
+    )
+    return loss, slope if ref_logprob is None else slope + direct, sums

@@ -67,10 +67,14 @@ def policy_loss(
     mask: Tensor | None = None,
     eps_low: float = 0.2,
     eps_high: float = 0.2,
+    dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
 ) -> Tensor:
-    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) + beta KL, elementwise; 0 where ``mask`` is false."""
+    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) + beta KL, elementwise; 0 where ``mask`` is false.
+
+    With ``dual_clip`` the first part is at most -dual_clip A where A < 0.
+    """
     logprob, old_logprob, advantages = widen(logprob), widen(old_logprob), widen(advantages)
     log_ratio = logprob - old_logprob if log_ratio is None else widen(log_ratio)
     keep = torch.ones_like(logprob, dtype=torch.bool) if mask is None else mask.bool()
@@ -80,6 +84,8 @@ def policy_loss(
     advantages = torch.where(keep, advantages, 0.0)
     rho = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     loss = -torch.minimum(rho * advantages, rho.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    if dual_clip is not None:
+        loss = torch.where((advantages < 0) & (rho > dual_clip), -dual_clip * advantages, loss)
     if ref_logprob is not None and beta != 0.0:
         here, there = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
         loss = loss + beta * kl_penalty(here, there, kl, log_ratio)
@@ -87,14 +93,25 @@ def policy_loss(
 
 
 def policy_statistics(
-    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, mask: Tensor | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    eps_low: float,
+    eps_high: float,
+    mask: Tensor | None = None,
+    dual_clip: float | None = None,
 ) -> dict[str, Tensor]:
-    """How many ratios are clipped from below (A < 0) and from above (A > 0), and the largest ratio; scalars."""
+    """How many ratios are clipped from below (A < 0) and from above (A > 0), and the largest ratio; scalars.
+
+    With ``dual_clip`` also how many are past it (A < 0).
+    """
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.bool()
     rho = torch.where(keep, log_ratio, -torch.inf).clamp(max=MAX_LOG_RATIO).exp()
     low, high = keep & (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
     largest = rho.amax() if rho.numel() else rho.new_zeros(())
-    return {"clip_low": low.sum().to(rho), "clip_high": high.sum().to(rho), "ratio_max": largest}
+    statistics = {"clip_low": low.sum().to(rho), "clip_high": high.sum().to(rho), "ratio_max": largest}
+    if dual_clip is not None:
+        statistics["clip_dual"] = ((rho > dual_clip) & (advantages < 0)).sum().to(rho)
+    return statistics
 
 
 def linearize(rewards: Tensor, weights: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ class LossConfig:
     """The ratio is clipped below at 1 - eps_low."""
     eps_high: float = 0.2
     """And above at 1 + eps_high."""
+    dual_clip: float | None = None
+    """Where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any ratio does."""
     beta: float = 1e-4
     """Weight of the KL divergence to the model that training starts from; 0 keeps no reference."""
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -233,6 +235,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
         need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
         need("loss.eps_high", "> 0", loss.eps_high > 0),
+        need("loss.dual_clip", "> 1 + loss.eps_high", loss.dual_clip is None or loss.dual_clip > 1 + loss.eps_high),
         need("loss.beta", ">= 0", loss.beta >= 0),
         need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
         need("loss.epochs", ">= 1", loss.epochs >= 1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +14,11 @@ from torch import Tensor
 from nlgrpo import kl
 from nlgrpo.config import LossConfig, OptimConfig
 from nlgrpo.engine import Rollout
+from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.parallel import Ranks, clip_gradients
-from nlgrpo.policy_losses import packed_loss, token_weights
+from nlgrpo.policy_losses import packed_loss, packed_loss_from_hidden, token_weights
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
@@ -65,7 +68,7 @@ class Learner:
         """Log-probs (R, L) of the completions under ``model``; 0 behind their ends."""
         out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=_wide(model))
         for batch in self.micro_batches(rollout, list(range(len(out)))):
-            logprob, _ = model(batch.tokens, batch.lengths, batch.select, batch.targets, self.temperature)
+            logprob, _ = self.logprobs(model, batch)
             out[batch.row, batch.offset] = logprob.to(out)
         return out
 
@@ -152,23 +155,33 @@ class Learner:
         ref_logprobs: Tensor | None,
         beta: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logprob, entropy = self.model(batch.tokens, batch.lengths, batch.select, batch.targets, self.temperature)
-        in_loss = self.loss.kl_in == "loss"
         here, sequence = batch.row.unique_consecutive(return_inverse=True)  # others would count as ratios of 1
-        loss, stats = packed_loss(
-            logprob,
-            None if old is None else batch.pick(old),
-            advantages[here],
-            sequence,
-            weights[here],
-            ref_logprob=None if ref_logprobs is None else batch.pick(ref_logprobs),
-            level=self.loss.level,
-            eps_low=self.loss.eps_low,
-            eps_high=self.loss.eps_high,
-            beta=beta if in_loss else 0.0,
-            kl="k3_iw" if self.loss.kl_importance else self.loss.kl,
-        )
+        terms = (None if old is None else batch.pick(old), advantages[here], sequence, weights[here])
+        options: dict[str, Any] = {
+            "ref_logprob": None if ref_logprobs is None else batch.pick(ref_logprobs),
+            "eps_low": self.loss.eps_low,
+            "eps_high": self.loss.eps_high,
+            "dual_clip": self.loss.dual_clip,
+            "beta": beta if self.loss.kl_in == "loss" else 0.0,
+            "kl": "k3_iw" if self.loss.kl_importance else self.loss.kl,
+        }
+        if self.loss.level == "token":
+
+            def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+                return packed_loss_from_hidden(
+                    hidden, weight, batch.targets, *terms, temperature=self.temperature, **options
+                )
+
+            loss, stats, logprob, entropy = self.model(batch.tokens, batch.lengths, batch.select, head)
+        else:
+            logprob, entropy = self.logprobs(self.model, batch)
+            loss, stats = packed_loss(logprob, *terms, level=self.loss.level, **options)
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
+
+    def logprobs(self, model: Decoder, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (S,) of the batch's targets under ``model``."""
+        head = partial(linear_logprob, targets=batch.targets, temperature=self.temperature)
+        return model(batch.tokens, batch.lengths, batch.select, head)
 
 
 def _wide(model: Decoder) -> torch.dtype:
@@ -178,18 +191,21 @@ def _wide(model: Decoder) -> torch.dtype:
 class _Totals:
     """Sums of an update's statistics over micro-batches, reduced over ranks once at its end."""
 
-    NAMES = ("loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_region", "gap", "compared")
+    NAMES = (
+        "loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_dual", "clip_region",
+        "gap", "compared",
+    )  # fmt: skip
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.sums = dict.fromkeys(self.NAMES, 0.0)
         self.largest = {"ratio": 0.0, "gap": 0.0}
         self.grad_norms: list[float] = []
-        self.has_kl = False
+        self.seen: set[str] = set()
 
     def add(self, loss: Tensor, stats: dict[str, Tensor], sampler: Tensor | None) -> None:
         """``sampler``: the log-probs with which the tokens were sampled, while the policy has not moved yet."""
-        self.has_kl |= "kl" in stats
+        self.seen |= stats.keys()
         self.sums["loss"] += float(loss.detach())
         for name in self.sums.keys() & stats.keys():
             self.sums[name] += float(stats[name])
@@ -217,4 +233,6 @@ class _Totals:
             "sampling/logp_difference/mean": total["gap"] / max(total["compared"], 1.0),
             "sampling/logp_difference/max": largest[1],
         }
-        return metrics | ({"kl": total["kl"] / tokens} if self.has_kl else {})
+        if "clip_dual" in self.seen:
+            metrics["clip_ratio/dual_mean"] = total["clip_dual"] / ratios
+        return metrics | ({"kl": total["kl"] / tokens} if "kl" in self.seen else {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -22,8 +23,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from nlgrpo import hf_weights
 from nlgrpo.attention import PackedAttention, Rope
 from nlgrpo.families import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
-from nlgrpo.kernels import linear_logprob, rms_norm, swiglu
+from nlgrpo.kernels import rms_norm, swiglu
 
+Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> what the caller wants of them
 Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
 
 
@@ -145,26 +147,21 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def forward(
-        self,
-        tokens: Tensor,
-        lengths: list[int],
-        select: Tensor | None = None,
-        targets: Tensor | None = None,
-        temperature: float = 1.0,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, tokens: Tensor, lengths: list[int], select: Tensor | None = None, head: Head | None = None
+    ) -> Any:
         """Packed sequences ``tokens (T,)`` with ``lengths`` (their sum is T).
 
-        Without ``targets``: logits (T, V). With them: log-prob and entropy, each (S,), of ``targets (S,)`` predicted
-        from the tokens at ``select (S,)``; no logits of the other tokens are made. The head runs in here, and not in
-        the caller, so that FSDP2 gathers its weight.
+        Without ``head``: logits (T, V). With it: ``head(hidden (S, D), weight (V, D))`` of the hidden states at
+        ``select (S,)``, such as `nlgrpo.kernels.linear_logprob` with its targets; no logits of all tokens are made. It
+        runs in here, and not in the caller, so that FSDP2 gathers the weight.
         """
         if sum(lengths) != len(tokens):
             raise ValueError(f"the sequence lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens")
         attend = PackedAttention(lengths, tokens.device, self.embed.weight.dtype)
         hidden = self.hidden(tokens, packed_positions(lengths, tokens.device), attend)
-        if targets is None:
+        if head is None:
             return F.linear(hidden, self.head_weight)
-        return linear_logprob(hidden[select], self.head_weight, targets, temperature=temperature)
+        return head(hidden if select is None else hidden[select], self.head_weight)
 
 
 def packed_positions(lengths: list[int], device: torch.device) -> Tensor:

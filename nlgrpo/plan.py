@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nlgrpo.attention import implementation
-from nlgrpo.kernels.logprob import BLOCK_BYTES
+from nlgrpo.kernels.head import BLOCK_BYTES
 from nlgrpo.run import Run
 
 

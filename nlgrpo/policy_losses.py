@@ -6,7 +6,7 @@ micro-batches, so that the sum of the losses of any partition of the responses i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ def packed_loss(
     level: Level = "token",
     eps_low: float = 0.2,
     eps_high: float = 0.2,
+    dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -76,13 +77,15 @@ def packed_loss(
     logprob, old_logprob, ref_logprob (T,); ``sequence`` (T,) int64, the response r(t) of each token; advantages and
     ``weights`` (R,), the latter from `token_weights`. ``old_logprob`` None says that the policy has not moved since it
     sampled: rho is 1, its gradient is not 0. ``level="sequence"`` gives all tokens of a response the ratio of
-    `sequence_log_ratio`. ``kl`` "k1", "k2", "k3" or, importance-weighted, "k3_iw": see `nlgrpo.kernels.policy_loss`.
+    `sequence_log_ratio`. ``dual_clip`` and ``kl`` ("k1", "k2", "k3" or, importance-weighted, "k3_iw"): see
+    `nlgrpo.kernels.policy_loss`.
 
     With ``kl="k3"``, or "k3_iw" for TRL's use_bias_correction_kl, this is the loss of TRL's GRPOTrainer.
 
     Statistics, detached, to be summed over micro-batches and ranks (``ratio_max``: to be maximised):
     ``tokens``; ``ratios``, how many ratios there are (tokens, or responses); of these, ``clip_low`` with
-    rho < 1 - eps_low and A < 0, ``clip_high`` with rho > 1 + eps_high and A > 0, ``clip_region`` with either;
+    rho < 1 - eps_low and A < 0, ``clip_high`` with rho > 1 + eps_high and A > 0, ``clip_region`` with either, and with
+    ``dual_clip`` ``clip_dual`` with rho > dual_clip and A < 0;
     ``kl``, the sum over tokens of the estimate in the loss, when ``ref_logprob`` is given, whatever beta.
 
     Raises ValueError for shapes that do not fit and for an unknown level or kl.
@@ -98,13 +101,42 @@ def packed_loss(
         log_ratio = ratios[sequence]
     per_token, statistics = kernels.policy_loss_with_statistics(
         logprob, old_logprob, token_advantages, log_ratio=None if level == "token" else log_ratio,
-        ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high, beta=beta, kl=kl,
+        ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, beta=beta, kl=kl,
     )  # fmt: skip
     if level == "sequence":
-        statistics |= reference.policy_statistics(ratios.detach(), advantages, eps_low, eps_high)
-    statistics["clip_region"] = statistics["clip_low"] + statistics["clip_high"]  # never both: A has one sign
-    statistics["tokens"], statistics["ratios"] = (logprob.new_tensor(len(x)) for x in (logprob, ratios))
-    return (weights.to(logprob)[sequence] * per_token).sum(), statistics
+        statistics |= reference.policy_statistics(ratios.detach(), advantages, eps_low, eps_high, dual_clip=dual_clip)
+    return (weights.to(logprob)[sequence] * per_token).sum(), _counted(statistics, len(logprob), len(ratios))
+
+
+def packed_loss_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    sequence: Tensor,
+    weights: Tensor,
+    *,
+    temperature: float = 1.0,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """`packed_loss` of the log-probs of ``targets`` (T,), and these and the entropies, detached, from hidden states.
+
+    hidden (T, D) and weight (V, D): see `nlgrpo.kernels.linear_policy_loss`, which makes the gradient in the forward.
+    Token-level ratios only. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta and kl. Raises as both do.
+    """
+    _check_packed(targets, old_logprob, advantages, sequence, weights, "token")
+    loss, logprob, entropy, statistics = kernels.linear_policy_loss(
+        hidden, weight, targets, old_logprob, advantages[sequence],
+        token_weights=weights[sequence], temperature=temperature, **options,
+    )  # fmt: skip
+    return loss, _counted(statistics, len(targets), len(targets)), logprob, entropy
+
+
+def _counted(statistics: dict[str, Tensor], tokens: int, ratios: int) -> dict[str, Tensor]:
+    more = {"clip_region": statistics["clip_low"] + statistics["clip_high"]}  # never both: A has one sign
+    more |= {name: statistics["ratio_max"].new_tensor(n) for name, n in (("tokens", tokens), ("ratios", ratios))}
+    return statistics | more
 
 
 def _check_packed(

@@ -35,7 +35,7 @@ def add_gradient(run: Run, learner: Learner) -> None:
     linear = combine(groups.linearize(run.objectives), run.aggregate.gradient(groups.values(run.objectives)))
     advantages = groups.advantages(linear, "none").flatten()
     for part in learner.micro_batches(rollout, list(range(len(advantages)))):
-        logprob, _ = learner.model(part.tokens, part.lengths, part.select, part.targets, learner.temperature)
+        logprob, _ = learner.logprobs(learner.model, part)
         (logprob * advantages[part.row].to(logprob)).sum().backward()
     run.progress.advance(run.config.rollout.prompts, groups.tokens)
 

@@ -74,6 +74,7 @@ def toml(tmp_path):
         ("loss.eps_low", 1.0, "in (0, 1)"),
         ("loss.eps_high", 0.0, "> 0"),
         ("loss.eps_high", -0.2, "> 0"),
+        ("loss.dual_clip", 1.2, "> 1 + loss.eps_high"),
         ("loss.beta", -1e-4, ">= 0"),
         ("loss.beta", math.nan, ">= 0"),
         ("loss.target_kl", 0.0, "> 0 or none"),

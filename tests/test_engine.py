@@ -1,6 +1,7 @@
 """The engine against the trainer's forward, transformers' filters, and itself under other batches."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers.generation import logits_process
 
 from nlgrpo import model as models
 from nlgrpo.engine import generate
+from nlgrpo.kernels import linear_logprob
 from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [5, 5, 5, 5]]
@@ -25,7 +27,8 @@ def trainer_logprobs(model, prompt, completion, temperature=1.0):
     tokens = torch.tensor([*prompt, *completion])
     select = torch.arange(len(prompt) - 1, len(tokens) - 1)
     with torch.no_grad():
-        return model(tokens, [len(tokens)], select, torch.tensor(completion), temperature)[0]
+        head = partial(linear_logprob, targets=torch.tensor(completion), temperature=temperature)
+        return model(tokens, [len(tokens)], select, head)[0]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -16,7 +16,7 @@ from nlgrpo.advantages import advantages as to_advantages
 from nlgrpo.config import LossConfig, OptimConfig
 from nlgrpo.engine import Rollout
 from nlgrpo.families import tensor_map
-from nlgrpo.kernels import logprob
+from nlgrpo.kernels import head
 from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.objectives import BestOfN, linearize_present
 from nlgrpo.parallel import Ranks
@@ -391,7 +391,7 @@ def test_a_step_never_holds_the_logits_of_all_its_tokens(tmp_path, monkeypatch):
         tiny_model(tmp_path / name, "gpt2", seed=seed, vocab_size=vocab)
     learner = make_learner(tmp_path, LossConfig(beta=0.1))
     rollout = random_rollout(torch.full((P, M), LIMIT), [1, 4, 2, 6])
-    monkeypatch.setattr(logprob, "BLOCK_BYTES", {"cpu": 1})  # as small as blocks get
+    monkeypatch.setattr(head, "BLOCK_BYTES", {"cpu": 1})  # as small as blocks get
     watch = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with watch:
         update(learner, rollout, some_advantages())

@@ -1,5 +1,7 @@
 """Micro-batches hold every sequence once, and what they predict is what each sequence alone predicts."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import WORDS, tiny_model
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nlgrpo import model as models
+from nlgrpo.kernels import linear_logprob
 from nlgrpo.packing import empty_micro_batch, pack
 
 sequences = st.lists(
@@ -67,7 +70,7 @@ def test_log_probs_are_those_of_each_sequence_alone(tmp_path, max_tokens):
     out = torch.full((5, 9), torch.nan, dtype=torch.float64)
     with torch.no_grad():
         for batch in pack(prompts, completions, rows, max_tokens):
-            logprob, _ = ours(batch.tokens, batch.lengths, batch.select, batch.targets)
+            logprob, _ = ours(batch.tokens, batch.lengths, batch.select, partial(linear_logprob, targets=batch.targets))
             out[batch.row, batch.offset] = logprob
             assert torch.equal(batch.pick(out), logprob)
         for r, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -82,7 +85,7 @@ def test_an_empty_micro_batch_runs_and_predicts_nothing(tmp_path):
     tiny_model(tmp_path)
     model = models.load(tmp_path)
     batch = empty_micro_batch()
-    logprob, entropy = model(batch.tokens, batch.lengths, batch.select, batch.targets)
+    logprob, entropy = model(batch.tokens, batch.lengths, batch.select, partial(linear_logprob, targets=batch.targets))
     assert logprob.shape == entropy.shape == batch.pick(torch.ones(0, 0)).shape == (0,)
     logprob.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

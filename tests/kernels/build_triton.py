@@ -34,15 +34,18 @@ def cases():
             yield name, epilogue_triton._gradient_kernel, row, constants, epilogue_triton.WARPS
     terms = ("logprob", "old_logprob", "advantages", "log_ratio", "ref_logprob", "loss", "through_ratio", "direct")
     types = dict.fromkeys((*terms, "statistics"), "*fp32") | {"mask": "*i1", "T": "i32"}
-    types |= dict.fromkeys(("low", "high", "beta"), "fp32")
+    types |= dict.fromkeys(("low", "high", "dual", "beta"), "fp32")
     for kind, own in itertools.product(range(5), (False, True)):
         constants = {"KIND": kind, "HAS_LOG_RATIO": own, "HAS_MASK": True, "BLOCK": policy_loss_triton.BLOCK}
         yield f"policy_loss {kind}{' own ratio' * own}", policy_loss_triton._policy_loss_kernel, types, constants, 4
-    types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | dict.fromkeys(("P", "M"), "i32")
-    types |= dict.fromkeys(("stride_p", "stride_m"), "i64")
-    for columns in (1, 8, 64, 512, 1024):
-        constants = {"ROWS": linearize_triton.ELEMENTS // columns, "COLUMNS": columns}
-        yield f"linearize {columns}", linearize_triton._linearize_kernel, types, constants, 4
+    types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | dict.fromkeys(("P", "M", "chunks"), "i32")
+    types |= dict.fromkeys(("stride_p", "stride_m"), "i64") | {"memory": "*i64"}
+    most = linearize_triton.ELEMENTS
+    for columns in (1, 8, 64, 512, most):
+        constants = {"ROWS": most // columns, "COLUMNS": columns}
+        yield f"linearize {columns}", linearize_triton._small_kernel, types, constants, 4
+    constants = {"CHUNK": most, "STEPS": most.bit_length() - 1}
+    yield "linearize chunks", linearize_triton._large_kernel, types, constants, 4
 
 
 def resources(cubin):

@@ -9,6 +9,7 @@ from nlgrpo import kernels
 from nlgrpo.kernels import reference
 
 pytest.importorskip("triton")
+from nlgrpo.kernels import linearize_triton
 
 
 def groups(P, M, device, seed=0):
@@ -31,6 +32,23 @@ def test_is_the_sum_of_the_gaps_above(device, P, M):
         by_reward = {}
         assert all(by_reward.setdefault(r, v) == v for r, v in zip(row, values, strict=True))  # ties share one value
         assert values[row.index(max(row))] == 0
+
+
+@pytest.mark.parametrize(("P", "M", "chunk"), [(1, 1025, 1024), (2, 65, 64), (1, 128, 64), (5, 250, 64), (1, 512, 128)])
+def test_large_groups_in_chunks(device, monkeypatch, P, M, chunk):
+    """Ties reach over the chunks' ends; with two programs, the third group waits for one of them."""
+    monkeypatch.setattr(linearize_triton, "PROGRAMS", 2)
+    monkeypatch.setattr(linearize_triton, "ELEMENTS", chunk)
+    rewards, weights = groups(P, M, device)
+    rewards[0, M // 8 :] = 0.25
+    rewards[-1, :: M // 4] = math.inf
+    truth = reference.linearize(rewards.double(), weights.double())
+    wide = torch.empty(P, 2 * M, device=device)[:, ::2].copy_(rewards)
+    ours = kernels.linearize(wide, weights, impl="triton")
+    torch.testing.assert_close(ours.double(), truth, atol=1e-6 * truth[truth.isfinite()].abs().max().item(), rtol=0)
+    for row, values in zip(rewards, ours, strict=True):
+        assert all(len(values[row == r].unique()) == 1 for r in row.unique())  # ties share one value
+        assert (values[row == row.max()] == 0).all()
 
 
 @pytest.mark.parametrize("M", [8, 300])
@@ -67,8 +85,8 @@ def test_gradients_and_opcheck(device):
 
 
 def test_what_triton_does_not_take():
-    with pytest.raises(ValueError, match="with M = 1025, above 1024"):
-        kernels.linearize(torch.zeros(1, 1025), torch.ones(1025), impl="triton")
+    with pytest.raises(ValueError, match="with M = 4097, above 4096"):
+        kernels.linearize(torch.zeros(1, 4097), torch.ones(4097), impl="triton")
     with pytest.raises(ValueError, match="in float64"):
         kernels.linearize(torch.zeros(1, 4, dtype=torch.float64), torch.ones(4), impl="triton")
     with pytest.raises(ValueError, match="group 0, sample 2 is NaN"):

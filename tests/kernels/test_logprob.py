@@ -4,24 +4,15 @@ import math
 
 import pytest
 import torch
-import torch.distributed.device_mesh
-import torch.distributed.tensor
 from torch.distributions import Categorical
 
 from nlgrpo import kernels
-from nlgrpo.kernels import logprob as module
+from nlgrpo.kernels import head as module
 from nlgrpo.kernels import reference
 
 IGNORE = -100
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(5, 3, 1), (17, 33, 257), (130, 8, 1000), (1, 64, 5000)]
-
-
-@pytest.fixture(params=["torch", "triton"])
-def impl(request):
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    return request.param
 
 
 @pytest.fixture
@@ -177,8 +168,9 @@ def test_no_tokens_at_all(impl, device):
     assert all((g == 0).all() for g in grads)
 
 
-def test_rows_past_2_to_the_31(impl, device):
+def test_rows_past_2_to_the_31(impl, device, monkeypatch):
     """Three rows that lie 2^30 + 8 elements apart: addresses alone, of which only the rows' pages become memory."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     V, apart = 5000, 2**30 + 8
     logits = torch.empty(2 * apart + V, dtype=torch.float16, device=device).as_strided((3, V), (apart, 1))
     assert 2 * logits.stride(0) > 2**31
@@ -250,19 +242,6 @@ def test_no_tensor_of_all_logits_exists(small_blocks):
 
     assert largest_allocation(lambda: step(kernels.linear_logprob)) == 64 * V * 4
     assert largest_allocation(lambda: step(reference.linear_logprob)) == T * V * 4  # the watch sees what it should
-
-
-def test_a_sharded_weight_is_refused():
-    """Gathered in here, its gradient would be taken for the same on all ranks, and not be summed."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        hidden, weight, _, targets = head(5, 4, 9, torch.float32)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        sharded = torch.distributed.tensor.distribute_tensor(weight, mesh)
-        with pytest.raises(ValueError, match="weight is sharded"):
-            kernels.linear_logprob(hidden, sharded, targets)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("op", ["linear", "token"])

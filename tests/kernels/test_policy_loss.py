@@ -1,4 +1,4 @@
-"""`policy_loss` in Triton against float64: loss, gradients and statistics; what masks hide; one compilation."""
+"""`policy_loss` against the reference under autograd in float64; what masks hide; one compilation."""
 
 import math
 
@@ -40,26 +40,51 @@ def close(ours, truth):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("T", [1, 1000, 1025])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_loss_gradients_and_statistics(device, kind, T, with_mask):
+@pytest.mark.parametrize("dual_clip", [None, 1.6])
+def test_loss_gradients_and_statistics(impl, device, kind, T, with_mask, dual_clip):
     logprob, old, A, ref = tokens(T, device)
     inputs = [logprob.float(), old.float(), ref.float()]  # float64 of the very numbers that the kernel reads
     A, mask = A.float(), torch.arange(T, device=device) % 3 > 0 if with_mask else None
     upstream = torch.randn(T, 2, device=device)[:, 0]
-    options = {"mask": mask, "eps_low": 0.1, "eps_high": 0.3}
+    options = {"mask": mask, "eps_low": 0.1, "eps_high": 0.3, "dual_clip": dual_clip}
 
-    def loss(impl):
-        def run(logprob, old, ref):
-            more = {} if kind == "none" else {"ref_logprob": ref, "beta": 0.7, "kl": kind}
-            return kernels.policy_loss_with_statistics(logprob, old, A.to(logprob), impl=impl, **options, **more)
+    def ours(logprob, old, ref):
+        more = {} if kind == "none" else {"ref_logprob": ref, "beta": 0.7, "kl": kind}
+        return kernels.policy_loss_with_statistics(logprob, old, A, impl=impl, **options, **more)
 
-        return run
+    def truth(logprob, old, ref):
+        more = {} if kind == "none" else {"ref_logprob": ref, "beta": 0.7, "kl": kind}
+        loss = reference.policy_loss(logprob, old, A.double(), **options, **more)
+        return loss, counted(logprob, old, A.double(), ref, kind, **options)
 
-    ours, statistics = evaluate(loss("triton"), inputs, upstream)
-    truth, true_statistics = evaluate(loss("torch"), [x.double() for x in inputs], upstream.double())
+    ours, statistics = evaluate(ours, inputs, upstream)
+    truth, expected = evaluate(truth, [x.double() for x in inputs], upstream.double())
     close(ours, truth)
-    assert statistics.keys() == true_statistics.keys()
+    assert statistics.keys() == expected.keys()
     for name in statistics:
-        assert statistics[name].item() == pytest.approx(true_statistics[name].item(), rel=1e-4), name
+        assert statistics[name].item() == pytest.approx(expected[name], rel=1e-4), name
+
+
+def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip):
+    """The statistics, one token at a time."""
+    rows = torch.stack([logprob, old, A, ref], 1).tolist()
+    rows = rows if mask is None else [row for row, kept in zip(rows, mask.tolist(), strict=True) if kept]
+    ratios = [math.exp(min(row[0] - row[1], 20)) for row in rows]
+    pairs = [(rho, row[2]) for rho, row in zip(ratios, rows, strict=True)]
+    found = {
+        "clip_low": sum(rho < 1 - eps_low and a < 0 for rho, a in pairs),
+        "clip_high": sum(rho > 1 + eps_high and a > 0 for rho, a in pairs),
+        "ratio_max": max(ratios, default=0.0),
+    }
+    if dual_clip is not None:
+        found["clip_dual"] = sum(rho > dual_clip and a < 0 for rho, a in pairs)
+    if kind != "none":
+        d = [min(row[3] - row[0], 20) if kind in ("k3", "k3_iw") else row[3] - row[0] for row in rows]
+        k3 = [math.expm1(x) - x for x in d]
+        weighted = [rho * x for rho, x in zip(ratios, k3, strict=True)]
+        terms = {"k1": [-x for x in d], "k2": [x * x / 2 for x in d], "k3": k3, "k3_iw": weighted}
+        found["kl"] = sum(terms[kind])
+    return found
 
 
 def test_a_ratio_of_its_own_has_its_own_gradient(device):
@@ -141,4 +166,4 @@ def test_opcheck():
     x, old, A, ref = (t.float() for t in tokens(20, "cpu"))
     half = torch.tensor(0.5, dtype=torch.float64)
     x.requires_grad_()
-    torch.library.opcheck(torch.ops.nlgrpo.policy_loss, (x, old, A, None, ref, None, half, half, half, "k3"))
+    torch.library.opcheck(torch.ops.nlgrpo.policy_loss, (x, old, A, None, ref, None, half, half, 4 * half, half, "k3"))

@@ -84,24 +84,34 @@ def test_linear_logprob_refuses(change, says):
         kernels.linear_logprob(**{**good, **change})
 
 
-def one_token(logprob, old, A, ref, eps_low, eps_high, beta, kl):
+def one_token(logprob, old, A, ref, eps_low, eps_high, beta, kl, dual_clip=math.inf):
     """The loss of a single token in Python floats."""
     rho, d = math.exp(logprob - old), ref - logprob
     k3 = math.exp(d) - d - 1
     penalty = {"k1": -d, "k2": d * d / 2, "k3": k3, "k3_iw": rho * k3}[kl]
-    return -min(rho * A, min(max(rho, 1 - eps_low), 1 + eps_high) * A) + beta * penalty
+    gain = min(rho * A, min(max(rho, 1 - eps_low), 1 + eps_high) * A)
+    if A < 0:
+        gain = max(gain, dual_clip * A)
+    return -gain + beta * penalty
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "k3_iw"])
-def test_policy_loss_by_hand(kl):
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_policy_loss_by_hand(kl, dual_clip):
     g = torch.Generator().manual_seed(1)
     logprob, noise, A, ref = torch.randn(4, 200, generator=g, dtype=torch.float64)
     old = logprob + 0.5 * noise
-    ours = kernels.policy_loss(logprob, old, A, ref_logprob=ref, eps_low=0.1, eps_high=0.3, beta=0.04, kl=kl)
-    hand = [one_token(*row, 0.1, 0.3, 0.04, kl) for row in torch.stack([logprob, old, A, ref], 1).tolist()]
+    ours = kernels.policy_loss(
+        logprob, old, A, ref_logprob=ref, eps_low=0.1, eps_high=0.3, dual_clip=dual_clip, beta=0.04, kl=kl
+    )
+    hand = [
+        one_token(*row, 0.1, 0.3, 0.04, kl, dual_clip or math.inf)
+        for row in torch.stack([logprob, old, A, ref], 1).tolist()
+    ]
     torch.testing.assert_close(ours, torch.tensor(hand, dtype=torch.float64), atol=1e-12, rtol=0)
     inside = (logprob - old).exp()
     assert ((inside < 0.9) & (A < 0)).any()
+    assert ((inside > 1.5) & (A < 0)).any()
     assert ((inside > 1.3) & (A > 0)).any(), "the clips have to be met for the comparison to mean something"
 
 
@@ -166,6 +176,7 @@ def test_wild_log_probabilities_stay_finite(kl):
         ({"kl": "k4"}, "k1, k2, k3, k3_iw"),
         ({"eps_low": 1.5}, "eps_low=1.5"),
         ({"eps_high": -0.1}, "eps_high=-0.1"),
+        ({"dual_clip": 1.2}, r"dual_clip=1\.2: expected None or a number > 1 \+ eps_high"),
         ({"impl": "cuda"}, "'cuda' is not known to policy_loss"),
     ],
 )

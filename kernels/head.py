@@ -1,0 +1,96 @@
+"""The output matrix of a language model, for one block of tokens at a time: what the ops from hidden states share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .sharded import gathered
+
+IGNORE = -100
+# Of a block of logits: 32 MiB, and on a GPU 1.25 GiB, which are 4,096 tokens of a vocabulary of 150,000 in bfloat16.
+BLOCK_BYTES = {"cpu": 2**25, "cuda": 5 * 2**28}
+
+
+def checked(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """hidden, weight and bias as plain tensors of the type that a linear layer would compute in.
+
+    Raises ValueError as `nlgrpo.kernels.linear_logprob` says.
+    """
+    hidden, weight, bias = _as_a_linear_layer(hidden, weight, bias)
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected hidden (T, D) and weight (V, D), got {shape(hidden)} and {shape(weight)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias ({weight.shape[0]},), one per row of weight, got {shape(bias)}.")
+    types = {x.dtype for x in (hidden, weight, bias) if x is not None}
+    if len(types) > 1:
+        raise ValueError(f"expected hidden, weight and bias of one type, got {', '.join(sorted(map(str, types)))}.")
+    check_targets(targets, hidden, temperature)
+    return hidden, weight, bias
+
+
+def check_targets(targets: Tensor, rows: Tensor, temperature: float) -> None:
+    if targets.shape != rows.shape[:1]:
+        raise ValueError(f"expected targets ({rows.shape[0]},), one per row of {shape(rows)}, got {shape(targets)}.")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"expected targets of dtype torch.int64, got {targets.dtype}; call targets.long().")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: expected a number > 0.")
+
+
+def shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _as_a_linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    device = hidden.device.type
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return hidden, gathered(weight, dtype), None if bias is None else gathered(bias, dtype)
+
+
+def blocks(targets: Tensor, vocabulary: int, itemsize: int) -> Iterator[slice | Tensor]:
+    """Indices of the tokens that count, a block at a time: slices where all do."""
+    kept = (targets != IGNORE).nonzero()[:, 0]
+    budget = BLOCK_BYTES["cpu" if targets.is_cpu else "cuda"]
+    size = max(64, budget // max(1, vocabulary * itemsize))
+    for start in range(0, len(kept), size):
+        yield slice(start, start + size) if len(kept) == len(targets) else kept[start : start + size]
+
+
+def block_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, emulate_bf16: bool) -> Tensor:
+    """(n, V) of a block of hidden states; ``emulate_bf16``: rounded to bfloat16."""
+    out = F.linear(hidden, weight, bias)
+    return out.bfloat16().to(out.dtype) if emulate_bf16 else out
+
+
+class Gradients:
+    """Sums over blocks of the gradients of hidden, weight and bias; of narrow types the latter two in float32."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: list[bool]) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.dtype, self.wanted = weight.dtype, wanted
+        self.hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0)
+        self.weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=wide)
+        self.bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=wide)
+
+    def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """A block whose logits have the gradient ``grad (n, V)``."""
+        if self.wanted[0]:
+            self.hidden[rows] = grad @ weight
+        if self.wanted[1] and self.weight.dtype == grad.dtype:
+            self.weight.addmm_(grad.T, hidden)
+        elif self.wanted[1]:
+            self.weight += grad.T @ hidden
+        if self.wanted[2]:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.hidden, self.weight.to(self.dtype), self.bias.to(self.dtype)

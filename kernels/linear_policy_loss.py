@@ -1,0 +1,160 @@
+"""The policy-gradient loss from hidden states, with its gradient computed in the forward.
+
+A token's loss is known as soon as its log-probability is, and with it the gradient of its logits: one block of logits
+serves both directions, so that three products do what takes four where the backward has to make the logits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import choose, implementation, scalar
+from .head import Gradients, block_logits, blocks, checked, shape
+from .policy_loss import Settings, check_settings, named, scalars
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class PolicyLoss(NamedTuple):
+    """What `linear_policy_loss` returns; ``loss`` alone carries a gradient."""
+
+    loss: Tensor
+    """Scalar."""
+    logprob: Tensor
+    """(T,), nats; 0 where a token does not count."""
+    entropy: Tensor
+    """(T,), nats."""
+    statistics: dict[str, Tensor]
+    """See `nlgrpo.kernels.policy_loss_with_statistics`."""
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    ref_logprob: Tensor | None = None,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
+    beta: float = 0.0,
+    kl: str = "k3",
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    emulate_bf16_logits: bool = False,
+    impl: str = "auto",
+) -> PolicyLoss:
+    """Sum over tokens of `policy_loss` of `linear_logprob`. Equals
+
+        logprob, entropy = linear_logprob(hidden, weight, targets, temperature=temperature, bias=bias)
+        losses = policy_loss(logprob, old_logprob, advantages, ref_logprob=ref_logprob, ...)
+        loss = (token_weights * losses)[targets != -100].sum()
+
+    hidden (T, D), weight (V, D), bias (V,) and targets (T,) as there; old_logprob, advantages, token_weights and
+    ref_logprob (T,), constants. ``old_logprob`` None: the policy has not moved since it sampled, every ratio is 1.
+    ``token_weights`` None: 1. The ratio is the token's; a loss whose ratio is the sequence's (GSPO) needs all log-probs
+    before any gradient, and `linear_logprob`.
+
+    Differentiable, once, in hidden, weight and bias: their gradients are made here, where they are wanted, and are as
+    large as they; beyond them the memory does not grow with T. They are kept for token weights of at most 1 in size
+    and scaled in the backward, where a loss scale for float16 has its effect in time.
+
+    Raises ValueError as `linear_logprob` and `policy_loss`.
+    """
+    hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
+    settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
+    check_settings(settings, ref_logprob)
+    given = {"old_logprob": old_logprob, "advantages": advantages}
+    given |= {"token_weights": token_weights, "ref_logprob": ref_logprob}
+    for name, x in given.items():
+        if x is not None and x.shape != targets.shape:
+            raise ValueError(f"expected {name} {shape(targets)}, one per target, got {shape(x)}.")
+    if token_weights is None:
+        token_weights = torch.ones_like(advantages)
+    token_weights = token_weights.to(_wide(hidden))
+    largest = F.pad(token_weights.abs(), (0, 1), value=torch.finfo(token_weights.dtype).tiny).amax()
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    loss, logprob, entropy, sums, *_ = _op(
+        hidden, weight, bias, targets, old_logprob, advantages, token_weights / largest, ref_logprob,
+        *scalars(settings), kl, scalar(temperature), emulate_bf16_logits, choose(impl, "linear_policy_loss", hidden),
+        wanted,
+    )  # fmt: skip
+    return PolicyLoss(loss * largest, logprob.detach(), entropy.detach(), named(sums, settings, ref_logprob))
+
+
+def _wide(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+@torch.library.custom_op("nlgrpo::linear_policy_loss", mutates_args=())
+def _op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    token_weights: Tensor,
+    ref_logprob: Tensor | None,
+    eps_low: Tensor,
+    eps_high: Tensor,
+    dual_clip: Tensor,
+    beta: Tensor,
+    kl: str,
+    temperature: Tensor,
+    emulate_bf16: bool,
+    impl: str,
+    wanted: list[bool],
+) -> Results:
+    """Loss, log-prob, entropy, statistics (5,); gradients of hidden, weight and bias, empty if not ``wanted``."""
+    loss, logprob, entropy, sums = _empty_results(hidden)
+    gradients = Gradients(hidden, weight, wanted)
+    numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item(), kl)
+    epilogue, policy = implementation("epilogue", impl), implementation("policy_loss", impl)
+    for rows in blocks(targets, len(weight), hidden.itemsize):
+        logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
+        parts = epilogue.statistics(logits, targets[rows], temperature.item())
+        logprob[rows], entropy[rows] = parts[:2]
+        old, A, w, ref = (
+            None if x is None else x[rows].to(loss) for x in (old_logprob, advantages, token_weights, ref_logprob)
+        )
+        losses, slope, counts = policy.loss_and_slope(parts[0], parts[0] if old is None else old, A, ref, *numbers)
+        loss += (w * losses).sum()
+        largest = torch.maximum(sums[3], counts[3])
+        sums += counts
+        sums[3] = largest
+        if any(wanted):
+            epilogue.gradient(logits, targets[rows], *parts[2:], parts[1], w * slope, None, temperature.item(), logits)
+            gradients.add(rows, logits, hidden[rows], weight)
+    return loss, logprob, entropy, sums, *gradients.results()
+
+
+def _empty_results(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, dtype = hidden.shape[0], _wide(hidden)
+    loss, logprob, entropy, sums = (hidden.new_zeros(size, dtype=dtype) for size in ((), T, T, 5))
+    return loss, logprob, entropy, sums
+
+
+@_op.register_fake
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> Results:
+    return *_empty_results(hidden), *Gradients(hidden, weight, rest[-1]).results()
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    ctx.wanted, ctx.others = inputs[-1], len(inputs) - 3
+    ctx.save_for_backward(*output[4:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    grads = (g * grad if want else None for g, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+    return *grads, *[None] * ctx.others
+
+
+_op.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,53 @@
+"""The loss of tokens and its derivative by their log-probs, in plain PyTorch, where autograd does not reach."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .reference import MAX_LOG_RATIO, kl_penalty, policy_loss, policy_statistics
+
+
+def loss_and_slope(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantages: Tensor,
+    ref_logprob: Tensor | None,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float,
+    beta: float,
+    kl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and dloss/dlogprob, each (n,), and statistics (5,) as those of `policy_loss_triton.policy_loss`.
+
+    dloss/dlogprob = -A rho where neither clip holds + beta dKL/dlogprob
+    """
+    log_ratio = logprob - old_logprob
+    loss = policy_loss(
+        logprob, old_logprob, advantages, ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high,
+        dual_clip=dual_clip, beta=beta, kl=kl,
+    )  # fmt: skip
+    rho, within = log_ratio.clamp(max=MAX_LOG_RATIO).exp(), log_ratio <= MAX_LOG_RATIO
+    clipped = ((advantages > 0) & (rho > 1 + eps_high)) | ((advantages < 0) & ((rho < 1 - eps_low) | (rho > dual_clip)))
+    slope = torch.where(within & ~clipped, -advantages * rho, 0.0)
+    counts = policy_statistics(log_ratio, advantages, eps_low, eps_high, dual_clip=dual_clip)
+    sums = [counts["clip_low"], counts["clip_high"], counts["clip_dual"], counts["ratio_max"]]
+    if ref_logprob is None:
+        return loss, slope, torch.stack([*sums, rho.new_zeros(())])
+    penalty = kl_penalty(logprob, ref_logprob, kl, log_ratio)
+    return loss, slope + beta * _kl_slope(logprob, ref_logprob, kl, rho, within), torch.stack([*sums, penalty.sum()])
+
+
+def _kl_slope(logprob: Tensor, ref_logprob: Tensor, kl: str, rho: Tensor, within: Tensor) -> Tensor:
+    """dKL/dlogprob of `reference.kl_penalty`; ``within``: where the log-ratio is not cut."""
+    d = ref_logprob - logprob
+    if kl == "k1":
+        return torch.ones_like(d)
+    if kl == "k2":
+        return -d
+    cut = d.clamp(max=MAX_LOG_RATIO)
+    k3_slope = torch.where(d <= MAX_LOG_RATIO, -torch.expm1(cut), 0.0)
+    if kl == "k3":
+        return k3_slope
+    return rho * (k3_slope + torch.where(within, torch.expm1(cut) - cut, 0.0))

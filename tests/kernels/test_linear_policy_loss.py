@@ -1,0 +1,297 @@
+"""`linear_policy_loss` against `reference.linear_logprob` and `reference.policy_loss` under autograd, in float64."""
+
+import math
+
+import pytest
+import torch
+from test_logprob import IGNORE, check_as_good_as_torch, head, largest_allocation, truncation
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from nlgrpo import kernels
+from nlgrpo.kernels import head as module
+from nlgrpo.kernels import reference
+
+KINDS = ["none", "k1", "k2", "k3", "k3_iw"]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1, "cuda": 1})  # as small as they get: 64 rows
+
+
+def tokens(hidden, weight, bias, targets, seed=7):
+    """Old and reference log-probs around the policy's own, advantages and weights: ratios meet all clips."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        own, _ = reference.linear_logprob(hidden.double(), weight.double(), targets, bias=bias.double())
+    old, ref, A, w = torch.randn(4, len(targets), generator=g, dtype=torch.float64).to(hidden.device)
+    return own + old, own + 0.3 * ref, A, w.abs() / 100
+
+
+def run(loss, leaves):
+    """Loss and gradients in float64."""
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    value = loss(*leaves)
+    value.backward()
+    return [x.double().reshape(-1) for x in (value.detach(), *(x.grad for x in leaves))]
+
+
+def plain(targets, old, ref, A, w, temperature=1.0, **options):
+    def loss(hidden, weight, bias):
+        logprob, _ = reference.linear_logprob(hidden, weight, targets, bias=bias, temperature=temperature)
+        o, r, a = (None if x is None else x.to(logprob) for x in (old, ref, A))
+        o = logprob.detach() if o is None else o
+        return (w.to(logprob) * reference.policy_loss(logprob, o, a, ref_logprob=r, **options)).sum()
+
+    return loss
+
+
+def options_of(kind):
+    return {} if kind == "none" else {"beta": 0.4, "kl": kind}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_loss_and_gradients(impl, device, small_blocks, kind, dtype, temperature):
+    if (impl, dtype) == ("triton", torch.float64):
+        pytest.skip("Triton's kernels compute in float32")
+    hidden, weight, bias, targets = head(150, 24, 300, dtype, device)
+    old, ref, A, w = tokens(hidden, weight, bias, targets)
+    ref = None if kind == "none" else ref
+    options = {"eps_low": 0.1, "eps_high": 0.3, "dual_clip": 1.8, "temperature": temperature} | options_of(kind)
+
+    def ours(hidden, weight, bias):
+        result = kernels.linear_policy_loss(
+            hidden, weight, targets, old, A, bias=bias, token_weights=w, ref_logprob=ref, impl=impl, **options
+        )
+        return result.loss
+
+    leaves = [hidden, weight, bias]
+    theirs = plain(targets, old, ref, A, w, **options)
+    truth = run(theirs, [x.double() for x in leaves])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-9}[dtype]
+    check_as_good_as_torch(run(ours, leaves), run(theirs, leaves), truth, tolerance + truncation(impl, device, dtype))
+
+
+@pytest.mark.parametrize("kind", ["none", "k3_iw"])
+def test_what_is_logged_is_what_the_two_ops_say(impl, device, small_blocks, kind):
+    hidden, weight, bias, targets = head(150, 24, 300, torch.float32, device)
+    targets[::3] = IGNORE
+    kept = targets != IGNORE
+    old, ref, A, w = tokens(hidden, weight, bias, targets % 300)
+    for x in (old, ref, A, w, hidden):
+        x[~kept] = math.nan  # nothing of such a token is read
+    ref = None if kind == "none" else ref
+    options = {"eps_low": 0.1, "eps_high": 0.3, "dual_clip": 1.8} | options_of(kind)
+    with torch.no_grad():
+        result = kernels.linear_policy_loss(
+            hidden, weight, targets, old, A, bias=bias, token_weights=w, ref_logprob=ref, impl=impl, **options
+        )
+    logprob, entropy = reference.linear_logprob(
+        hidden[kept].double(), weight.double(), targets[kept], bias=bias.double()
+    )
+    assert (result.logprob[~kept] == 0).all()
+    assert (result.entropy[~kept] == 0).all()
+    torch.testing.assert_close(result.logprob[kept].double(), logprob, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result.entropy[kept].double(), entropy, atol=1e-5, rtol=0)
+    ratio = (logprob - old[kept]).exp()
+    A = A[kept]
+    expected = {
+        "clip_low": ((ratio < 0.9) & (A < 0)).sum(),
+        "clip_high": ((ratio > 1.3) & (A > 0)).sum(),
+        "clip_dual": ((ratio > 1.8) & (A < 0)).sum(),
+        "ratio_max": ratio.max(),
+    }
+    assert all(count > 0 for count in expected.values())
+    if kind != "none":
+        d = ref[kept] - logprob
+        expected["kl"] = (ratio * (d.exp() - d - 1)).sum()
+    assert result.statistics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert result.statistics[name].item() == pytest.approx(value.item(), rel=1e-4), name
+
+
+def test_on_policy_and_unweighted_it_is_the_policy_gradient(impl, device):
+    """The gradient is that of -sum_t A_t log pi(t), and the loss -sum_t A_t."""
+    hidden, weight, bias, targets = head(30, 8, 50, torch.float32, device)
+    A = torch.randn(30, generator=torch.Generator().manual_seed(0)).to(device)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    ours = kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias, impl=impl)
+    assert ours.loss.item() == pytest.approx(-A.sum().item(), abs=1e-5)
+    truth = [x.detach().double().requires_grad_() for x in leaves]
+    logprob, _ = reference.linear_logprob(*truth[:2], targets, bias=truth[2])
+    expected = torch.autograd.grad(-(A.double() * logprob).sum(), truth)
+    for x, y in zip(torch.autograd.grad(ours.loss, leaves), expected, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
+
+
+def test_a_scale_of_the_loss_and_a_second_use(impl, device):
+    """What comes from above is multiplied in, each time anew."""
+    hidden, weight, _, targets = head(9, 8, 50, torch.float32, device)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    A = torch.ones(9, device=device)
+    loss = kernels.linear_policy_loss(hidden, weight, targets, None, A, impl=impl).loss
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    thrice = torch.autograd.grad(3 * loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    for x, y, z in zip(once, thrice, again, strict=True):
+        torch.testing.assert_close((3 * x, x), (y, z))
+
+
+def test_tiny_token_weights_survive_float16(device):
+    """1 / tokens of a large batch times a softmax is below float16's least number; the loss scale comes in time."""
+    hidden, weight, bias, targets = head(20, 8, 50, torch.float16, device)
+    A, w = torch.ones(20, device=device), torch.full((20,), 1e-7, device=device)
+    hidden.requires_grad_()
+    loss = kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias, token_weights=w, impl="torch").loss
+    (ours,) = torch.autograd.grad(2**23 * loss, hidden)
+    wide = hidden.detach().double().requires_grad_()
+    theirs = plain(targets, None, None, A, w)(wide, weight.double(), bias.double())
+    (truth,) = torch.autograd.grad(2**23 * theirs, wide)
+    assert (ours.double() - truth).abs().max() < 0.01 * truth.abs().max()
+
+
+@pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_that_are_asked_for(wanted):
+    *leaves, targets = head(6, 4, 9, torch.float32)
+    for i in wanted:
+        leaves[i].requires_grad_()
+    result = kernels.linear_policy_loss(leaves[0], leaves[1], targets, None, torch.ones(6), bias=leaves[2])
+    assert result.loss.requires_grad == bool(wanted)
+    assert not result.logprob.requires_grad
+    if wanted:
+        result.loss.backward()
+    assert [x.grad is not None for x in leaves] == [i in wanted for i in range(3)]
+
+
+def test_no_tokens_and_no_weight_at_all(impl, device):
+    for T, w in ((0, None), (5, torch.zeros(5, device=device))):
+        hidden, weight, bias, targets = head(T, 4, 9, torch.float32, device)
+        leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+        A = torch.ones(T, device=device)
+        result = kernels.linear_policy_loss(
+            hidden, weight, targets, A, A, bias=bias, token_weights=w, ref_logprob=A, impl=impl
+        )
+        result.loss.backward()
+        assert result.loss.item() == 0
+        assert all((x.grad == 0).all() for x in leaves)
+
+
+def test_no_tensor_of_all_logits_exists(small_blocks):
+    T, D, V = 2000, 4, 300
+    *leaves, targets = head(T, D, V, torch.float32)
+    leaves = [x.requires_grad_() for x in leaves]
+    A = torch.ones(T)
+
+    def step():
+        kernels.linear_policy_loss(leaves[0], leaves[1], targets, None, A, bias=leaves[2]).loss.backward()
+
+    assert largest_allocation(step) == 64 * V * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"old_logprob": torch.ones(2)}, r"expected old_logprob \(3,\), one per target, got \(2,\)"),
+        ({"advantages": torch.ones(3, 1)}, r"expected advantages \(3,\), one per target, got \(3, 1\)"),
+        ({"token_weights": torch.ones(4)}, "token_weights"),
+        ({"ref_logprob": torch.ones(4)}, "ref_logprob"),
+        ({"beta": 0.1}, "needs ref_logprob"),
+        ({"kl": "k4"}, "k1, k2, k3, k3_iw"),
+        ({"eps_low": 1.5}, "eps_low=1.5"),
+        ({"dual_clip": 1.1}, r"dual_clip=1\.1: expected None or a number > 1 \+ eps_high = 1\.2"),
+        ({"temperature": 0.0}, r"temperature=0\.0"),
+        ({"targets": torch.zeros(3)}, "dtype torch.int64"),
+        ({"weight": torch.ones(5, 3)}, r"hidden \(T, D\) and weight \(V, D\)"),
+        ({"impl": "cuda"}, "'cuda' is not known to linear_policy_loss"),
+    ],
+)
+def test_it_refuses(change, says):
+    good = {"hidden": torch.ones(3, 2), "weight": torch.ones(5, 2), "targets": torch.zeros(3, dtype=torch.int64)}
+    good |= {"old_logprob": torch.ones(3), "advantages": torch.ones(3)}
+    with pytest.raises(ValueError, match=says):
+        kernels.linear_policy_loss(**{**good, **change})
+
+
+def test_opcheck():
+    hidden, weight, bias, targets = head(70, 4, 9, torch.float32)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    A, half = torch.ones(70), torch.tensor(0.5, dtype=torch.float64)
+    args = (targets, A, A, A, A, half, half, 4 * half, half, "k3_iw", half, False, "torch", [True] * 3)
+    torch.library.opcheck(torch.ops.nlgrpo.linear_policy_loss.default, (*inputs, *args))
+
+
+def test_one_compilation_serves_all_lengths_and_settings():
+    graphs = []
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    def loss(hidden, weight, targets, A, temperature, beta):
+        result = kernels.linear_policy_loss(
+            hidden, weight, targets, A, A, token_weights=A, ref_logprob=A, beta=beta, temperature=temperature
+        )
+        return result.loss
+
+    for T, temperature, beta in ((5, 0.7, 0.1), (9, 0.9, 0.2), (33, 1.3, 0.3)):
+        hidden, weight, _, targets = head(T, 4, 9, torch.float32)
+        A = torch.randn(T, generator=torch.Generator().manual_seed(T))
+        ours = loss(hidden.requires_grad_(), weight, targets, A, temperature, beta)
+        (grad,) = torch.autograd.grad(ours, hidden)
+        bias = torch.zeros(9)
+        theirs = plain(targets, A, A, A, A, temperature=temperature, beta=beta)(hidden, weight, bias)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(grad, torch.autograd.grad(theirs, hidden)[0], atol=1e-5, rtol=1e-4)
+    assert len(graphs) == 1
+
+
+class Small(torch.nn.Module):
+    """Embeddings, and a head that is called from outside; tied, both are one parameter."""
+
+    def __init__(self, V, D, tied):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(V, D), torch.nn.Linear(D, V)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.embed(tokens)
+
+
+def work(rank: int, folder: str, tied: bool) -> None:
+    """A head sharded over two ranks, called from outside of the model's forward: all get the mean of the gradients."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model, truth = Small(7, 6, tied).double(), Small(7, 6, tied).double()
+    truth.load_state_dict(model.state_dict())
+    tokens, targets, A = torch.randint(7, (10,)), torch.randint(7, (10,)), torch.randn(10, dtype=torch.float64)
+    ranks = (slice(0, 3), slice(3, 10))
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+    def loss(model, op, rows):
+        return op(model(tokens[rows]), model.head.weight, model.head.bias, targets[rows], A[rows])
+
+    for op in (recomputed, in_forward):
+        model.zero_grad()
+        truth.zero_grad()
+        model(tokens)
+        assert isinstance(model.head.weight, DTensor)
+        loss(model, op, ranks[rank]).backward()
+        (sum(loss(truth, op, rows) for rows in ranks) / 2).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, atol=1e-12, rtol=0, msg=name)
+    torch.distributed.destroy_process_group()
+
+
+def recomputed(hidden, weight, bias, targets, A):
+    return -(A * kernels.linear_logprob(hidden, weight, targets, bias=bias)[0]).sum()
+
+
+def in_forward(hidden, weight, bias, targets, A):
+    return kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias).loss
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_fsdp_has_sharded(tmp_path, tied):
+    torch.multiprocessing.spawn(work, (str(tmp_path), tied), nprocs=2)
