@@ -1,144 +1,186 @@
-"""Times `linear_logprob`, forward and backward with an entropy term, against plain torch and its compiler.
+"""Times the ops around the output matrix, forward and backward, against plain torch, its compiler and Liger-Kernel.
 
-    python bench/bench_logprob.py [--device cpu|cuda] [--quick] [--save]
+    python bench/bench_logprob.py [--device cpu|cuda] [--quick] [--save] [--op token_logprob] [--sizes T=4096 V=32000]
 
-Sides take turns, each time in a fresh process, so that one's memory is not the other's peak. On a CPU: T = 8,192
-tokens, D = 512, V = 32,000, float32. On a GPU: T = 16,384, D = 4,096, V = 151,936, bfloat16, where the floor is that of
-four matrix products at 989 TFLOP/s (H100). Nothing is reported unless the op's tests pass. Liger-Kernel is no side yet.
+    linear_logprob       hidden states and output matrix -> log-prob and entropy of each token, with a gradient for both
+    linear_policy_loss   the same -> clipped policy-gradient loss, summed; its gradient is made in the forward
+    token_logprob        logits -> log-prob and entropy
+
+On a CPU in float32: T = 8,192 tokens, D = 512, V = 32,000, and T = 1,024 for token_logprob. On a GPU in bfloat16:
+T = 16,384, D = 4,096, V = 151,936. Rates of the first two count the three matrix products that a forward and a backward
+need at least, 6 T D V operations; a side that does not keep the logits and computes them again does a fourth, for which
+the table has a second floor. token_logprob's floor reads the logits once in each direction and writes their gradient.
+
+Peak memory includes the gradients, which every side has to make. Liger-Kernel (`pip install liger-kernel`) is asked
+for LigerFusedLinearScaledCrossEntropyFunction with its entropy (a CuTe kernel on an H100 or H200, which needs
+`liger-kernel[cutedsl]`; blocks of 512 tokens in plain torch elsewhere) and for LigerFusedLinearGRPOLoss (blocks of
+sequences in plain torch, gradient in the forward, the loss compiled). From logits it has no log-prob with a gradient.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
-import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import torch
-from common import MIB, RESULTS, machine, one_line, peak_resident, resident, save
+from kernels_common import main, sizes_of
+from kernels_side import PLAIN, Case, compiled
+from torch import Tensor
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
 
-SIDES = ("ours", "plain torch", "torch.compile")
-SHAPES = {"cpu": (8192, 512, 32_000, torch.float32), "cuda": (16_384, 4096, 151_936, torch.bfloat16)}
-PEAK = {"cuda": 989e12}
-TESTS = Path(__file__).parents[1] / "tests" / "kernels" / "test_logprob.py"
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+HIDDEN = {"cpu": {"T": 8192, "D": 512, "V": 32_000}, "cuda": {"T": 16_384, "D": 4096, "V": 151_936}}
+LOGITS = {"cpu": {"T": 1024, "V": 32_000}, "cuda": {"T": 16_384, "V": 151_936}}
+SEQUENCES = 16  # of T / 16 tokens, with one advantage each: Liger's loss takes no other
+BETA = 0.04
+
+Side = Callable[[SimpleNamespace], tuple[Tensor, ...]]
 
 
-def operation(side: str) -> Any:
-    if side == "ours":
-        return kernels.linear_logprob
-    return torch.compile(reference.linear_logprob) if side == "torch.compile" else reference.linear_logprob
+# --- from hidden states -----------------------------------------------------------------------------------------------
 
 
-def child(side: str, device: str, shape: tuple[int, int, int], repeats: int) -> None:
-    """Print the seconds of each repeat and the peak of memory beyond inputs and their gradients."""
-    T, D, V = shape
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(T, D, generator=generator).to(device, SHAPES[device][3]).requires_grad_()
-    weight = (torch.randn(V, D, generator=generator) / D**0.5).to(device, SHAPES[device][3]).requires_grad_()
+def hidden_inputs(
+    sizes: dict[str, int], dtype: torch.dtype, generator: torch.Generator, device: str
+) -> SimpleNamespace:
+    T, D, V = sizes["T"], sizes["D"], sizes["V"]
+    hidden, weight = torch.randn(T, D, generator=generator), torch.randn(V, D, generator=generator) / D**0.5
     targets = torch.randint(V, (T,), generator=generator).to(device)
-    upstream = torch.randn(T, generator=generator).to(device)
-    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
-    kernels.linear_logprob(hidden[:1].detach(), weight.detach(), targets[:1])  # a first op imports parts of torch
-    op, seconds, before = operation(side), [], resident()
-    for _ in range(repeats + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-        start = time.perf_counter()
-        logprob, entropy = op(hidden, weight, targets)
-        (logprob * upstream + 0.01 * entropy).sum().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else peak_resident()
-    print(json.dumps({"seconds": seconds[1:], "added_mib": (peak - before) / MIB}))
+    return SimpleNamespace(hidden=hidden.to(device, dtype), weight=weight.to(device, dtype), targets=targets)
 
 
-def measure(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", side, "--device", args.device, "--repeats", str(args.repeats)]
-    command += ["--shape", *map(str, args.shape)]
-    threads = {"OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads, check=False)
-    if done.returncode:
-        sys.exit(f"{side} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+def products(sizes: dict[str, int]) -> float:
+    """Operations of one product of hidden states and output matrix."""
+    return 2.0 * sizes["T"] * sizes["D"] * sizes["V"]
 
 
-def check() -> None:
-    """Refuse to go on where the op's tests fail."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", str(TESTS)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"the tests of linear_logprob fail, so nothing is timed:\n{done.stdout[-3000:]}")
+def logprob_side(function: Callable[..., tuple[Tensor, Tensor]]) -> Side:
+    return lambda x: function(x.hidden, x.weight, x.targets)
 
 
-def main() -> None:
-    args = arguments()
-    if args.child:
-        return child(args.child, args.device, args.shape, args.repeats)
-    check()
-    rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for _ in range(args.rounds):
-        for side, results in rounds.items():
-            results.append(measure(side, args))
-    T, D, V = args.shape
-    rows = []
-    for side, results in rounds.items():
-        seconds = statistics.median(s for r in results for s in r["seconds"])
-        added = statistics.median(r["added_mib"] for r in results)
-        rows.append({"side": side, "ms": 1e3 * seconds, "added_mib": added, "tflops": 6e-12 * T * D * V / seconds})
-    print(f"forward and backward, T = {T:,}, D = {D:,}, V = {V:,}, {SHAPES[args.device][3]}")
-    for row in rows:
-        print("{side:14} {ms:9.1f} ms  {tflops:8.3f} TFLOP/s of three products  +{added_mib:8.0f} MiB".format(**row))
-    if args.device in PEAK:
-        print(f"floor of four products: {1e3 * 8 * T * D * V / PEAK[args.device]:.1f} ms")
-    facts = machine("transformers")
-    print(f"{one_line(facts, args.threads)}, {args.rounds} processes a side, in turns")
-    result = {"bench": "logprob", "shape": [T, D, V], "threads": args.threads, "rows": rows, "machine": facts}
-    if args.save:
-        folder = "cpu" if args.device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-        print(f"saved {save('bench_logprob', result, folder)}, {draw(rows, RESULTS / folder / 'bench_logprob.png')}")
-    print(json.dumps(result))
+def liger_logprob(x: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(x.hidden, x.weight, x.targets, 1.0, -100, 1, True)
+    return -nll, entropy
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from matplotlib.figure import Figure
+def linear_logprob_case(args: argparse.Namespace) -> Case:
+    sizes, dtype = sizes_of(args, HIDDEN, {"T": 256, "D": 64, "V": 1000}), DTYPE[args.device]
+    sides = {
+        "ours": logprob_side(kernels.linear_logprob),
+        PLAIN: logprob_side(reference.linear_logprob),
+        "torch.compile": logprob_side(compiled(reference.linear_logprob)),
+        "Liger-Kernel": liger_logprob,
+    }
+    once = products(sizes)
+    return Case(
+        "linear_logprob", sizes, dtype, partial(hidden_inputs, sizes, dtype), sides, (once, 2 * once), unit="FLOP",
+        wanted=("hidden", "weight"), floors={"four products, logits made twice": 4 * once},
+    )  # fmt: skip
 
-    figure = Figure(figsize=(8, 2.2), layout="constrained")
-    for axes, (key, title) in zip(
-        figure.subplots(1, 2, sharey=True),
-        (("ms", "time (ms)"), ("added_mib", "memory beyond arguments (MiB)")),
-        strict=True,
-    ):
-        axes.barh([row["side"] for row in rows][::-1], [row[key] for row in rows][::-1], color="#0072B2")
-        axes.set_title(title)
-    figure.savefig(path, dpi=150)
-    return path
+
+# --- from hidden states to the loss -----------------------------------------------------------------------------------
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="other sizes")
-    parser.add_argument("--rounds", type=int, default=3, help="fresh processes a side (default: 3)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured repeats in each (default: 3)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch on a CPU (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="small shapes, once: does it work")
-    parser.add_argument("--save", action="store_true", help="write bench/results/DEVICE/bench_logprob.json and .png")
-    parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.repeats, args.shape = 1, 1, args.shape or [256, 64, 1000]
-    args.shape = args.shape or list(SHAPES[args.device][:3])
-    return args
+def loss_inputs(sizes: dict[str, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> SimpleNamespace:
+    """A policy that has moved a little off the one that sampled and off the reference."""
+    x = hidden_inputs(sizes, dtype, generator, device)
+    noise = 0.2 * torch.randn(2, sizes["T"], generator=generator).to(device)
+    x.old, x.ref = kernels.linear_logprob(x.hidden, x.weight, x.targets)[0] + noise
+    x.by_sequence = torch.randn(SEQUENCES, generator=generator).to(device)
+    x.advantages = x.by_sequence.repeat_interleave(sizes["T"] // SEQUENCES)
+    x.token_weights = torch.full_like(x.old, 1 / sizes["T"])
+    return x
+
+
+def in_forward(x: SimpleNamespace) -> tuple[Tensor]:
+    loss = kernels.linear_policy_loss(
+        x.hidden, x.weight, x.targets, x.old, x.advantages,
+        token_weights=x.token_weights, ref_logprob=x.ref, beta=BETA,
+    )  # fmt: skip
+    return (loss.loss,)
+
+
+def loss_side(logprob: Callable[..., tuple[Tensor, Tensor]], policy_loss: Callable[..., Tensor]) -> Side:
+    def run(x: SimpleNamespace) -> tuple[Tensor]:
+        values, _ = logprob(x.hidden, x.weight, x.targets)
+        loss = policy_loss(values, x.old, x.advantages, ref_logprob=x.ref, beta=BETA)
+        return ((x.token_weights * loss).sum(),)
+
+    return run
+
+
+def liger_loss(x: SimpleNamespace) -> tuple[Tensor]:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    rows = (SEQUENCES, -1)
+    old, ref, targets = x.old.view(rows), x.ref.view(rows), x.targets.view(rows)
+    hidden, mask = x.hidden.view(*rows, x.hidden.shape[1]), torch.ones_like(old)
+    loss = LigerFusedLinearGRPOLoss(beta=BETA)
+    value, _ = loss(
+        hidden, x.weight, targets, mask, x.by_sequence, ref_per_token_logps=ref, old_per_token_logps=old
+    )  # fmt: skip
+    return (value,)
+
+
+def linear_policy_loss_case(args: argparse.Namespace) -> Case:
+    sizes, dtype = sizes_of(args, HIDDEN, {"T": 256, "D": 64, "V": 1000}), DTYPE[args.device]
+    if sizes["T"] % SEQUENCES:
+        raise SystemExit(f"--sizes T={sizes['T']}: expected a multiple of {SEQUENCES} for linear_policy_loss")
+    plain = loss_side(reference.linear_logprob, reference.policy_loss)
+    sides = {
+        "ours": in_forward,
+        "ours, logits again": loss_side(kernels.linear_logprob, kernels.policy_loss),
+        PLAIN: plain,
+        "torch.compile": compiled(plain),
+        "Liger-Kernel": liger_loss,
+    }
+    once = products(sizes)
+    return Case(
+        "linear_policy_loss", sizes, dtype, partial(loss_inputs, sizes, dtype), sides, (3 * once, 0.0), unit="FLOP",
+        wanted=("hidden", "weight"), label=f"beta {BETA:g}",
+        floors={"four products, logits made twice": 4 * once},
+    )  # fmt: skip
+
+
+# --- from logits ------------------------------------------------------------------------------------------------------
+
+
+def logits_side(function: Callable[..., tuple[Tensor, Tensor]]) -> Side:
+    return lambda x: function(x.logits, x.targets)
+
+
+def token_logprob_case(args: argparse.Namespace) -> Case:
+    sizes, dtype = sizes_of(args, LOGITS, {"T": 32, "V": 1000}), DTYPE[args.device]
+    T, V = sizes["T"], sizes["V"]
+
+    def arguments(generator: torch.Generator, device: str) -> SimpleNamespace:
+        targets = torch.randint(V, (T,), generator=generator).to(device)
+        torch.manual_seed(0)  # 2.5 billion logits are made where they are wanted
+        return SimpleNamespace(logits=torch.randn(T, V, device=device, dtype=dtype), targets=targets)
+
+    sides = {
+        "ours": logits_side(kernels.token_logprob),
+        PLAIN: logits_side(reference.token_logprob),
+        "torch.compile": logits_side(compiled(reference.token_logprob)),
+    }
+    read = float(T * V * dtype.itemsize)
+    return Case("token_logprob", sizes, dtype, arguments, sides, (read, 2 * read), wanted=("logits",))
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    return [linear_logprob_case(args), linear_policy_loss_case(args), token_logprob_case(args)]
 
 
 if __name__ == "__main__":
-    main()
+    tests = {
+        "linear_logprob": ("test_logprob.py",),
+        "linear_policy_loss": ("test_linear_policy_loss.py", "test_logprob.py", "test_policy_loss.py"),
+        "token_logprob": ("test_logprob.py",),
+    }
+    main(__doc__, "logprob", tests, cases)

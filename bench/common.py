@@ -1,14 +1,15 @@
-"""What the benchmarks share: facts about the machine, and where results are kept."""
+"""What all benchmarks share: facts about the machine, memory of a process, and where results are kept."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import resource
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def installed(package: str) -> bool:
+    """Whether pip knows the package here."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -55,9 +65,27 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """Bytes of memory that this process held at most."""
+    """Bytes of memory that this process held at most, since its start or the last `forget_peak`.
+
+    ``ru_maxrss`` is the second choice: where a program is started by another, Linux lets it begin with what that held.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text("ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peak() -> None:
+    """Let `peak_resident` begin anew from what is held now, memory that was freed and kept by malloc returned first."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if malloc_trim is not None:
+        malloc_trim(0)
+    reset = Path("/proc/self/clear_refs")
+    if reset.exists():
+        reset.write_text("5", "ascii")
 
 
 def save(name: str, result: dict[str, Any], device: str = "cpu") -> Path:

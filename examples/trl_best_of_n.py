@@ -1,0 +1,65 @@
+"""Best-of-4 training in TRL: its GRPOTrainer with a reward function wrapped by `linearized`.
+
+pip install trl==1.16.0
+python examples/trl_best_of_n.py                       # nlgrpo's story model on a CPU, half a minute
+python examples/trl_best_of_n.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --max-length 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from nlgrpo.hf_weights import locate
+from nlgrpo.trl_rewards import linearized
+
+PROMPTS = locate("story-lm").parent / "prompts.jsonl"
+SAMPLES = 8  # completions of a prompt, TRL's num_generations
+
+
+def short_sentence(completions: list[str], **_: Any) -> list[float]:
+    """0 for a first sentence of 8 words, and less the further it is from that."""
+    words = [len(text.split(".")[0].split()) for text in completions]
+    return [-abs(n - 8) / 8 for n in words]
+
+
+class Progress(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "objective/short_sentence" in logs:
+            mean, best = logs["rewards/short_sentence/mean"], logs["objective/short_sentence"]
+            print(f"step {state.global_step:3}   mean reward {mean:7.3f}   best of 4 {best:7.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="story-lm", help="Hugging Face directory or hub name")
+    parser.add_argument("--prompts", default=PROMPTS, type=Path, help='file with lines {"prompt": ...}')
+    parser.add_argument("--steps", default=20, type=int)
+    parser.add_argument("--max-length", default=32, type=int, help="of a completion, in tokens")
+    parser.add_argument("--lr", default=1e-3, type=float)
+    options = parser.parse_args()
+    args = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), max_steps=options.steps, learning_rate=options.lr,
+        num_generations=SAMPLES, per_device_train_batch_size=8 * SAMPLES, max_completion_length=options.max_length,
+        scale_rewards="none",  # the advantage is then the linearised reward minus its group's mean
+        bf16=False, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        str(locate(options.model)), linearized(short_sentence, "bon:4", SAMPLES), args,
+        train_dataset=Dataset.from_list([json.loads(line) for line in options.prompts.read_text("utf-8").splitlines()]),
+        callbacks=[Progress()],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
