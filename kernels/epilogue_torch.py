@@ -1,42 +1,41 @@
 """What happens to a block of logits, in plain PyTorch: the same two functions as `epilogue_triton`.
 
 A block is (n, V) logits of n tokens; z = logits / temperature. Rows whose target is `IGNORE` must have left before.
+Each pass of PyTorch's reads and writes the whole; on a CPU a block is therefore worked off in chunks that stay in the
+cache over all passes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from .reference import widen
 
-# exp(-10^4) is 0 in every type: a logit of -inf stands this far below the largest, so that p log p is 0 and not NaN.
+KEPT = 0  # numbers a token that ``gradient`` wants besides; the softmax is one pass, and is made again
+CHUNK = 2**18  # logits, 1 MiB of float32
+# exp(-10^4) is 0 in every type: a log-probability of -inf is set to this, so that p log p is 0 and not NaN.
 FLOOR = -1e4
 
 
-def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log p(target), entropy, max z and log sum e^(z - max z), each (n,) in float32 (float64 for float64).
-
-    The last two are kept apart: their sum would lose what the largest logit has in front of the point.
-    """
-    z = widen(logits)
-    if temperature != 1.0:
-        z = z / temperature
-    top = z.amax(-1, keepdim=True)
-    picked = (z.gather(-1, targets[:, None]) - top)[:, 0]
-    below = (z - top).clamp_(min=FLOOR)
-    share = below.exp()
-    total = share.sum(-1)
-    log_total = total.log()
-    entropy = log_total - share.mul_(below).sum(-1) / total
-    return picked - log_total, entropy, top[:, 0], log_total
+def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target) and entropy, each (n,) in float32 (float64 for float64), and what `gradient` wants, (KEPT, n)."""
+    n, dtype = len(logits), torch.promote_types(logits.dtype, torch.float32)
+    logprob, entropy, kept = (logits.new_empty(size, dtype=dtype) for size in (n, n, (KEPT, n)))
+    for rows in _chunks(logits):
+        logp = _log_softmax(logits[rows], temperature)
+        logprob[rows] = logp.gather(-1, targets[rows, None])[:, 0]
+        logp.clamp_(min=FLOOR)
+        entropy[rows] = -logp.exp().mul_(logp).sum(-1)
+    return logprob, entropy, kept
 
 
 def gradient(
     logits: Tensor,
     targets: Tensor,
-    top: Tensor,
-    log_total: Tensor,
+    kept: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
@@ -47,17 +46,25 @@ def gradient(
 
     dl/dlogit_v = (g (1[v = target] - p_v) - h p_v (log p_v + H)) / temperature,   g, h the upstream gradients (n,)
     """
+    for rows in _chunks(logits):
+        logp = _log_softmax(logits[rows], temperature)
+        g = (grad_logprob[rows].to(logp) / temperature)[:, None]
+        if grad_entropy is None:
+            slope = logp.exp_().mul_(-g)
+        else:
+            h = (grad_entropy[rows].to(logp) / temperature)[:, None]
+            p = logp.clamp_(min=FLOOR).exp()
+            slope = p.mul_(logp.mul_(-h).sub_(g + h * entropy[rows, None]))
+        out[rows] = slope.scatter_add_(-1, targets[rows, None], g)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    n, V = logits.shape
+    size = max(1, CHUNK // max(1, V)) if logits.is_cpu else max(1, n)
+    for start in range(0, n, size):
+        yield slice(start, start + size)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     z = widen(logits)
-    if temperature != 1.0:
-        z = z / temperature
-    logp = (z - top[:, None]).sub_(log_total[:, None]).clamp_(min=FLOOR)
-    p = torch.exp(logp, out=out if out.dtype == logp.dtype else None)
-    g = grad_logprob.to(p) / temperature
-    if grad_entropy is None:
-        p.mul_(-g[:, None])
-    else:
-        h = grad_entropy.to(p) / temperature
-        p.mul_(logp.mul_(-h[:, None]).sub_((g + h * entropy)[:, None]))
-    p.scatter_add_(-1, targets[:, None], g[:, None])
-    if p is not out:
-        out.copy_(p)
+    return (z if temperature == 1.0 else z / temperature).log_softmax(-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 IGNORE = tl.constexpr(-100)
 BLOCK, WARPS = 4096, 8
+KEPT = 2  # numbers a token that the gradient wants besides
 
 
 @triton.jit(do_not_specialize=["V", "stride", "temperature"])
@@ -76,24 +77,27 @@ def _gradient_kernel(
         tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `epilogue_torch.statistics`."""
+def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See `epilogue_torch.statistics`; kept are max z and log sum e^(z - max z).
+
+    The two stay apart: their sum would lose what the largest logit has in front of the point.
+    """
     logits = _rows(logits)
     n, V = logits.shape
-    results = tuple(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(4))
+    logprob, entropy = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
+    kept = torch.empty(KEPT, n, dtype=torch.float32, device=logits.device)
     if n:
         _statistics_kernel[(n,)](
-            logits, targets.contiguous(), *results, V, logits.stride(0), float(temperature),
+            logits, targets.contiguous(), logprob, entropy, *kept, V, logits.stride(0), float(temperature),
             BLOCK=_block(V), num_warps=WARPS,
         )  # fmt: skip
-    return results
+    return logprob, entropy, kept
 
 
 def gradient(
     logits: Tensor,
     targets: Tensor,
-    top: Tensor,
-    log_total: Tensor,
+    kept: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
@@ -107,7 +111,7 @@ def gradient(
         block = _block(V)
         upstream = grad_logprob if grad_entropy is None else grad_entropy
         _gradient_kernel[(n, triton.cdiv(V, block))](
-            logits, targets.contiguous(), top, log_total, entropy, grad_logprob.float().contiguous(),
+            logits, targets.contiguous(), *kept.contiguous(), entropy, grad_logprob.float().contiguous(),
             upstream.float().contiguous(), out, V, logits.stride(0), out.stride(0), float(temperature),
             HAS_ENTROPY=grad_entropy is not None, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip

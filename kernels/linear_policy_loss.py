@@ -131,7 +131,7 @@ def _op(
         sums += counts
         sums[3] = largest
         if any(wanted):
-            epilogue.gradient(logits, targets[rows], *parts[2:], parts[1], w * slope, None, temperature.item(), logits)
+            epilogue.gradient(logits, targets[rows], parts[2], parts[1], w * slope, None, temperature.item(), logits)
             gradients.add(rows, logits, hidden[rows], weight)
     return loss, logprob, entropy, sums, *gradients.results()
 

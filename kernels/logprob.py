@@ -17,7 +17,7 @@ from .dispatch import choose, implementation, scalar
 from .head import Gradients, block_logits, blocks, check_targets, checked, shape
 
 Both = tuple[Tensor, Tensor]
-Statistics = tuple[Tensor, Tensor, Tensor, Tensor]  # log-probability, entropy, and the two parts of the log-sum-exp
+Statistics = tuple[Tensor, Tensor, Tensor]  # log-probability, entropy, and what the epilogue keeps for its gradient
 
 
 def linear_logprob(
@@ -66,11 +66,17 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, 
     return _token_op(logits, targets, scalar(temperature), impl)[:2]
 
 
-def _results(like: Tensor) -> Statistics:
+def _results(like: Tensor, impl: str) -> Statistics:
     """What an epilogue's ``statistics`` gives, for every row of ``like``; 0 where a token does not count."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    logprob, entropy, top, log_total = (like.new_zeros(like.shape[0], dtype=dtype) for _ in range(4))
-    return logprob, entropy, top, log_total
+    T, dtype = like.shape[0], torch.promote_types(like.dtype, torch.float32)
+    kept = implementation("epilogue", impl).KEPT
+    logprob, entropy, others = (like.new_zeros(size, dtype=dtype) for size in (T, T, (kept, T)))
+    return logprob, entropy, others
+
+
+def _fill(results: Statistics, rows: slice | Tensor, parts: Statistics) -> None:
+    for result, part in zip(results, parts, strict=True):
+        result[..., rows] = part
 
 
 def _if_any(grad: Tensor) -> Tensor | None:
@@ -88,11 +94,10 @@ def _token_blocks(logits: Tensor, targets: Tensor, impl: str) -> Iterable[slice 
 
 @torch.library.custom_op("nlgrpo::token_logprob", mutates_args=())
 def _token_op(logits: Tensor, targets: Tensor, temperature: Tensor, impl: str) -> Statistics:
-    results = _results(logits)
+    results = _results(logits, impl)
     for rows in _token_blocks(logits, targets, impl):
         parts = implementation("epilogue", impl).statistics(logits[rows], targets[rows], temperature.item())
-        for result, part in zip(results, parts, strict=True):
-            result[rows] = part
+        _fill(results, rows, parts)
     return results
 
 
@@ -100,8 +105,7 @@ def _token_op(logits: Tensor, targets: Tensor, temperature: Tensor, impl: str) -
 def _token_backward_op(
     logits: Tensor,
     targets: Tensor,
-    top: Tensor,
-    log_total: Tensor,
+    kept: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor,
@@ -113,7 +117,7 @@ def _token_backward_op(
     for rows in _token_blocks(logits, targets, impl):
         out = grad[rows]
         implementation("epilogue", impl).gradient(
-            logits[rows], targets[rows], top[rows], log_total[rows], entropy[rows],
+            logits[rows], targets[rows], kept[:, rows], entropy[rows],
             grad_logprob[rows], None if upstream is None else upstream[rows], temperature.item(), out,
         )  # fmt: skip
         if isinstance(rows, Tensor):
@@ -123,7 +127,7 @@ def _token_backward_op(
 
 @_token_op.register_fake
 def _(logits: Tensor, targets: Tensor, temperature: Tensor, impl: str) -> Statistics:
-    return _results(logits)
+    return _results(logits, impl)
 
 
 @_token_backward_op.register_fake
@@ -133,7 +137,7 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 def _token_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, targets, temperature, ctx.impl = inputs
-    ctx.save_for_backward(logits, targets, *output[2:], output[1], temperature)
+    ctx.save_for_backward(logits, targets, output[2], output[1], temperature)
 
 
 def _token_backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,12 +162,11 @@ def _linear_op(
     emulate_bf16: bool,
     impl: str,
 ) -> Statistics:
-    results = _results(hidden)
+    results = _results(hidden, impl)
     for rows in blocks(targets, len(weight), hidden.itemsize):
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
         parts = implementation("epilogue", impl).statistics(logits, targets[rows], temperature.item())
-        for result, part in zip(results, parts, strict=True):
-            result[rows] = part
+        _fill(results, rows, parts)
     return results
 
 
@@ -173,8 +176,7 @@ def _linear_backward_op(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    top: Tensor,
-    log_total: Tensor,
+    kept: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor,
@@ -189,7 +191,7 @@ def _linear_backward_op(
     for rows in blocks(targets, len(weight), hidden.itemsize):
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
         implementation("epilogue", impl).gradient(
-            logits, targets[rows], top[rows], log_total[rows], entropy[rows],
+            logits, targets[rows], kept[:, rows], entropy[rows],
             grad_logprob[rows], None if upstream is None else upstream[rows], temperature.item(), logits,
         )  # fmt: skip
         sums.add(rows, logits, hidden[rows], weight)
@@ -197,8 +199,8 @@ def _linear_backward_op(
 
 
 @_linear_op.register_fake
-def _(hidden: Tensor, *_: object) -> Statistics:
-    return _results(hidden)
+def _(hidden: Tensor, *others: Any) -> Statistics:
+    return _results(hidden, others[-1])
 
 
 @_linear_backward_op.register_fake
@@ -208,7 +210,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tenso
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, targets, temperature, *ctx.options = inputs
-    ctx.save_for_backward(hidden, weight, bias, targets, *output[2:], output[1], temperature)
+    ctx.save_for_backward(hidden, weight, bias, targets, output[2], output[1], temperature)
 
 
 def _linear_backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,8 @@ widened before anything non-linear; results are float32, or float64 for float64 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,6 +92,24 @@ def policy_loss(
         here, there = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
         loss = loss + beta * kl_penalty(here, there, kl, log_ratio)
     return loss
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Sum of token_weights times `policy_loss`, with its ``options``, of what `linear_logprob` gives."""
+    logprob, _ = linear_logprob(hidden, weight, targets, temperature=temperature, bias=bias)
+    losses = policy_loss(logprob, logprob.detach() if old_logprob is None else old_logprob, advantages, **options)
+    return (losses if token_weights is None else token_weights * losses).sum()
 
 
 def policy_statistics(

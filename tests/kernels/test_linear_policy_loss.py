@@ -37,12 +37,14 @@ def run(loss, leaves):
     return [x.double().reshape(-1) for x in (value.detach(), *(x.grad for x in leaves))]
 
 
-def plain(targets, old, ref, A, w, temperature=1.0, **options):
+def plain(targets, old, ref, A, w, **options):
     def loss(hidden, weight, bias):
-        logprob, _ = reference.linear_logprob(hidden, weight, targets, bias=bias, temperature=temperature)
-        o, r, a = (None if x is None else x.to(logprob) for x in (old, ref, A))
-        o = logprob.detach() if o is None else o
-        return (w.to(logprob) * reference.policy_loss(logprob, o, a, ref_logprob=r, **options)).sum()
+        o, r, a, v = (
+            None if x is None else x.to(torch.promote_types(hidden.dtype, torch.float32)) for x in (old, ref, A, w)
+        )
+        return reference.linear_policy_loss(
+            hidden, weight, targets, o, a, token_weights=v, ref_logprob=r, bias=bias, **options
+        )
 
     return loss
 
