@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +44,12 @@ def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | N
 
 
 def scalar(number: float) -> Tensor:
-    """A number in the form in which torch.compile does not compile an op anew for each of its values."""
-    return torch.scalar_tensor(number, dtype=torch.float64)
+    """A number in the form in which torch.compile does not compile an op anew for each of its values.
+
+    A product, because a number that a tensor is made from becomes a constant of the graph. It stays on the CPU, where
+    reading it waits for nothing.
+    """
+    return torch.ones((), dtype=torch.float64, device="cpu") * number
 
 
 def interpreted() -> bool:
@@ -52,6 +59,17 @@ def interpreted() -> bool:
 def implementation(name: str, impl: str) -> ModuleType:
     """The module ``name_impl``: "epilogue" of a block of logits, or "policy_loss" of a block of tokens."""
     return importlib.import_module(f".{name}_{impl}", __package__)
+
+
+def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``launch(tensor, ...)`` with the tensor's GPU as the current one, which is where Triton launches."""
+
+    @functools.wraps(launch)
+    def guarded(tensor: Tensor, *args: Any) -> Any:
+        with torch.cuda.device_of(tensor):
+            return launch(tensor, *args)
+
+    return guarded
 
 
 def use_cpp(impl: str, op: str, *tensors: Tensor) -> bool:

@@ -14,21 +14,31 @@ from torch import Tensor
 
 from .reference import widen
 
-KEPT = 0  # numbers a token that ``gradient`` wants besides; the softmax is one pass, and is made again
 CHUNK = 2**18  # logits, 1 MiB of float32
-# exp(-10^4) is 0 in every type: a log-probability of -inf is set to this, so that p log p is 0 and not NaN.
+# exp(-10^4) is 0 in every type: a logit of -inf stands this far below the largest, so that p log p is 0 and not NaN.
 FLOOR = -1e4
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target) and entropy, each (n,) in float32 (float64 for float64), and what `gradient` wants, (KEPT, n)."""
+    """log p(target) and entropy, each (n,) in float32 (float64 for float64), and what `gradient` wants besides, (2, n).
+
+    The latter are max z and log sum e^(z - max z), apart: their sum would lose what the largest logit has in front of
+    the point. The sums are those of `torch.sum`, which adds in pairs; `torch.log_softmax` adds one by one, and is ten
+    times as far from the truth for a vocabulary of 150,000.
+    """
     n, dtype = len(logits), torch.promote_types(logits.dtype, torch.float32)
-    logprob, entropy, kept = (logits.new_empty(size, dtype=dtype) for size in (n, n, (KEPT, n)))
+    logprob, entropy, kept = (logits.new_empty(size, dtype=dtype) for size in (n, n, (2, n)))
     for rows in _chunks(logits):
-        logp = _log_softmax(logits[rows], temperature)
-        logprob[rows] = logp.gather(-1, targets[rows, None])[:, 0]
-        logp.clamp_(min=FLOOR)
-        entropy[rows] = -logp.exp().mul_(logp).sum(-1)
+        z = _scaled(logits[rows], temperature)
+        top = z.amax(-1, keepdim=True)
+        picked = z.gather(-1, targets[rows, None]) - top
+        below = (z - top).clamp_(min=FLOOR)
+        share = below.exp()
+        total = share.sum(-1)
+        log_total = total.log()
+        logprob[rows] = picked[:, 0] - log_total
+        entropy[rows] = log_total - share.mul_(below).sum(-1) / total
+        kept[0, rows], kept[1, rows] = top[:, 0], log_total
     return logprob, entropy, kept
 
 
@@ -47,7 +57,8 @@ def gradient(
     dl/dlogit_v = (g (1[v = target] - p_v) - h p_v (log p_v + H)) / temperature,   g, h the upstream gradients (n,)
     """
     for rows in _chunks(logits):
-        logp = _log_softmax(logits[rows], temperature)
+        z = _scaled(logits[rows], temperature)
+        logp = (z - kept[0, rows, None]).sub_(kept[1, rows, None])
         g = (grad_logprob[rows].to(logp) / temperature)[:, None]
         if grad_entropy is None:
             slope = logp.exp_().mul_(-g)
@@ -65,6 +76,6 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
     z = widen(logits)
-    return (z if temperature == 1.0 else z / temperature).log_softmax(-1)
+    return z if temperature == 1.0 else z / temperature

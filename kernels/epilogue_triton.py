@@ -1,7 +1,9 @@
 """What happens to a block of logits, in Triton: one read for the statistics, one read and one write for the gradient.
 
-The same two functions as `epilogue_torch`, computed in float32. Length, vocabulary and temperature are values and not
-constants of the kernels, so that no new ones compile another. Rows whose target is `IGNORE` are not read.
+The same two functions as `epilogue_torch`, computed in float32 and in powers of two: reading at a GPU's full bandwidth
+leaves some 18 instructions a bfloat16 number, so the loops have nothing in them that can stand before them. Length and
+temperature are values and not constants of the kernels, so that no new ones compile another. Rows whose target is
+`IGNORE` are not read, and a target outside of the vocabulary has NaN.
 """
 
 from __future__ import annotations
@@ -11,15 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import on_its_device
+
 IGNORE = tl.constexpr(-100)
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-1e4)  # stands for -inf, whose product with a probability of 0 would be NaN
 BLOCK, WARPS = 4096, 8
-KEPT = 2  # numbers a token that the gradient wants besides
 
 
-@triton.jit(do_not_specialize=["V", "stride", "temperature"])
+@triton.jit
+def _at_least(x, floor):
+    return tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["temperature"])
 def _statistics_kernel(
     logits, targets, logprob, entropy, tops, log_totals, V, stride, temperature, BLOCK: tl.constexpr
 ):
+    """``tops``: the largest logit; ``log_totals``: log2 of the sum of 2^(scale (logit - top))."""
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31
     target = tl.load(targets + row)
     if target == IGNORE:
@@ -29,30 +40,31 @@ def _statistics_kernel(
         tl.store(log_totals + row, 0.0)
     else:
         logits += row * stride
+        scale = 1.0 / (LN2 * temperature)
         top = tl.full((), float("-inf"), tl.float32)
-        total = tl.full((), 0.0, tl.float32)  # sum of e^(z - top)
-        below_sum = tl.full((), 0.0, tl.float32)  # sum of e^(z - top) (z - top)
+        total = tl.full((), 0.0, tl.float32)  # sum of 2^below, below = scale (logit - top)
+        below_sum = tl.full((), 0.0, tl.float32)  # sum of 2^below below
         for start in range(0, V, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            z = tl.load(logits + column, mask=column < V, other=float("-inf")).to(tl.float32) / temperature
-            new_top = tl.maximum(top, tl.max(z, 0))
+            x = tl.load(logits + column, mask=column < V, other=float("-inf")).to(tl.float32)
+            new_top = tl.maximum(top, tl.max(x, 0))
             base = tl.where(new_top == float("-inf"), 0.0, new_top)  # as long as all logits were -inf
-            below = z - base
-            share = tl.exp(below)
-            shift = tl.where(top == float("-inf"), 0.0, top - base)
-            keep = tl.exp(top - base)
-            below_sum = keep * (below_sum + total * shift) + tl.sum(tl.where(share == 0.0, 0.0, share * below), 0)
+            below = _at_least((x - base) * scale, FLOOR)
+            share = tl.exp2(below)
+            shift = _at_least((top - base) * scale, FLOOR)
+            keep = tl.exp2(shift)
+            below_sum = keep * (below_sum + total * shift) + tl.sum(share * below, 0)
             total = keep * total + tl.sum(share, 0)
             top = new_top
-        picked = tl.load(logits + target).to(tl.float32) / temperature
-        log_total = tl.log(total)
-        tl.store(logprob + row, picked - top - log_total)
-        tl.store(entropy + row, log_total - below_sum / total)
+        known = (target >= 0) & (target < V)
+        picked = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)
+        tl.store(logprob + row, (picked - top) / temperature - tl.log(total))
+        tl.store(entropy + row, tl.log(total) - below_sum * LN2 / total)
         tl.store(tops + row, top)
-        tl.store(log_totals + row, log_total)
+        tl.store(log_totals + row, tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["V", "stride", "out_stride", "temperature"])
+@triton.jit(do_not_specialize=["temperature"])
 def _gradient_kernel(
     logits, targets, tops, log_totals, entropy, grad_logprob, grad_entropy, out, V, stride, out_stride, temperature,
     HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -61,31 +73,33 @@ def _gradient_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < V
     out += row * out_stride
-    target = tl.load(targets + row)
+    target = tl.load(targets + row).to(tl.int32)
     if target == IGNORE:
         tl.store(out + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
     else:
-        z = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32) / temperature
-        logp = z - tl.load(tops + row) - tl.load(log_totals + row)
-        p = tl.exp(logp)
-        g = tl.load(grad_logprob + row)
-        slope = p * g
+        scale = 1.0 / (LN2 * temperature)
+        x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+        logp = (x - tl.load(tops + row)) * scale - tl.load(log_totals + row)  # log2 p
+        g = tl.load(grad_logprob + row) / temperature
+        slope = tl.exp2(logp)
         if HAS_ENTROPY:
-            h = tl.load(grad_entropy + row)
-            slope += tl.where(p == 0.0, 0.0, h * p * (logp + tl.load(entropy + row)))
-        grad = (tl.where(column == target, g, 0.0) - slope) / temperature
-        tl.store(out + column, grad.to(out.dtype.element_ty), mask=inside)
+            h = tl.load(grad_entropy + row) * LN2 / temperature
+            slope *= g + h * (_at_least(logp, FLOOR) + tl.load(entropy + row) / LN2)
+        else:
+            slope *= g
+        tl.store(out + column, (tl.where(column == target, g, 0.0) - slope).to(out.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See `epilogue_torch.statistics`; kept are max z and log sum e^(z - max z).
+    """See `epilogue_torch.statistics`; kept are the largest logit and log2 of the sum over those below it.
 
     The two stay apart: their sum would lose what the largest logit has in front of the point.
     """
     logits = _rows(logits)
     n, V = logits.shape
     logprob, entropy = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
-    kept = torch.empty(KEPT, n, dtype=torch.float32, device=logits.device)
+    kept = torch.empty(2, n, dtype=torch.float32, device=logits.device)
     if n:
         _statistics_kernel[(n,)](
             logits, targets.contiguous(), logprob, entropy, *kept, V, logits.stride(0), float(temperature),
@@ -94,6 +108,7 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
     return logprob, entropy, kept
 
 
+@on_its_device
 def gradient(
     logits: Tensor,
     targets: Tensor,

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import choose, implementation, scalar
-from .head import Gradients, block_logits, blocks, checked, shape
+from .head import IGNORE, Gradients, block_logits, blocks, check_devices, checked, shape
 from .policy_loss import Settings, check_settings, named, scalars
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 class PolicyLoss(NamedTuple):
@@ -63,8 +64,9 @@ def linear_policy_loss(
     before any gradient, and `linear_logprob`.
 
     Differentiable, once, in hidden, weight and bias: their gradients are made here, where they are wanted, and are as
-    large as they; beyond them the memory does not grow with T. They are kept for token weights of at most 1 in size
-    and scaled in the backward, where a loss scale for float16 has its effect in time.
+    large as they (in float16, weight's is kept in float32); beyond them the memory does not grow with T. They are kept
+    for token weights of at most 1 in size and scaled in the backward, where a loss scale for float16 has its effect in
+    time.
 
     Raises ValueError as `linear_logprob` and `policy_loss`.
     """
@@ -78,7 +80,8 @@ def linear_policy_loss(
             raise ValueError(f"expected {name} {shape(targets)}, one per target, got {shape(x)}.")
     if token_weights is None:
         token_weights = torch.ones_like(advantages)
-    token_weights = token_weights.to(_wide(hidden))
+    check_devices(hidden, **given)
+    token_weights = token_weights.to(_wide(hidden)).masked_fill(targets == IGNORE, 0.0)
     largest = F.pad(token_weights.abs(), (0, 1), value=torch.finfo(token_weights.dtype).tiny).amax()
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     loss, logprob, entropy, sums, *_ = _op(
@@ -115,23 +118,24 @@ def _op(
 ) -> Results:
     """Loss, log-prob, entropy, statistics (5,); gradients of hidden, weight and bias, empty if not ``wanted``."""
     loss, logprob, entropy, sums = _empty_results(hidden)
-    gradients = Gradients(hidden, weight, wanted)
+    parts = blocks(targets, len(weight), hidden.itemsize)
+    gradients = Gradients(hidden, weight, wanted, len(parts), _kept(weight))
     numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item(), kl)
     epilogue, policy = implementation("epilogue", impl), implementation("policy_loss", impl)
-    for rows in blocks(targets, len(weight), hidden.itemsize):
+    for rows in parts:
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
-        parts = epilogue.statistics(logits, targets[rows], temperature.item())
-        logprob[rows], entropy[rows] = parts[:2]
+        logp, H, kept = epilogue.statistics(logits, targets[rows], temperature.item())
+        logprob[rows], entropy[rows] = logp, H
         old, A, w, ref = (
             None if x is None else x[rows].to(loss) for x in (old_logprob, advantages, token_weights, ref_logprob)
         )
-        losses, slope, counts = policy.loss_and_slope(parts[0], parts[0] if old is None else old, A, ref, *numbers)
+        losses, slope, counts = policy.loss_and_slope(logp, logp if old is None else old, A, ref, *numbers)
         loss += (w * losses).sum()
         largest = torch.maximum(sums[3], counts[3])
         sums += counts
         sums[3] = largest
         if any(wanted):
-            epilogue.gradient(logits, targets[rows], parts[2], parts[1], w * slope, None, temperature.item(), logits)
+            epilogue.gradient(logits, targets[rows], kept, H, w * slope, None, temperature.item(), logits)
             gradients.add(rows, logits, hidden[rows], weight)
     return loss, logprob, entropy, sums, *gradients.results()
 
@@ -142,19 +146,35 @@ def _empty_results(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss, logprob, entropy, sums
 
 
+def _kept(weight: Tensor) -> torch.dtype:
+    """Of weight's gradient until it is scaled: a sum over tokens of weight 1 may be too large for float16."""
+    return torch.float32 if weight.dtype == torch.float16 else weight.dtype
+
+
+@torch.library.custom_op("nlgrpo::linear_policy_loss_backward", mutates_args=())
+def _backward_op(hidden: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, dtype: torch.dtype) -> Three:
+    """The gradients that the forward made times the loss's, in ``dtype``. It has no gradient of its own."""
+    return hidden * grad, (weight * grad).to(dtype), (bias * grad).to(dtype)
+
+
 @_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> Results:
-    return *_empty_results(hidden), *Gradients(hidden, weight, rest[-1]).results()
+    return *_empty_results(hidden), *Gradients(hidden, weight, rest[-1], dtype=_kept(weight)).results()
+
+
+@_backward_op.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, dtype: torch.dtype) -> Three:
+    return torch.empty_like(hidden), torch.empty_like(weight, dtype=dtype), torch.empty_like(bias, dtype=dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    ctx.wanted, ctx.others = inputs[-1], len(inputs) - 3
+    ctx.wanted, ctx.dtype, ctx.others = inputs[-1], inputs[0].dtype, len(inputs) - 3
     ctx.save_for_backward(*output[4:])
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    grads = (g * grad if want else None for g, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-    return *grads, *[None] * ctx.others
+    grads = _backward_op(*ctx.saved_tensors, grad, ctx.dtype)
+    return *(g if want else None for g, want in zip(grads, ctx.wanted, strict=True)), *[None] * ctx.others
 
 
 _op.register_autograd(_backward, setup_context=_setup)

@@ -34,7 +34,7 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
         raise ValueError(f"expected rewards (P, M) with M >= 1, got {tuple(rewards.shape)}.")
     if weights.shape != rewards.shape[1:]:
         raise ValueError(f"expected weights ({rewards.shape[1]},), one per rank, got {tuple(weights.shape)}.")
-    if not torch.compiler.is_compiling() and rewards.isnan().any():
+    if rewards.numel() and not torch.compiler.is_compiling() and rewards.amax().isnan():  # amax is NaN if one is
         group, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group before this.")
     rewards = reference.widen(rewards)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import on_its_device
+
 ELEMENTS = 1024  # rewards that one program sorts at once; from 2,048 on it would spill thousands of bytes a thread
 # For larger groups a program keeps two sorted copies in memory, 64 KiB of them at M = 4,096. As many programs as this
 # fill an H100 four times over and keep these copies in its second-level cache.
@@ -26,12 +28,13 @@ def _flip_negative(bits):
 
 @triton.jit
 def _packed(rewards, column, inside):
-    """Rewards above, column below, in integers that are all different and have the rewards' order.
+    """Rewards above, column below, in integers that are all different and have the rewards' order, NaN last.
 
-    Equal rewards keep the order of their columns, and what is outside the group comes last.
+    Equal rewards keep the order of their columns, and what is outside the group comes after all.
     """
     x = tl.load(rewards, mask=inside, other=0.0) + 0.0  # -0 becomes 0
-    key = tl.where(inside, _flip_negative(x.to(tl.int32, bitcast=True)), 0x7FFFFFFF)
+    key = tl.where(x == x, _flip_negative(x.to(tl.int32, bitcast=True)), 0x7FC00000)
+    key = tl.where(inside, key, 0x7FFFFFFF)
     return (key.to(tl.int64) << 32) | column.to(tl.int64)
 
 
@@ -52,7 +55,7 @@ def _suffix_sums(column, value, above, below, weight):
     return tl.gather(sums, first, 1)
 
 
-@triton.jit(do_not_specialize=["P", "M", "stride_p", "stride_m"])
+@triton.jit(do_not_specialize=["P", "M"])
 def _small_kernel(rewards, weights, out, P, M, stride_p, stride_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """ROWS groups of up to COLUMNS rewards a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -79,7 +82,7 @@ def _count_smaller(packed, chunk, CHUNK: tl.constexpr, STEPS: tl.constexpr):
     return smaller + (tl.load(chunk + smaller) < packed)
 
 
-@triton.jit(do_not_specialize=["P", "M", "stride_p", "stride_m", "chunks"])
+@triton.jit(do_not_specialize=["P", "M", "chunks"])
 def _large_kernel(
     rewards, weights, out, memory, P, M, stride_p, stride_m, chunks, CHUNK: tl.constexpr, STEPS: tl.constexpr
 ):
@@ -115,6 +118,7 @@ def _large_kernel(
         tl.debug_barrier()  # the next group overwrites what slower threads may still read
 
 
+@on_its_device
 def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
     """See `reference.linearize`; float32 ``rewards (P, M)`` of any strides, ``weights (M,)``."""
     P, M = rewards.shape

@@ -47,7 +47,8 @@ def linear_logprob(
     A weight or bias that FSDP2 has sharded (a DTensor) is gathered here, in the type of ``hidden``; it gets the mean of
     its ranks' gradients, as from FSDP2 itself. All its ranks have to call this, also one without tokens.
 
-    Raises ValueError for shapes and types that do not fit, targets that are not int64, and a temperature <= 0.
+    Raises ValueError for shapes, types and devices that do not fit, targets that are not int64, a temperature <= 0,
+    and on a CPU for a target that is no token; on a GPU, where looking would wait for it, that one's results are NaN.
     """
     hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
     impl = choose(impl, "linear_logprob", hidden)
@@ -61,27 +62,23 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, 
     """
     if logits.ndim != 2:
         raise ValueError(f"expected logits (T, V), got {shape(logits)}; flatten the leading dimensions first.")
+    if not logits.shape[1]:
+        raise ValueError(f"expected logits (T, V) with V >= 1, got {shape(logits)}.")
     check_targets(targets, logits, temperature)
     impl = choose(impl, "token_logprob", logits)
     return _token_op(logits, targets, scalar(temperature), impl)[:2]
 
 
-def _results(like: Tensor, impl: str) -> Statistics:
+def _results(like: Tensor) -> Statistics:
     """What an epilogue's ``statistics`` gives, for every row of ``like``; 0 where a token does not count."""
     T, dtype = like.shape[0], torch.promote_types(like.dtype, torch.float32)
-    kept = implementation("epilogue", impl).KEPT
-    logprob, entropy, others = (like.new_zeros(size, dtype=dtype) for size in (T, T, (kept, T)))
-    return logprob, entropy, others
+    logprob, entropy, kept = (like.new_zeros(size, dtype=dtype) for size in (T, T, (2, T)))
+    return logprob, entropy, kept
 
 
 def _fill(results: Statistics, rows: slice | Tensor, parts: Statistics) -> None:
     for result, part in zip(results, parts, strict=True):
         result[..., rows] = part
-
-
-def _if_any(grad: Tensor) -> Tensor | None:
-    """None for zeros, as the entropy's gradient mostly is; on a CPU, where to look costs less than to compute."""
-    return None if grad.is_cpu and not bool(grad.any()) else grad
 
 
 # --- from logits ------------------------------------------------------------------------------------------------------
@@ -94,9 +91,9 @@ def _token_blocks(logits: Tensor, targets: Tensor, impl: str) -> Iterable[slice 
 
 @torch.library.custom_op("nlgrpo::token_logprob", mutates_args=())
 def _token_op(logits: Tensor, targets: Tensor, temperature: Tensor, impl: str) -> Statistics:
-    results = _results(logits, impl)
+    results, epilogue = _results(logits), implementation("epilogue", impl)
     for rows in _token_blocks(logits, targets, impl):
-        parts = implementation("epilogue", impl).statistics(logits[rows], targets[rows], temperature.item())
+        parts = epilogue.statistics(logits[rows], targets[rows], temperature.item())
         _fill(results, rows, parts)
     return results
 
@@ -108,17 +105,17 @@ def _token_backward_op(
     kept: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor,
-    grad_entropy: Tensor,
+    grad_entropy: Tensor | None,
     temperature: Tensor,
     impl: str,
 ) -> Tensor:
-    grad = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-    upstream = _if_any(grad_entropy)
+    new = torch.empty_like if impl == "triton" else torch.zeros_like  # Triton's kernel writes every row
+    grad = new(logits, memory_format=torch.contiguous_format)
     for rows in _token_blocks(logits, targets, impl):
         out = grad[rows]
         implementation("epilogue", impl).gradient(
             logits[rows], targets[rows], kept[:, rows], entropy[rows],
-            grad_logprob[rows], None if upstream is None else upstream[rows], temperature.item(), out,
+            grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows], temperature.item(), out,
         )  # fmt: skip
         if isinstance(rows, Tensor):
             grad[rows] = out
@@ -127,7 +124,7 @@ def _token_backward_op(
 
 @_token_op.register_fake
 def _(logits: Tensor, targets: Tensor, temperature: Tensor, impl: str) -> Statistics:
-    return _results(logits, impl)
+    return _results(logits)
 
 
 @_token_backward_op.register_fake
@@ -137,12 +134,16 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 def _token_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, targets, temperature, ctx.impl = inputs
+    ctx.set_materialize_grads(False)  # an entropy that nothing was made of has no gradient, and costs none
     ctx.save_for_backward(logits, targets, output[2], output[1], temperature)
 
 
-def _token_backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, temperature = ctx.saved_tensors
-    grad = _token_backward_op(*saved, grad_logprob, grad_entropy, temperature, ctx.impl)
+def _token_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *saved, entropy, temperature = ctx.saved_tensors
+    grad_logprob = torch.zeros_like(entropy) if grad_logprob is None else grad_logprob
+    grad = _token_backward_op(*saved, entropy, grad_logprob, grad_entropy, temperature, ctx.impl)
     return grad, None, None, None
 
 
@@ -162,10 +163,10 @@ def _linear_op(
     emulate_bf16: bool,
     impl: str,
 ) -> Statistics:
-    results = _results(hidden, impl)
+    results, epilogue = _results(hidden), implementation("epilogue", impl)
     for rows in blocks(targets, len(weight), hidden.itemsize):
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
-        parts = implementation("epilogue", impl).statistics(logits, targets[rows], temperature.item())
+        parts = epilogue.statistics(logits, targets[rows], temperature.item())
         _fill(results, rows, parts)
     return results
 
@@ -179,28 +180,28 @@ def _linear_backward_op(
     kept: Tensor,
     entropy: Tensor,
     grad_logprob: Tensor,
-    grad_entropy: Tensor,
+    grad_entropy: Tensor | None,
     temperature: Tensor,
     emulate_bf16: bool,
     impl: str,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias; of those that are not ``wanted``, an empty tensor."""
-    sums = Gradients(hidden, weight, wanted)
-    upstream = _if_any(grad_entropy)
-    for rows in blocks(targets, len(weight), hidden.itemsize):
+    parts = blocks(targets, len(weight), hidden.itemsize)
+    sums = Gradients(hidden, weight, wanted, len(parts))
+    for rows in parts:
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
         implementation("epilogue", impl).gradient(
             logits, targets[rows], kept[:, rows], entropy[rows],
-            grad_logprob[rows], None if upstream is None else upstream[rows], temperature.item(), logits,
+            grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows], temperature.item(), logits,
         )  # fmt: skip
         sums.add(rows, logits, hidden[rows], weight)
     return sums.results()
 
 
 @_linear_op.register_fake
-def _(hidden: Tensor, *others: Any) -> Statistics:
-    return _results(hidden, others[-1])
+def _(hidden: Tensor, *_: object) -> Statistics:
+    return _results(hidden)
 
 
 @_linear_backward_op.register_fake
@@ -210,13 +211,17 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tenso
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, targets, temperature, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(hidden, weight, bias, targets, output[2], output[1], temperature)
 
 
-def _linear_backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:3])
-    *saved, temperature = ctx.saved_tensors
-    grads = _linear_backward_op(*saved, grad_logprob, grad_entropy, temperature, *ctx.options, wanted)
+    *saved, entropy, temperature = ctx.saved_tensors
+    grad_logprob = torch.zeros_like(entropy) if grad_logprob is None else grad_logprob
+    grads = _linear_backward_op(*saved, entropy, grad_logprob, grad_entropy, temperature, *ctx.options, wanted)
     return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None, None, None
 
 

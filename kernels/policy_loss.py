@@ -43,10 +43,10 @@ def policy_loss(
 
     Where ``mask`` is false (or 0) the loss and its gradient are 0, whatever the inputs hold there. The result is
     float32, or float64 for float64 inputs. With logprob == old_logprob the gradient is that of -A logprob. "triton" has
-    no gradient by the advantages; "auto" does not choose it where one is wanted.
+    no gradient by the advantages and refuses where one is wanted; "auto" then takes plain PyTorch.
 
     Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, dual_clip <= 1 + eps_high, an unknown ``kl``,
-    and beta without ref_logprob.
+    beta < 0, and beta without ref_logprob.
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
     settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
@@ -116,6 +116,8 @@ def _check(terms: Terms, settings: Settings) -> None:
     for name, x in terms._asdict().items():
         if x is not None and x.shape != shape:
             raise ValueError(f"expected {name} of the shape of logprob {tuple(shape)}, got {tuple(x.shape)}.")
+        if x is not None and x.device != terms.logprob.device:
+            raise ValueError(f"expected {name} on {terms.logprob.device}, as logprob, got {x.device}.")
     check_settings(settings, terms.ref_logprob)
 
 
@@ -127,6 +129,8 @@ def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
         raise ValueError(f"dual_clip={dual_clip}: expected None or a number > 1 + eps_high = {1 + eps_high}.")
     if kl not in KL_KINDS:
         raise ValueError(f"kl={kl!r} is not known; expected one of {', '.join(KL_KINDS)}.")
+    if not beta >= 0:
+        raise ValueError(f"beta={beta}: expected a number >= 0.")
     if beta != 0.0 and ref_logprob is None:
         raise ValueError(f"beta={beta} needs ref_logprob, the log-probabilities of the reference policy; got None.")
 
@@ -143,9 +147,12 @@ def named(sums: Tensor, settings: Settings, ref_logprob: Tensor | None) -> dict[
 
 
 def _by_triton(impl: str, terms: Terms) -> bool:
-    given = [x for x in terms[:5] if x is not None]
-    wanted = torch.is_grad_enabled() and terms.advantages.requires_grad  # the kernel has no gradient by them
-    return choose(impl, "policy_loss", *given) == "triton" and not wanted
+    chosen = choose(impl, "policy_loss", *(x for x in terms[:5] if x is not None)) == "triton"
+    if not (chosen and torch.is_grad_enabled() and terms.advantages.requires_grad):
+        return chosen
+    if impl == "triton":
+        raise ValueError("impl='triton': policy_loss has no gradient by the advantages; detach them or use 'auto'.")
+    return False
 
 
 def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -210,15 +217,26 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(output[1], output[2])
 
 
+@torch.library.custom_op("nlgrpo::policy_loss_backward", mutates_args=())
+def _backward_op(grad: Tensor, through_ratio: Tensor, direct: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives that the forward made times the loss's. It has no gradient of its own."""
+    return grad * through_ratio, grad * direct if len(direct) else torch.empty_like(direct)
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, through_ratio: Tensor, direct: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(through_ratio), torch.empty_like(direct)
+
+
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    through_ratio, direct = ctx.saved_tensors
-    by_ratio = grad * through_ratio
-    by_kl = grad * direct if ctx.has_ref else None
-    grads: list[Tensor | None] = [by_kl, None, None, None, None if by_kl is None else -by_kl]
+    by_ratio, by_kl = _backward_op(grad, *ctx.saved_tensors)
+    grads: list[Tensor | None] = [None] * 5
+    if ctx.has_ref:
+        grads[0], grads[4] = by_kl, -by_kl
     if ctx.has_log_ratio:
         grads[3] = by_ratio
     else:
-        grads[0], grads[1] = by_ratio if by_kl is None else by_ratio + by_kl, -by_ratio
+        grads[0], grads[1] = by_ratio + by_kl if ctx.has_ref else by_ratio, -by_ratio
     shaped = [None if g is None else g.view(ctx.shape).to(to) for g, to in zip(grads, ctx.dtypes, strict=True)]
     return *shaped, None, None, None, None, None, None
 

@@ -28,7 +28,7 @@ def loss_and_slope(
         logprob, old_logprob, advantages, ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high,
         dual_clip=dual_clip, beta=beta, kl=kl,
     )  # fmt: skip
-    rho, within = log_ratio.clamp(max=MAX_LOG_RATIO).exp(), log_ratio <= MAX_LOG_RATIO
+    rho, within = log_ratio.clamp(max=MAX_LOG_RATIO).exp(), ~(log_ratio > MAX_LOG_RATIO)
     clipped = ((advantages > 0) & (rho > 1 + eps_high)) | ((advantages < 0) & ((rho < 1 - eps_low) | (rho > dual_clip)))
     slope = torch.where(within & ~clipped, -advantages * rho, 0.0)
     counts = policy_statistics(log_ratio, advantages, eps_low, eps_high, dual_clip=dual_clip)
@@ -47,7 +47,7 @@ def _kl_slope(logprob: Tensor, ref_logprob: Tensor, kl: str, rho: Tensor, within
     if kl == "k2":
         return -d
     cut = d.clamp(max=MAX_LOG_RATIO)
-    k3_slope = torch.where(d <= MAX_LOG_RATIO, -torch.expm1(cut), 0.0)
+    k3_slope = torch.where(d > MAX_LOG_RATIO, 0.0, -torch.expm1(cut))
     if kl == "k3":
         return k3_slope
     return rho * (k3_slope + torch.where(within, torch.expm1(cut) - cut, 0.0))

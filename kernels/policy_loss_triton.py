@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import on_its_device
 from .reference import MAX_LOG_RATIO
 
 BLOCK = 1024
@@ -19,6 +20,16 @@ def _k3(d):
     """e^d - 1 - d; near 0, where the difference would lose its digits, by its series (the term left out is 1e-9)."""
     series = 1.0 + d / 3 * (1.0 + d / 4 * (1.0 + d / 5 * (1.0 + d / 6 * (1.0 + d / 7 * (1.0 + d / 8 * (1.0 + d / 9))))))
     return tl.where(tl.abs(d) < 0.5, d * d / 2 * series, tl.exp(d) - 1.0 - d)
+
+
+@triton.jit
+def _least(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["T", "low", "high", "dual", "beta"])
@@ -41,16 +52,16 @@ def _policy_loss_kernel(
         lr = tl.where(keep, lp - tl.load(old_logprob + t, mask=keep, other=0.0).to(tl.float32), 0.0)
     A = tl.load(advantages + t, mask=keep, other=0.0).to(tl.float32)
 
-    rho = tl.exp(tl.minimum(lr, CUT))
-    plain, clipped = rho * A, tl.minimum(tl.maximum(rho, low), high) * A
-    value = -tl.minimum(plain, clipped)
-    grad = tl.where(plain <= clipped, -A, 0.0)  # by rho; where both are the same, rho is not clipped or A is 0
+    rho = tl.exp(_least(lr, CUT))
+    plain, clipped = rho * A, _least(_largest(rho, low), high) * A
+    value = -_least(plain, clipped)
+    grad = tl.where(plain > clipped, 0.0, -A)  # by rho; where both are the same, rho is not clipped or A is 0
     past_dual = (A < 0) & (rho > dual)
     value, grad = tl.where(past_dual, -dual * A, value), tl.where(past_dual, 0.0, grad)
     kl = tl.zeros((BLOCK,), tl.float32)
     if KIND > 0:
         d = tl.load(ref_logprob + t, mask=keep, other=0.0).to(tl.float32) - lp
-        cut = tl.minimum(d, CUT)
+        cut = _least(d, CUT)
         if KIND == 1:
             kl, slope = -d, tl.full((BLOCK,), 1.0, tl.float32)
         elif KIND == 2:
@@ -66,16 +77,17 @@ def _policy_loss_kernel(
         value += beta * kl
         tl.store(direct + t, tl.where(keep, beta * slope, 0.0), mask=inside)
     tl.store(loss + t, tl.where(keep, value, 0.0), mask=inside)
-    tl.store(through_ratio + t, tl.where(keep & (lr <= CUT), grad * rho, 0.0), mask=inside)
+    tl.store(through_ratio + t, tl.where(keep & ~(lr > CUT), grad * rho, 0.0), mask=inside)
 
     statistics += program * 5
     tl.store(statistics, tl.sum((keep & (rho < low) & (A < 0)).to(tl.float32), 0))
     tl.store(statistics + 1, tl.sum((keep & (rho > high) & (A > 0)).to(tl.float32), 0))
     tl.store(statistics + 2, tl.sum((keep & past_dual).to(tl.float32), 0))
-    tl.store(statistics + 3, tl.max(tl.where(keep, rho, 0.0), 0))
+    tl.store(statistics + 3, tl.reduce(tl.where(keep, rho, 0.0), 0, _largest))
     tl.store(statistics + 4, tl.sum(tl.where(keep, kl, 0.0), 0))
 
 
+@on_its_device
 def policy_loss(
     logprob: Tensor,
     old_logprob: Tensor,

@@ -19,7 +19,7 @@ from nlgrpo.kernels import epilogue_triton, linearize_triton, policy_loss_triton
 
 CAPABILITIES = (80, 90, 100)
 FLOATS = dict.fromkeys(("logprob", "entropy", "tops", "log_totals", "grad_logprob", "grad_entropy"), "*fp32")
-NUMBERS = {"V": "i32", "stride": "i64", "out_stride": "i64", "temperature": "fp32"}
+NUMBERS = {"V": "i32", "stride": "i32", "out_stride": "i32", "temperature": "fp32"}
 
 
 def cases():
@@ -39,7 +39,7 @@ def cases():
         constants = {"KIND": kind, "HAS_LOG_RATIO": own, "HAS_MASK": True, "BLOCK": policy_loss_triton.BLOCK}
         yield f"policy_loss {kind}{' own ratio' * own}", policy_loss_triton._policy_loss_kernel, types, constants, 4
     types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | dict.fromkeys(("P", "M", "chunks"), "i32")
-    types |= dict.fromkeys(("stride_p", "stride_m"), "i64") | {"memory": "*i64"}
+    types |= dict.fromkeys(("stride_p", "stride_m"), "i32") | {"memory": "*i64"}
     most = linearize_triton.ELEMENTS
     for columns in (1, 8, 64, 512, most):
         constants = {"ROWS": most // columns, "COLUMNS": columns}
@@ -59,13 +59,28 @@ def resources(cubin):
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout)}
 
 
+ALIGNED = {"V", "stride", "out_stride", "stride_p"}  # to 16, as every pointer is: what the kernels mostly meet
+
+
+def widest_load(ptx):
+    """Bytes that one instruction reads from memory at most."""
+    loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", ptx)
+    return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
+
+
 def main():
     assert not triton.knobs.runtime.interpret, "compiled kernels are wanted"
     for (name, kernel, types, constants, warps), capability in itertools.product(cases(), CAPABILITIES):
-        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-        source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
+        names = kernel.arg_names
+        signature = {argument: types.get(argument, "constexpr") for argument in names}
+        aligned = {a for a in names if str(types.get(a)).startswith("*")} | (ALIGNED & set(names))
+        source = ASTSource(
+            kernel, signature, {(names.index(k),): v for k, v in constants.items()},
+            {(names.index(a),): [["tt.divisibility", 16]] for a in aligned},
+        )  # fmt: skip
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-        facts = {"kernel": name, "sm": capability, "shared": built.metadata.shared} | resources(built.asm["cubin"])
+        facts = {"kernel": name, "sm": capability, "shared": built.metadata.shared}
+        facts |= resources(built.asm["cubin"]) | {"load": widest_load(built.asm["ptx"])}
         print(json.dumps(facts), flush=True)
 
 

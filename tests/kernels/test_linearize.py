@@ -34,7 +34,9 @@ def test_is_the_sum_of_the_gaps_above(device, P, M):
         assert values[row.index(max(row))] == 0
 
 
-@pytest.mark.parametrize(("P", "M", "chunk"), [(1, 1025, 1024), (2, 65, 64), (1, 128, 64), (5, 250, 64), (1, 512, 128)])
+@pytest.mark.parametrize(
+    ("P", "M", "chunk"), [(1, 1025, 1024), (2, 65, 64), (1, 128, 64), (5, 250, 64), (1, 4096, 1024)]
+)
 def test_large_groups_in_chunks(device, monkeypatch, P, M, chunk):
     """Ties reach over the chunks' ends; with two programs, the third group waits for one of them."""
     monkeypatch.setattr(linearize_triton, "PROGRAMS", 2)
@@ -82,6 +84,18 @@ def test_gradients_and_opcheck(device):
     torch.testing.assert_close(ours, torch.autograd.grad(reference.linearize(*inputs), inputs, upstream))
     if device == "cpu":
         torch.library.opcheck(torch.ops.nlgrpo.linearize, tuple(inputs))
+
+
+@pytest.mark.parametrize("M", [6, 70])
+def test_under_a_compiler_nan_is_last_and_stays_in_its_group(device, monkeypatch, M):
+    """Nobody looks for it there; both of its signs sort like the largest reward."""
+    monkeypatch.setattr(linearize_triton, "ELEMENTS", 64)
+    rewards, weights = groups(3, M, device)
+    rewards[1, 2], weights = math.nan, weights + 0.5
+    for nan in (rewards, -rewards.abs()):
+        ours, truth = linearize_triton.linearize(nan, weights), reference.linearize(nan.double(), weights.double())
+        assert ours[1].isnan().sum() == M - 1
+        torch.testing.assert_close(ours.double(), truth, atol=1e-4, rtol=0, equal_nan=True)
 
 
 def test_what_triton_does_not_take():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributions import Categorical
 
 from nlgrpo import kernels
@@ -11,6 +12,7 @@ from nlgrpo.kernels import head as module
 from nlgrpo.kernels import reference
 
 IGNORE = -100
+TWICE = r"no autograd formula|does not require grad"  # what torch says of a second derivative
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(5, 3, 1), (17, 33, 257), (130, 8, 1000), (1, 64, 5000)]
 
@@ -212,6 +214,13 @@ def test_rounded_logits_are_those_of_an_engine_in_bfloat16():
     truth = Categorical(logits=rounded.double() / 0.5).log_prob(targets)
     torch.testing.assert_close(logprob.double(), truth, atol=1e-5, rtol=0)
     assert not torch.allclose(logprob, kernels.linear_logprob(hidden, weight, targets, bias=bias, temperature=0.5)[0])
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    ours, _ = kernels.linear_logprob(hidden, weight, targets, bias=bias, temperature=0.5, emulate_bf16_logits=True)
+    exact = torch.nn.functional.linear(hidden, weight, bias)
+    straight = exact + (rounded - exact).detach()  # the rounding, and a gradient that does not see it
+    expected = reference.token_logprob(straight, targets, temperature=0.5)[0]
+    grads = [torch.autograd.grad(x.sum(), leaves, retain_graph=True) for x in (ours, expected)]
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
 def test_under_autocast_it_computes_as_a_linear_layer_does():
@@ -255,22 +264,81 @@ def test_opcheck(op):
     torch.library.opcheck(getattr(torch.ops.nlgrpo, f"{op}_logprob").default, (*inputs, targets, *args))
 
 
-def test_one_compilation_serves_all_lengths_and_temperatures():
-    calls = []
+def test_few_compilations_serve_all_lengths_and_temperatures(impl):
+    counter = CompileCounterWithBackend("aot_eager")
 
-    def backend(graph, _):
-        calls.append(graph)
-        return graph.forward
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=counter)
     def loss(hidden, weight, targets, temperature):
-        logprob, entropy = kernels.linear_logprob(hidden, weight, targets, temperature=temperature)
-        return (logprob - 0.1 * entropy).sum()
+        logprob, entropy = kernels.linear_logprob(hidden, weight, targets, temperature=temperature, impl=impl)
+        again, _ = kernels.token_logprob(hidden, targets % 4, temperature=temperature, impl=impl)
+        return (logprob - 0.1 * entropy + again).sum()
 
-    for T, temperature in ((5, 0.7), (9, 0.9), (33, 1.3)):
+    for T in range(5, 17):
+        temperature = 0.5 + T / 20
         hidden, weight, _, targets = head(T, 4, 9, torch.float32)
         ours = loss(hidden.requires_grad_(), weight, targets, temperature)
-        ours.backward()
+        (grad,) = torch.autograd.grad(ours, hidden)
         logprob, entropy = reference.linear_logprob(hidden, weight, targets, temperature=temperature)
-        torch.testing.assert_close(ours, (logprob - 0.1 * entropy).sum())
-    assert len(calls) == 1
+        truth = (logprob - 0.1 * entropy).sum()
+        truth = truth + reference.token_logprob(hidden, targets % 4, temperature=temperature)[0].sum()
+        torch.testing.assert_close(ours, truth)
+        torch.testing.assert_close(grad, torch.autograd.grad(truth, hidden)[0], atol=1e-5, rtol=1e-4)
+    assert counter.frame_count <= 2  # of a fixed length first
+
+
+@pytest.mark.parametrize("wrong", [-1, 9, 10**9])
+def test_a_target_that_is_no_token(impl, device, wrong):
+    """On a CPU an error that names it; in a kernel NaN, and nothing is read where nothing is."""
+    hidden, weight, _, targets = head(5, 4, 9, torch.float32, device)
+    targets[3] = wrong
+    if device == "cpu":
+        with pytest.raises(ValueError, match=rf"targets\[3\] = {wrong}: expected -100 or a token in \[0, 9\)"):
+            kernels.linear_logprob(hidden, weight, targets, impl=impl)
+    if impl == "triton":
+        logprob, _ = kernels.token_logprob(hidden @ weight.T, targets, impl=impl)
+        assert logprob.isnan().tolist() == [False, False, False, True, False]
+
+
+def test_inputs_of_any_strides(impl, device):
+    *inputs, targets = head(70, 12, 300, torch.float32, device)
+    apart = [torch.stack([x, x], -1)[..., 0] for x in inputs]
+    assert not any(x.is_contiguous() for x in apart)
+    everywhere = torch.stack([targets, targets], -1)[:, 1]
+    one = torch.ones((), dtype=torch.float64, device=device).expand(70)  # an upstream gradient of stride 0
+
+    def op(where):
+        return lambda h, w, b: kernels.linear_logprob(h, w, where, bias=b, impl=impl)
+
+    results = op(everywhere)(*(x.requires_grad_() for x in apart))
+    ours = torch.autograd.grad(results, apart, [one.float(), one.float()])
+    truth = run(op(targets), inputs, (one, one))
+    for x, y in zip((*results, *ours), truth, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
+
+
+def test_a_vocabulary_of_full_size():
+    hidden, weight, _, targets = head(40, 16, 151_936, torch.float32)
+    gradients = upstream(40, "cpu")
+
+    def plain(h, w):
+        return reference.linear_logprob(h, w, targets)
+
+    truth = run(plain, [hidden.double(), weight.double()], gradients)
+    ours = run(lambda h, w: kernels.linear_logprob(h, w, targets), [hidden, weight], gradients)
+    check_as_good_as_torch(ours, run(plain, [hidden, weight], gradients), truth, 1e-6)
+
+
+def test_a_second_derivative_is_refused_and_not_0(impl, device):
+    hidden, weight, _, targets = head(5, 4, 9, torch.float32, device)
+    logprob, _ = kernels.linear_logprob(hidden.requires_grad_(), weight, targets, impl=impl)
+    (grad,) = torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match=TWICE):
+        torch.autograd.grad(grad.sum(), hidden)
+
+
+def test_all_on_one_device():
+    hidden, weight, _, targets = head(5, 4, 9, torch.float32)
+    with pytest.raises(ValueError, match="expected weight on cpu, as the first argument, got meta"):
+        kernels.linear_logprob(hidden, weight.to("meta"), targets)
+    with pytest.raises(ValueError, match="expected targets on cpu, as the first argument, got meta"):
+        kernels.token_logprob(hidden, targets.to("meta"))

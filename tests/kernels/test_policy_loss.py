@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from test_logprob import TWICE
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
@@ -143,23 +145,59 @@ def test_shapes_and_no_tokens(device):
 def test_a_gradient_by_the_advantages_is_not_lost(device):
     x = torch.randn(5, device=device)
     A = torch.randn(5, device=device, requires_grad=True)
-    kernels.policy_loss(x, x, A, impl="triton").sum().backward()
+    kernels.policy_loss(x, x, A).sum().backward()
     torch.testing.assert_close(A.grad, -torch.ones_like(A))
+    with pytest.raises(ValueError, match="no gradient by the advantages"):
+        kernels.policy_loss(x, x, A, impl="triton")
 
 
-def test_one_compilation_serves_every_beta():
-    graphs = []
+def test_a_nan_is_not_hidden(impl, device):
+    """A ratio that is NaN has a loss that is NaN, and so is the largest ratio; the others stay as they are."""
+    x = torch.tensor([0.0, math.nan, 0.1], device=device, requires_grad=True)
+    old, A = torch.zeros(3, device=device), torch.ones(3, device=device)
+    loss, statistics = kernels.policy_loss_with_statistics(x, old, A, ref_logprob=old, beta=0.1, impl=impl)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, False]
+    assert x.grad[[0, 2]].isfinite().all()
+    assert statistics["ratio_max"].isnan()
+    assert statistics["kl"].isnan()
 
-    @torch.compile(fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types_are_read_as_they_are_and_computed_in_float32(impl, device, dtype):
+    inputs = [x.to(dtype).requires_grad_(i == 0) for i, x in enumerate(tokens(300, device))]
+    wide = [x.detach().float().requires_grad_(i == 0) for i, x in enumerate(inputs)]
+    options = {"beta": 0.3, "kl": "k3", "dual_clip": 3.0}
+    ours = kernels.policy_loss(*inputs[:3], ref_logprob=inputs[3], impl=impl, **options)
+    truth = reference.policy_loss(*wide[:3], ref_logprob=wide[3], **options)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
+    (grad,) = torch.autograd.grad(ours.sum().clamp(max=1e30), inputs[0])
+    (expected,) = torch.autograd.grad(truth.sum().clamp(max=1e30), wide[0])
+    fits = expected.abs() < torch.finfo(dtype).max
+    torch.testing.assert_close(grad.float()[fits], expected.to(dtype).float()[fits], atol=1e-5, rtol=2e-2)
+
+
+def test_a_second_derivative_is_refused_and_not_0(device):
+    x = torch.zeros(3, device=device, requires_grad=True)
+    loss = kernels.policy_loss(x, x.detach(), torch.ones(3, device=device), impl="triton").sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=TWICE):
+        torch.autograd.grad(grad.sum(), x)
+
+
+def test_few_compilations_serve_every_length_and_beta():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
     def loss(logprob, A, beta):
         return kernels.policy_loss(logprob, logprob, A, ref_logprob=A, beta=beta, impl="triton").sum()
 
-    for T, beta in ((5, 0.1), (9, 0.2), (30, 0.3)):
+    for T in range(5, 17):
         x, A = torch.randn(2, T)
-        torch.testing.assert_close(
-            loss(x, A, beta), reference.policy_loss(x, x, A, ref_logprob=A, beta=beta).sum(), atol=1e-5, rtol=1e-5
-        )
-    assert len(graphs) == 1
+        expected = reference.policy_loss(x, x, A, ref_logprob=A, beta=0.1 * T).sum()
+        torch.testing.assert_close(loss(x, A, 0.1 * T), expected, atol=1e-4, rtol=1e-5)
+    assert counter.frame_count <= 2  # of a fixed length first
 
 
 def test_opcheck():

@@ -32,3 +32,9 @@ def test_all_kernels_build_for_all_targets(builds):
 def test_nothing_spills_and_shared_memory_is_small(builds):
     assert not [build for build in builds if build["STACK"] or build["LOCAL"]]
     assert not [build for build in builds if build["shared"] > SHARED]
+
+
+def test_logits_are_read_16_bytes_at_a_time(builds):
+    rows = [build for build in builds if build["kernel"].split()[0] in ("statistics", "gradient")]
+    assert rows
+    assert {build["load"] for build in rows} == {16}
