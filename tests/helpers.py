@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
@@ -20,6 +22,12 @@ from nlgrpo.engine import Rollout
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
 BOS, EOS = 1, 2
+
+
+def leave_group() -> None:
+    """Destroy the process group, as `nlgrpo.parallel.start` does: the cycles that refer to it are collected first."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def tiny_config(family: str = "llama", **changes):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import leave_group
 from test_checkpoint import Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch.distributed.fsdp import fully_shard
 
@@ -151,7 +152,7 @@ def _rank_main(rank, ranks, work, folder, tag):
     result = work(rank, folder)
     (folder / f"{tag}-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def sharded():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import random_rollout, tiny_model
+from helpers import leave_group, random_rollout, tiny_model
 
 from nlgrpo import engine
 from nlgrpo import model as models
@@ -96,7 +96,11 @@ def collectives(ranks: Ranks):
 def work(rank: int, root) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
-    ranks = Ranks(rank, 2, CPU)
+    torch.save(found_by(Ranks(rank, 2, CPU), root), root / f"{rank}.pt")
+    leave_group()
+
+
+def found_by(ranks: Ranks, root) -> dict:
     found = {"collectives": collectives(ranks)}
     found["updates"] = {name: updated(root, case, ranks) for name, case in CASES.items()}
     learner = make_learner(root, CASES["one step"], ranks)
@@ -105,8 +109,7 @@ def work(rank: int, root) -> None:
     after = {name: tuple(p.to_local().shape) for name, p in learner.model.named_parameters()}
     found["shards"] = (shards, after)
     found["bfloat16"] = updated(root, CASES["one step"], ranks, dtype=torch.float32, compute=torch.bfloat16)
-    torch.save(found, root / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")

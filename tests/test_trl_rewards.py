@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from datasets import Dataset
-from helpers import environment, tiny_model
+from helpers import environment, leave_group, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -283,6 +283,11 @@ def work(rank, folder):
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= ranks | {"ACCELERATE_USE_CPU": "true"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save(scored(rank, folder), folder / f"{rank}.pt")
+    leave_group()
+
+
+def scored(rank, folder):
     rewards = Scripted()
     trainer = make_trainer(folder, rewards, batch=6)
     rewards.part = slice(6 * rank, 6 * rank + 6)
@@ -296,8 +301,7 @@ def work(rank, folder):
         linearized(lambda **_: [1.0] * 5, "mean", M)(prompts=["p"] * 5, completions=["c"] * 5)
     except ValueError as error:
         said = str(error)
-    torch.save((output["advantages"], metrics, said), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return output["advantages"], metrics, said
 
 
 @pytest.fixture(scope="module")
