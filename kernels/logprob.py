@@ -41,8 +41,8 @@ def linear_logprob(
     count: it then costs nothing, both results are 0, and so is its gradient. Both results are (T,) in nats, float32, or
     float64 for float64 inputs; T may be 0. Differentiable in hidden, weight and bias; the product is computed again in
     the backward, for one block of tokens at a time. Under autocast the inputs take its type, as those of a linear layer
-    do. ``emulate_bf16_logits`` rounds the logits, before the temperature,
-    as an engine in bfloat16 does; the gradient is that of the logits that were not rounded.
+    do. ``emulate_bf16_logits`` rounds the logits, before the temperature, as an engine in bfloat16 does; the gradient
+    is that of the logits that were not rounded.
 
     A weight or bias that FSDP2 has sharded (a DTensor) is gathered here, in the type of ``hidden``; it gets the mean of
     its ranks' gradients, as from FSDP2 itself. All its ranks have to call this, also one without tokens.
