@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import model as models
+from nlgrpo.kernels import linear_logprob
 
 TINY = {
     "vocab_size": 99,
@@ -106,7 +108,7 @@ def test_gradients_equal_transformers(case, tmp_path):
     tokens = tokens_for(99, [30])
     picked = torch.arange(29)
     theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None]).sum().backward()
-    ours(tokens, [30], picked, tokens[1:])[0].sum().backward()
+    ours(tokens, [30], picked, partial(linear_logprob, targets=tokens[1:]))[0].sum().backward()
     truth = {n: p.grad for n, p in theirs.named_parameters()}
     grads = {n: p.grad for n, p in ours.named_parameters()}
     exported = models.hf_weights.state_for_export(grads, ours.shape, models.tensor_map(ours.shape))
@@ -229,6 +231,6 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
     for on in (False, True):
         model.activation_checkpointing = on
         model.zero_grad()
-        model(tokens, LENGTHS, picked, tokens)[0].sum().backward()
+        model(tokens, LENGTHS, picked, partial(linear_logprob, targets=tokens))[0].sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import triton
@@ -68,20 +69,27 @@ def widest_load(ptx):
     return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
 
 
+def build(job):
+    """What the compiler says of case number ``job[0]`` for a GPU of capability ``job[1]``."""
+    name, kernel, types, constants, warps = list(cases())[job[0]]
+    names = kernel.arg_names
+    signature = {argument: types.get(argument, "constexpr") for argument in names}
+    aligned = {a for a in names if str(types.get(a)).startswith("*")} | (ALIGNED & set(names))
+    source = ASTSource(
+        kernel, signature, {(names.index(k),): v for k, v in constants.items()},
+        {(names.index(a),): [["tt.divisibility", 16]] for a in aligned},
+    )  # fmt: skip
+    built = triton.compile(source, target=GPUTarget("cuda", job[1], 32), options={"num_warps": warps})
+    facts = {"kernel": name, "sm": job[1], "shared": built.metadata.shared}
+    return facts | resources(built.asm["cubin"]) | {"load": widest_load(built.asm["ptx"])}
+
+
 def main():
     assert not triton.knobs.runtime.interpret, "compiled kernels are wanted"
-    for (name, kernel, types, constants, warps), capability in itertools.product(cases(), CAPABILITIES):
-        names = kernel.arg_names
-        signature = {argument: types.get(argument, "constexpr") for argument in names}
-        aligned = {a for a in names if str(types.get(a)).startswith("*")} | (ALIGNED & set(names))
-        source = ASTSource(
-            kernel, signature, {(names.index(k),): v for k, v in constants.items()},
-            {(names.index(a),): [["tt.divisibility", 16]] for a in aligned},
-        )  # fmt: skip
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-        facts = {"kernel": name, "sm": capability, "shared": built.metadata.shared}
-        facts |= resources(built.asm["cubin"]) | {"load": widest_load(built.asm["ptx"])}
-        print(json.dumps(facts), flush=True)
+    jobs = list(itertools.product(range(len(list(cases()))), CAPABILITIES))
+    with ProcessPoolExecutor() as pool:
+        for facts in pool.map(build, reversed(jobs)):  # the slowest, which are the last, first
+            print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
