@@ -112,7 +112,12 @@ def plain_loss(cfg, logp, old, ref, adv, divide):
     """Of one completion, (length,) each; ``divide`` is its denominator."""
     ratio = (logp - old).exp() if cfg.level == "token" else (logp - old).mean().exp().expand_as(logp)
     clipped = torch.clip(ratio, 1 - cfg.eps_low, 1 + cfg.eps_high)
-    loss = -torch.min(ratio * adv, clipped * adv)
+    gain = torch.min(ratio * adv, clipped * adv)
+    counts = ratio if cfg.level == "token" else ratio[:1]
+    dual = torch.zeros(())
+    if cfg.dual_clip is not None and adv < 0:
+        gain, dual = torch.max(gain, cfg.dual_clip * adv), (counts > cfg.dual_clip).sum()
+    loss = -gain
     kl = torch.zeros_like(logp)
     if ref is not None:
         kl = {
@@ -121,9 +126,8 @@ def plain_loss(cfg, logp, old, ref, adv, divide):
             "k3": (ref - logp).exp() - (ref - logp) - 1,
         }[cfg.kl] * (ratio if cfg.kl_importance else 1)
         loss = loss + (cfg.beta * kl if cfg.kl_in == "loss" else 0)
-    counts = ratio if cfg.level == "token" else ratio[:1]
     high, low = (counts > 1 + cfg.eps_high) & (adv > 0), (counts < 1 - cfg.eps_low) & (adv < 0)
-    return (loss / divide).sum(), kl.detach().sum(), counts.detach(), low.sum(), high.sum()
+    return (loss / divide).sum(), kl.detach().sum(), counts.detach(), low.sum(), high.sum(), dual
 
 
 def plain_update(theirs, reference, rollout, adv, cfg, *, lr=0.01, max_grad_norm=0.0, step=0):
@@ -158,7 +162,7 @@ def plain_update(theirs, reference, rollout, adv, cfg, *, lr=0.01, max_grad_norm
             losses.append(float(total.detach()))
             norms.append(float(norm))
             optimizer.step()
-    kl, ratios, low, high, entropy, tokens = zip(*sums, strict=True)
+    kl, ratios, low, high, dual, entropy, tokens = zip(*sums, strict=True)
     count, ratios = sum(tokens), torch.cat(ratios)
     metrics = {
         "loss": sum(losses) / len(losses),
@@ -169,6 +173,8 @@ def plain_update(theirs, reference, rollout, adv, cfg, *, lr=0.01, max_grad_norm
         "clip_ratio/region_mean": float(sum(low) + sum(high)) / len(ratios),
         "ratio/max": float(ratios.max()),
     }
+    if cfg.dual_clip is not None:
+        metrics["clip_ratio/dual_mean"] = float(sum(dual)) / len(ratios)
     return gradients, metrics | ({"kl": float(sum(kl)) / count} if cfg.beta > 0 else {})
 
 
@@ -223,6 +229,8 @@ CASES = {
     "weighted k3": LossConfig(normalization="grpo", beta=0.3, kl_importance=True),
     "kl in the reward": LossConfig(beta=0.3, kl_in="reward"),
     "no reference": LossConfig(beta=0.0, eps_low=0.05, eps_high=0.1),
+    "dual clip": LossConfig(beta=0.3, eps_low=0.01, eps_high=0.01, dual_clip=1.02),
+    "dual clip, sequence": LossConfig(level="sequence", beta=0.3, eps_low=0.005, eps_high=0.005, dual_clip=1.01),
 }
 
 
@@ -237,6 +245,7 @@ def test_two_epochs_of_two_minibatches_are_those_of_plain_pytorch(folders, rollo
     if case in ("token", "sequence", "no reference"):
         assert metrics["clip_ratio/low_mean"] > 0
         assert metrics["clip_ratio/high_mean"] > 0
+    assert metrics.get("clip_ratio/dual_mean", 1) > 0
     truth = dict(policy.named_parameters())
     for micro in (20, 10**6):
         learner = make_learner(root, cfg, micro=micro)

@@ -92,7 +92,7 @@ def theirs(trainer, inputs, loss_type, beta, bias_correction, level):
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 
-def ours(trainer, inputs, loss_type, beta, bias_correction, level):
+def ours(trainer, inputs, loss_type, beta, bias_correction, level, dual_clip=None):
     keep = inputs["completion_mask"].bool()
     old, ref = inputs.get("old_per_token_logps"), inputs["ref_per_token_logps"]
     tokens = GENERATION_TOKENS / 2 if loss_type == "dapo" else int(LENGTHS.sum())
@@ -100,7 +100,7 @@ def ours(trainer, inputs, loss_type, beta, bias_correction, level):
     return packed_loss(
         completion_logprob(trainer.model, inputs, trainer.temperature)[keep], None if old is None else old[keep],
         inputs["advantages"], keep.nonzero()[:, 0], weights, ref_logprob=ref[keep], level=level, eps_low=0.1,
-        eps_high=0.2, beta=beta, kl="k3_iw" if bias_correction else "k3",
+        eps_high=0.2, dual_clip=dual_clip, beta=beta, kl="k3_iw" if bias_correction else "k3",
     )  # fmt: skip
 
 
@@ -133,6 +133,22 @@ def test_loss_and_gradients_are_those_of_trl(trainer, inputs, loss_type, beta, b
     assert on_policy or level == "sequence" or stats["clip_low"] * stats["clip_high"] > 0, "both clips have to be met"
     if beta:
         assert (stats["kl"] / stats["tokens"]).item() == pytest.approx(metrics["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_dual_clip_is_trls_delta(trainer, inputs, level, monkeypatch):
+    settings, delta = ("dapo", 0.04, False, level), 1.21
+    without, _ = theirs(trainer, inputs, *settings)
+    monkeypatch.setattr(trainer.args, "delta", delta)
+    loss, _ = theirs(trainer, inputs, *settings)
+    truth = gradients(trainer.model, loss)
+    our_loss, stats = ours(trainer, inputs, *settings, dual_clip=delta)
+    mine = gradients(trainer.model, our_loss)
+    assert our_loss.item() == pytest.approx(loss.item(), abs=1e-5)
+    assert level == "sequence" or (stats["clip_dual"] > 0 and abs(loss.item() - without.item()) > 1e-4)
+    for name, gradient in truth.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_advantages_are_those_of_trl(trainer):

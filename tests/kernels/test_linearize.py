@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
@@ -84,6 +85,18 @@ def test_gradients_and_opcheck(device):
     torch.testing.assert_close(ours, torch.autograd.grad(reference.linearize(*inputs), inputs, upstream))
     if device == "cpu":
         torch.library.opcheck(torch.ops.nlgrpo.linearize, tuple(inputs))
+
+
+def test_few_compilations_serve_all_sizes(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kernels.linearize, fullgraph=True, backend=counter)
+    for P, M in ((3, 5), (4, 6), (7, 9), (2, 17), (5, 33)):
+        inputs = [x.requires_grad_() for x in groups(P, M, device)]
+        ours, truth = compiled(*inputs, impl="triton"), reference.linearize(*inputs)
+        torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(x.sum(), inputs) for x in (ours, truth)]
+        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count <= 2  # of fixed sizes first
 
 
 @pytest.mark.parametrize("M", [6, 70])
