@@ -110,10 +110,10 @@ def _token_backward_op(
     impl: str,
 ) -> Tensor:
     new = torch.empty_like if impl == "triton" else torch.zeros_like  # Triton's kernel writes every row
-    grad = new(logits, memory_format=torch.contiguous_format)
+    grad, epilogue = new(logits, memory_format=torch.contiguous_format), implementation("epilogue", impl)
     for rows in _token_blocks(logits, targets, impl):
         out = grad[rows]
-        implementation("epilogue", impl).gradient(
+        epilogue.gradient(
             logits[rows], targets[rows], kept[:, rows], entropy[rows],
             grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows], temperature.item(), out,
         )  # fmt: skip
@@ -188,10 +188,10 @@ def _linear_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias; of those that are not ``wanted``, an empty tensor."""
     parts = blocks(targets, len(weight), hidden.itemsize)
-    sums = Gradients(hidden, weight, wanted, len(parts))
+    sums, epilogue = Gradients(hidden, weight, wanted, len(parts)), implementation("epilogue", impl)
     for rows in parts:
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
-        implementation("epilogue", impl).gradient(
+        epilogue.gradient(
             logits, targets[rows], kept[:, rows], entropy[rows],
             grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows], temperature.item(), logits,
         )  # fmt: skip
