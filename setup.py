@@ -7,7 +7,11 @@ They use PyTorch's stable ABI and Python's, so that one file serves Python 3.11 
 
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -22,13 +26,31 @@ class BuildOrSayWhyNot(build_ext):
     def build_extension(self, ext: Extension) -> None:
         try:
             add_torch(ext)
-            super().build_extension(ext)
+            with side_by_side(self.compiler):
+                super().build_extension(ext)
         except Exception as error:  # the compiler's errors and torch's have no common base class
             if WANTED == "1":
                 raise
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             print(f"nlgrpo: installing without the compiled CPU ops ({reason[0]})", file=sys.stderr)
             ext.optional = True  # for setuptools' later steps: a file that is not there is not copied
+
+
+@contextmanager
+def side_by_side(compiler: Any) -> Iterator[None]:
+    """Let ``compiler`` compile its sources on all processors: setuptools takes them in turn."""
+    one_by_one = compiler.compile
+
+    def compile_all(sources: list[str], **options: Any) -> list[str]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = pool.map(lambda source: one_by_one([source], **options), sources)
+            return [name for names in made for name in names]
+
+    compiler.compile = compile_all
+    try:
+        yield
+    finally:
+        compiler.compile = one_by_one
 
 
 def add_torch(ext: Extension) -> None:
@@ -43,11 +65,12 @@ def add_torch(ext: Extension) -> None:
 extension = Extension(
     "nlgrpo.kernels._ext",
     sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
-    depends=["csrc/simd.h"],
+    depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
     define_macros=[("Py_LIMITED_API", "0x030b0000"), ("TORCH_TARGET_VERSION", TORCH_2_10)],
     extra_compile_args=[
         "-std=c++20",
         "-O3",
+        "-g0",  # Python's own flags ask for debugging information, five times the size of the rest
         "-fopenmp-simd",
         "-fno-math-errno",
         "-fno-trapping-math",

@@ -7,4 +7,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nlgrpo, m) {
   m.def(
       "decode_attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) cache, int column, Tensor? first, "
       "int window, float scale, int heads) -> Tensor");
+  m.def("ecdf_first_nan(Tensor x) -> int");
+  m.def("ecdf_ranks(Tensor samples, Tensor? offsets, Tensor? weights, int side, bool double_result) -> Tensor");
+  m.def("ecdf_argsort(Tensor samples, Tensor? offsets) -> Tensor");
+  m.def(
+      "ecdf_evaluate(Tensor ordered, Tensor? offsets, Tensor queries, Tensor? query_offsets, Tensor? cumulative, "
+      "int side, bool double_result) -> Tensor");
+  m.def(
+      "ecdf_merge(Tensor a, Tensor? a_offsets, Tensor b, Tensor? b_offsets, Tensor? a_weights, Tensor? b_weights) -> "
+      "(Tensor, Tensor)");
+  m.def("linearize_rows(Tensor rewards, Tensor weights) -> Tensor");
 }

@@ -17,18 +17,25 @@ from . import extension
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | None = None) -> str:
-    """The implementation of ``op`` to run for the caller's ``impl`` on ``tensors``: "torch" or "triton".
+def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | None = None, cpp: bool = False) -> str:
+    """The implementation of ``op`` to run for the caller's ``impl`` on ``tensors``: "torch", "triton" or "cpp".
 
-    "auto" is "triton" on a GPU where Triton is installed. Raises ValueError for an ``impl`` that does not exist, and
-    for "triton" where it cannot run: without Triton, in float64, on a CPU outside of Triton's interpreter, or past a
-    ``limit``, given as (name, size, largest).
+    "auto" is "triton" on a GPU where Triton is installed, and, for an op that has it (``cpp``), "cpp" on a CPU where it
+    was compiled. Raises ValueError for an ``impl`` that does not exist, and for one that cannot run: "triton" without
+    Triton, in float64, on a CPU outside of Triton's interpreter, or past a ``limit``, given as (name, size, largest);
+    "cpp" off the CPU and in an install without it.
     """
-    if impl not in ("auto", "triton", "torch"):
-        raise ValueError(f"impl={impl!r} is not known to {op}; expected 'auto', 'triton' or 'torch'.")
+    known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
+    if impl not in known:
+        raise ValueError(f"impl={impl!r} is not known to {op}; expected {', '.join(map(repr, known))}.")
     if impl == "torch":
         return "torch"
-    if any(x.dtype == torch.float64 for x in tensors):
+    on_cpu = all(x.is_cpu for x in tensors)
+    if cpp and (impl == "cpp" or (impl == "auto" and on_cpu)):
+        if on_cpu and extension.available():
+            return "cpp"
+        why = "in this install, which has no compiled ops" if on_cpu else "off the CPU"
+    elif any(x.dtype == torch.float64 for x in tensors):
         why = "in float64"
     elif limit is not None and limit[1] > limit[2]:
         why = f"with {limit[0]} = {limit[1]}, above {limit[2]}"
@@ -38,8 +45,8 @@ def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | N
         why = "on a CPU, unless TRITON_INTERPRET=1 is set before Triton is imported"
     else:
         return "triton"
-    if impl == "triton":
-        raise ValueError(f"impl='triton': {op} cannot run {why}; use impl='auto' or 'torch'.")
+    if impl != "auto":
+        raise ValueError(f"impl={impl!r}: {op} cannot run {why}; use impl='auto' or 'torch'.")
     return "torch"
 
 
@@ -72,11 +79,12 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def use_cpp(impl: str, op: str, *tensors: Tensor) -> bool:
+def use_cpp(impl: str, op: str, *tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
     """Whether the compiled ``op`` runs on ``tensors``; "auto": where it can.
 
-    It can for float32 on a CPU, without a gradient to follow, outside ``torch.compile`` (which fuses the plain version
-    itself), and in an install that has it. Raises ValueError for an unknown ``impl``, and for "cpp" where it cannot.
+    It can for tensors of ``dtypes`` on a CPU, without a gradient to follow, outside ``torch.compile`` (which fuses the
+    plain version itself), and in an install that has it. Raises ValueError for an unknown ``impl``, and for "cpp" where
+    it cannot.
     """
     if impl == "torch":
         return False
@@ -86,10 +94,13 @@ def use_cpp(impl: str, op: str, *tensors: Tensor) -> bool:
         why = "inside torch.compile"
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         why = "with a gradient to follow"
-    elif not all(x.is_cpu and x.dtype == torch.float32 for x in tensors):
-        why = "for these tensors, as not all are float32 on a CPU"
+    elif not all(x.is_cpu and x.dtype in dtypes for x in tensors):
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        why = f"for these tensors, as not all are {names} on a CPU"
     elif not extension.available():
         why = "in this install, which has no compiled ops"
+    elif not hasattr(torch.ops.nlgrpo, op):
+        why = "in this install, whose compiled ops are of an earlier version: install again to build them"
     else:
         return True
     if impl == "cpp":

@@ -1,8 +1,7 @@
-"""The compiled CPU ops (``csrc/``), where the install built them."""
+"""The compiled CPU ops (``csrc/``), where the install built them: ``torch.ops.nlgrpo`` has them after this import."""
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import torch
 
 
-@functools.cache
-def available() -> bool:
-    """Whether ``torch.ops.nlgrpo`` has the compiled ops; the first call loads them.
+def _load() -> bool:
+    """Whether the compiled ops are there now.
 
     An install without them is fine. A file that does not load (made for another machine, or for a later torch) gives
     one warning. ``NLGRPO_EXT=0`` in the environment leaves them alone.
@@ -26,3 +24,12 @@ def available() -> bool:
         warnings.warn(f"nlgrpo: the compiled CPU ops cannot be used, plain PyTorch is: {error}", stacklevel=2)
         return False
     return True
+
+
+# Known at import, as torch.compile cannot follow the search for a file.
+_AVAILABLE = _load()
+
+
+def available() -> bool:
+    """Whether this install has the compiled ops and could load them."""
+    return _AVAILABLE

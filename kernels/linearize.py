@@ -25,7 +25,8 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
     of weight 0. Other gaps next to an infinity are infinite.
 
     float32 and float64 keep their dtype; others are computed and returned in float32. Differentiable in both inputs.
-    "triton" takes float32 and M up to 4,096; "auto" is plain PyTorch beyond.
+    ``impl``: "cpp" is the compiled op for a CPU; "triton" takes float32 and M up to 4,096; "auto" is the one of the
+    device where it can run, also under ``torch.compile``, and else "torch".
 
     Raises ValueError for shapes that do not fit and for a NaN reward, naming the first. That check reads the data, so
     that it is left out inside ``torch.compile``, where a NaN is sorted last and spreads over its group.
@@ -39,13 +40,16 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
         raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group before this.")
     rewards = reference.widen(rewards)
     weights = weights.to(rewards)
-    if choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST)) == "triton":
-        return _linearize_op(rewards, weights)
-    return reference.linearize(rewards, weights)
+    chosen = choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST), cpp=True)
+    if chosen == "torch":
+        return reference.linearize(rewards, weights)
+    return _linearize_op(rewards, weights, chosen)
 
 
 @torch.library.custom_op("nlgrpo::linearize", mutates_args=())
-def _linearize_op(rewards: Tensor, weights: Tensor) -> Tensor:
+def _linearize_op(rewards: Tensor, weights: Tensor, impl: str) -> Tensor:
+    if impl == "cpp":
+        return torch.ops.nlgrpo.linearize_rows(rewards.contiguous(), weights.contiguous())
     from . import linearize_triton
 
     return linearize_triton.linearize(rewards, weights)
@@ -68,7 +72,7 @@ def _linearize_backward_op(rewards: Tensor, weights: Tensor, grad: Tensor) -> tu
 
 
 @_linearize_op.register_fake
-def _(rewards: Tensor, weights: Tensor) -> Tensor:
+def _(rewards: Tensor, weights: Tensor, impl: str) -> Tensor:
     return torch.empty_like(rewards, memory_format=torch.contiguous_format)
 
 
@@ -77,12 +81,12 @@ def _(rewards: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rewards), torch.empty_like(weights)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return _linearize_backward_op(*ctx.saved_tensors, grad)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_linearize_backward_op(*ctx.saved_tensors, grad), None
 
 
 _linearize_op.register_autograd(_backward, setup_context=_setup)

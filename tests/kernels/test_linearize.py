@@ -1,4 +1,4 @@
-"""`linearize` in Triton against the sum of gaps in float64, ties and infinities included."""
+"""`linearize` in Triton and in C++ against the sum of gaps in float64, ties and infinities included."""
 
 import math
 
@@ -10,7 +10,15 @@ from nlgrpo import kernels
 from nlgrpo.kernels import reference
 
 pytest.importorskip("triton")
-from nlgrpo.kernels import linearize_triton
+from nlgrpo.kernels import extension, linearize_triton
+
+
+@pytest.fixture(params=["triton", "cpp"])
+def impl(request, device):
+    """What takes the place of the plain version on ``device``."""
+    if request.param == "cpp" and device != "cpu":
+        pytest.skip("the compiled op is one for a CPU")
+    return request.param
 
 
 def groups(P, M, device, seed=0):
@@ -23,10 +31,10 @@ def groups(P, M, device, seed=0):
 
 
 @pytest.mark.parametrize(("P", "M"), [(3, 1), (5, 2), (130, 3), (7, 8), (1, 33), (3, 100), (2, 1000), (1, 1024)])
-def test_is_the_sum_of_the_gaps_above(device, P, M):
+def test_is_the_sum_of_the_gaps_above(device, impl, P, M):
     rewards, weights = groups(P, M, device)
     truth = reference.linearize(rewards.double(), weights.double())
-    ours = kernels.linearize(rewards, weights, impl="triton")
+    ours = kernels.linearize(rewards, weights, impl=impl)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), truth, atol=1e-6 * max(1.0, truth.abs().max().item()), rtol=0)
     for row, values in zip(rewards.tolist(), ours.tolist(), strict=True):
@@ -55,44 +63,42 @@ def test_large_groups_in_chunks(device, monkeypatch, P, M, chunk):
 
 
 @pytest.mark.parametrize("M", [8, 300])
-def test_infinities_and_zeros_of_both_signs(device, M):
+def test_infinities_and_zeros_of_both_signs(device, impl, M):
     rewards, weights = groups(4, M, device)
     weights = weights + 0.5
     rewards[0, ::3], rewards[1, ::3], rewards[2, 1::4] = math.inf, -math.inf, -0.0
     rewards[3] = rewards[3].where(torch.arange(M, device=device) % 2 == 0, math.inf)
     rewards[3, 0] = -math.inf
-    ours = kernels.linearize(rewards, weights, impl="triton")
+    ours = kernels.linearize(rewards, weights, impl=impl)
     truth = reference.linearize(rewards.double(), weights.double())
     torch.testing.assert_close(ours.double(), truth, atol=1e-4, rtol=0)
 
 
-def test_any_strides_no_groups_and_narrow_types(device):
+def test_any_strides_no_groups_and_narrow_types(device, impl):
     rewards, weights = groups(40, 6, device)
     truth = reference.linearize(rewards, weights)
-    torch.testing.assert_close(kernels.linearize(rewards.T.contiguous().T, weights, impl="triton"), truth)
-    torch.testing.assert_close(kernels.linearize(rewards[::2], weights, impl="triton"), truth[::2])
-    assert kernels.linearize(rewards[:0], weights, impl="triton").shape == (0, 6)
+    torch.testing.assert_close(kernels.linearize(rewards.T.contiguous().T, weights, impl=impl), truth)
+    torch.testing.assert_close(kernels.linearize(rewards[::2], weights, impl=impl), truth[::2])
+    assert kernels.linearize(rewards[:0], weights, impl=impl).shape == (0, 6)
     half = rewards.bfloat16()
-    torch.testing.assert_close(
-        kernels.linearize(half, weights, impl="triton"), reference.linearize(half.float(), weights)
-    )
+    torch.testing.assert_close(kernels.linearize(half, weights, impl=impl), reference.linearize(half.float(), weights))
 
 
-def test_gradients_and_opcheck(device):
+def test_gradients_and_opcheck(device, impl):
     inputs = [x.requires_grad_() for x in groups(5, 7, device)]
     upstream = torch.randn(7, 5, device=device).T
-    ours = torch.autograd.grad(kernels.linearize(*inputs, impl="triton"), inputs, upstream)
+    ours = torch.autograd.grad(kernels.linearize(*inputs, impl=impl), inputs, upstream)
     torch.testing.assert_close(ours, torch.autograd.grad(reference.linearize(*inputs), inputs, upstream))
     if device == "cpu":
-        torch.library.opcheck(torch.ops.nlgrpo.linearize, tuple(inputs))
+        torch.library.opcheck(torch.ops.nlgrpo.linearize, (*inputs, impl))
 
 
-def test_few_compilations_serve_all_sizes(device):
+def test_few_compilations_serve_all_sizes(device, impl):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(kernels.linearize, fullgraph=True, backend=counter)
     for P, M in ((3, 5), (4, 6), (7, 9), (2, 17), (5, 33)):
         inputs = [x.requires_grad_() for x in groups(P, M, device)]
-        ours, truth = compiled(*inputs, impl="triton"), reference.linearize(*inputs)
+        ours, truth = compiled(*inputs, impl=impl), reference.linearize(*inputs)
         torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
         grads = [torch.autograd.grad(x.sum(), inputs) for x in (ours, truth)]
         torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
@@ -100,13 +106,14 @@ def test_few_compilations_serve_all_sizes(device):
 
 
 @pytest.mark.parametrize("M", [6, 70])
-def test_under_a_compiler_nan_is_last_and_stays_in_its_group(device, monkeypatch, M):
+def test_under_a_compiler_nan_is_last_and_stays_in_its_group(device, impl, monkeypatch, M):
     """Nobody looks for it there; both of its signs sort like the largest reward."""
     monkeypatch.setattr(linearize_triton, "ELEMENTS", 64)
     rewards, weights = groups(3, M, device)
     rewards[1, 2], weights = math.nan, weights + 0.5
     for nan in (rewards, -rewards.abs()):
-        ours, truth = linearize_triton.linearize(nan, weights), reference.linearize(nan.double(), weights.double())
+        ours = torch.ops.nlgrpo.linearize(nan, weights, impl)
+        truth = reference.linearize(nan.double(), weights.double())
         assert ours[1].isnan().sum() == M - 1
         torch.testing.assert_close(ours.double(), truth, atol=1e-4, rtol=0, equal_nan=True)
 
@@ -118,3 +125,42 @@ def test_what_triton_does_not_take():
         kernels.linearize(torch.zeros(1, 4, dtype=torch.float64), torch.ones(4), impl="triton")
     with pytest.raises(ValueError, match="group 0, sample 2 is NaN"):
         kernels.linearize(torch.tensor([[1.0, 2.0, math.nan]]), torch.ones(3), impl="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("P", "M"), [(9, 24), (9, 600), (8, 1024), (7, 1025), (3, 5000), (2, 70_000)])
+def test_large_groups_in_cpp(dtype, P, M):
+    rewards, weights = (x.to(dtype) for x in groups(P, M, "cpu"))
+    rewards[-1] = rewards[-1].where(torch.arange(M) % 5 > 0, 1 + torch.rand(M, dtype=dtype) * 1e-14)
+    truth = reference.linearize(rewards.double(), weights.double())
+    ours = kernels.linearize(rewards, weights, impl="cpp")
+    assert ours.dtype == dtype
+    atol = (1e-6 if dtype == torch.float32 else 1e-13) * truth.abs().max().item()
+    torch.testing.assert_close(ours.double(), truth, atol=atol, rtol=0)
+    assert (ours.gather(1, rewards.argmax(1, keepdim=True)) == 0).all()
+
+
+def test_the_number_of_threads_does_not_change_the_result():
+    rewards, weights = groups(1003, 64, "cpu")
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(kernels.linearize(rewards, weights, impl="cpp"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(result.equal(results[0]) for result in results)
+
+
+def test_the_compiled_op_is_what_a_cpu_runs(monkeypatch):
+    rewards, weights = groups(2, 5, "cpu")
+    assert torch.equal(kernels.linearize(rewards, weights), kernels.linearize(rewards, weights, impl="cpp"))
+    monkeypatch.setattr(extension, "_AVAILABLE", False)
+    assert torch.equal(kernels.linearize(rewards, weights), reference.linearize(rewards, weights))
+    with pytest.raises(ValueError, match="impl='cpp': linearize cannot run in this install, which has no compiled ops"):
+        kernels.linearize(rewards, weights, impl="cpp")
+    with pytest.raises(ValueError, match="expected 'auto', 'triton', 'cpp', 'torch'"):
+        kernels.linearize(rewards, weights, impl="cuda")
+    with pytest.raises(RuntimeError, match=r"expected rewards \(P, M\) and weights \(M,\) of one dtype"):
+        torch.ops.nlgrpo.linearize_rows(rewards, weights[:-1])

@@ -1,0 +1,76 @@
+// Numbers as unsigned keys of the same order: -inf < .. < -0 = +0 < .. < inf. What a NaN becomes is some key too.
+#pragma once
+
+#include "simd.h"
+
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+namespace nlgrpo {
+
+// A floating-point format by the type of its bits and the bits of +inf. Keys have the type of the bits.
+template <class B, B inf>
+struct Format {
+  using Bits = B;
+  using Key = B;
+  static constexpr B sign = static_cast<B>(B{1} << (8 * sizeof(B) - 1));
+
+  static NLGRPO_INLINE bool is_nan(B bits) {
+    return static_cast<B>(bits & static_cast<B>(~sign)) > inf;
+  }
+
+  // Positive numbers: the sign bit set, above all negative ones, whose bits are turned round.
+  static NLGRPO_INLINE B key(B bits) {
+    bits = bits == sign ? B{0} : bits;
+    return static_cast<B>(bits & sign ? ~bits : bits | sign);
+  }
+};
+
+using Half = Format<uint16_t, 0x7c00>;
+using BFloat16 = Format<uint16_t, 0x7f80>;
+using Single = Format<uint32_t, 0x7f800000>;
+using Double = Format<uint64_t, 0x7ff0000000000000>;
+
+// A format whose NaNs, of both signs, are the greatest key.
+template <class F>
+struct NanLast : F {
+  static NLGRPO_INLINE typename F::Key key(typename F::Bits bits) {
+    return F::is_nan(bits) ? static_cast<typename F::Key>(~typename F::Key{0}) : F::key(bits);
+  }
+};
+
+// Keys that were made already, to be read as if they were numbers.
+template <class K>
+struct Made {
+  using Bits = K;
+  using Key = K;
+  static NLGRPO_INLINE K key(K key) {
+    return key;
+  }
+};
+
+// f(format) for the format of x's elements.
+template <class F>
+auto with_format(const Tensor& x, const char* name, const F& f) {
+  using torch::headeronly::ScalarType;
+  switch (x.scalar_type()) {
+    case ScalarType::Half:
+      return f(Half{});
+    case ScalarType::BFloat16:
+      return f(BFloat16{});
+    case ScalarType::Float:
+      return f(Single{});
+    case ScalarType::Double:
+      return f(Double{});
+    default:
+      STD_TORCH_CHECK(false, name, " must be float16, bfloat16, float32 or float64");
+  }
+}
+
+template <class F>
+const typename F::Bits* bits_of(const Tensor& x) {
+  return static_cast<const typename F::Bits*>(x.const_data_ptr());
+}
+
+}  // namespace nlgrpo

@@ -1,0 +1,199 @@
+// Eight short rows sorted side by side, a row in each lane of a vector, by a sorting network.
+//
+// A network compares the same positions whatever stands there: no branch to be mispredicted, no counts to be summed, and
+// each comparison is one minimum and one maximum for all lanes.
+#pragma once
+
+#include "radix_sort.h"
+
+#include <array>
+#include <map>
+#include <vector>
+
+namespace nlgrpo {
+
+constexpr int64_t kLanes = 8, kLongestLane = 1024;
+
+// An element of a tile is a number in [1, 2) with a code and a position in its mantissa, which is sorted as a double:
+// their minimum is one instruction on every processor.
+typedef double Eightfold __attribute__((vector_size(64)));
+constexpr int kPositionBits = 20;
+
+NLGRPO_INLINE double lane_entry(uint32_t code, uint64_t position) {
+  return std::bit_cast<double>(uint64_t{0x3ff} << 52 | static_cast<uint64_t>(code) << kPositionBits | position);
+}
+NLGRPO_INLINE uint32_t lane_position(double entry) {
+  return static_cast<uint32_t>(std::bit_cast<uint64_t>(entry)) & ((1u << kPositionBits) - 1);
+}
+NLGRPO_INLINE uint32_t lane_code(double entry) {
+  return static_cast<uint32_t>(std::bit_cast<uint64_t>(entry) >> kPositionBits);
+}
+
+// Rows to be written: where each begins, and its length, 0 for a lane without one.
+template <class T>
+struct LaneRows {
+  std::array<T*, kLanes> to{};
+  std::array<int64_t, kLanes> size{};
+};
+
+// Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M): pairs i < j to compare in turn.
+using Network = std::vector<std::array<uint16_t, 2>>;
+Network merge_exchange(int64_t n);
+
+// tile (n, kLanes) = entries of codes (kLanes, kLongestLane) and their positions.
+void fill_lanes(Eightfold* tile, const uint32_t* codes, int64_t n);
+
+// For each pair, the smaller elements of all lanes to i and the greater ones to j.
+void sort_lanes(Eightfold* tile, const Network& network);
+
+// Write count of `side` / whole of the elements of a sorted tile (n, kLanes), which is overwritten.
+void rank_lanes(Eightfold* tile, int64_t n, Side side, const LaneRows<double>& rows);
+void rank_lanes(Eightfold* tile, int64_t n, Side side, const LaneRows<float>& rows);
+
+// Write -sum_{l=k}^{n-2} weights_l (r_{l+1} - r_l) of each element k of a sorted tile, whose codes are keys of float32.
+void linearize_lanes(const Eightfold* tile, const float* weights, int64_t n, const LaneRows<float>& rows);
+
+// The networks for the rows at hand: of their own length if all have one, else of the next of a few lengths.
+class Networks {
+ public:
+  explicit Networks(const Rows& rows) {
+    const int64_t lengths = rows.same_size() ? 1 : rows.count();
+    for (int64_t row = 0; row < lengths && rows.count() >= kFewest; row++) {
+      const int64_t n = rows.size(row), length = rows.same_size() ? n : rounded(n);
+      if (0 < n && n <= kLongestLane && !networks_.contains(length)) {
+        networks_[length] = merge_exchange(length);
+      }
+    }
+  }
+
+  // Rows that are worth a tile: fewer are sorted sooner one by one.
+  static constexpr int64_t kFewest = kLanes / 2;
+
+  // The shortest network for n elements, 0 < n <= kLongestLane, and its length.
+  const std::pair<const int64_t, Network>& at_least(int64_t n) const {
+    return *networks_.lower_bound(n);
+  }
+
+ private:
+  // Two bits and zeros: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..
+  static int64_t rounded(int64_t n) {
+    const int64_t step = std::max<int64_t>(1, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n))) / 2);
+    return (n + step - 1) / step * step;
+  }
+
+  std::map<int64_t, Network> networks_;
+};
+
+// The memory of one thread for eight rows.
+template <class F>
+class Lanes {
+ public:
+  explicit Lanes(const Networks& networks) : networks_(networks) {}
+
+  // Sort the rows from `row` on, before `end`, that fit together; how many: 0 if too few do.
+  int64_t take(const typename F::Bits* x, const Rows& rows, int64_t row, int64_t end) {
+    int64_t longest = 0, sum = 0, taken = 0;
+    size_.fill(0), begin_.fill(0);
+    for (; taken < std::min(kLanes, end - row); taken++) {
+      const int64_t n = rows.size(row + taken);
+      if (n == 0 || n > kLongestLane) {
+        break;
+      }
+      begin_[taken] = rows.begin(row + taken), size_[taken] = n;
+      longest = std::max(longest, n), sum += n;
+    }
+    if (taken < Networks::kFewest || 2 * sum < kLanes * longest) {
+      return 0;
+    }
+    const auto& [length, network] = networks_.at_least(longest);
+    sort(x, length, network);
+    return taken;
+  }
+
+  // out = positions of the elements of the rows that were taken, in ascending order.
+  void order(int64_t* out) const {
+    const double* tile = reinterpret_cast<const double*>(tile_.data());
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      for (int64_t k = 0; k < size_[lane]; k++) {
+        out[begin_[lane] + k] = lane_position(tile[k * kLanes + lane]);
+      }
+    }
+  }
+
+  // out = ranks of the rows that were taken.
+  template <class Out>
+  void ranks(Side side, Out* out) {
+    rank_lanes(tile_.data(), length_, side, rows_at(out));
+  }
+
+  void linearize(const float* weights, float* out) {
+    linearize_lanes(tile_.data(), weights, length_, rows_at(out));
+  }
+
+ private:
+  void sort(const typename F::Bits* x, int64_t length, const Network& network) {
+    if (tile_.data() == nullptr) {
+      tile_ = Buffer<Eightfold>(kLongestLane), codes_ = Buffer<uint32_t>(kLanes * kLongestLane);
+    }
+    length_ = length;
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      load(x + begin_[lane], lane);
+    }
+    fill_lanes(tile_.data(), codes_.data(), length);
+    sort_lanes(tile_.data(), network);
+    if constexpr (sizeof(typename F::Key) > 4) {
+      for (int64_t lane = 0; lane < kLanes; lane++) {
+        put_right(x + begin_[lane], lane);
+      }
+    }
+  }
+
+  void load(const typename F::Bits* row, int64_t lane) {
+    uint32_t* codes = codes_.data() + lane * kLongestLane;
+    if constexpr (sizeof(typename F::Key) > 4) {
+      const Codes<F> code_of(row, size_[lane]);
+      for (int64_t k = 0; k < size_[lane]; k++) {
+        codes[k] = code_of(k);
+      }
+    } else {
+      for (int64_t k = 0; k < size_[lane]; k++) {
+        codes[k] = F::key(row[k]);
+      }
+    }
+    std::fill(codes + size_[lane], codes + length_, ~0u);  // behind all others
+  }
+
+  // Sort the row again, alone, if different keys have one code.
+  void put_right(const typename F::Bits* row, int64_t lane) {
+    double* tile = reinterpret_cast<double*>(tile_.data()) + lane;
+    bool mixed = false;
+    for (int64_t k = 1; k < size_[lane]; k++) {
+      const double a = tile[(k - 1) * kLanes], b = tile[k * kLanes];
+      mixed |= lane_code(a) == lane_code(b) && F::key(row[lane_position(a)]) != F::key(row[lane_position(b)]);
+    }
+    if (mixed) {
+      const uint64_t* sorted = sorter_.sort<F>(row, size_[lane]);
+      for (int64_t k = 0; k < size_[lane]; k++) {
+        tile[k * kLanes] = lane_entry(Sorter::code(sorted[k]), Sorter::position(sorted[k]));
+      }
+    }
+  }
+
+  template <class Out>
+  LaneRows<Out> rows_at(Out* out) const {
+    LaneRows<Out> rows{.size = size_};
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      rows.to[lane] = out + begin_[lane];
+    }
+    return rows;
+  }
+
+  const Networks& networks_;
+  Sorter sorter_;
+  Buffer<Eightfold> tile_;
+  Buffer<uint32_t> codes_;
+  int64_t length_ = 0;
+  std::array<int64_t, kLanes> begin_{}, size_{};
+};
+
+}  // namespace nlgrpo

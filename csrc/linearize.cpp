@@ -1,0 +1,79 @@
+// Linearised rewards of each group: r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)), in the order of the rewards.
+#include "lanes.h"
+
+#include <type_traits>
+
+namespace nlgrpo {
+namespace {
+
+// One group, from its sorted entries. Sums run in float64. A gap of 0 counts 0 between equal infinities too, and so
+// does a gap of weight 0.
+template <class T>
+void linearize_sorted(const T* rewards, const T* weights, const uint64_t* sorted, int64_t n, T* out) {
+  double sum = 0;
+  T above = rewards[Sorter::position(sorted[n - 1])];
+  out[Sorter::position(sorted[n - 1])] = 0;
+  for (int64_t k = n - 2; k >= 0; k--) {
+    const uint32_t position = Sorter::position(sorted[k]);
+    const T here = rewards[position];
+    if (weights[k] != 0 && here != above) {
+      sum -= static_cast<double>(weights[k]) * (static_cast<double>(above) - static_cast<double>(here));
+    }
+    out[position] = static_cast<T>(sum);
+    above = here;
+  }
+}
+
+// T: float or double, of format F.
+template <class T, class F>
+void linearize_groups(const Tensor& rewards, const Tensor& weights, Tensor& out) {
+  const Rows rows(rewards, std::nullopt, "rewards");
+  const Networks networks(rows);
+  const T *from = rewards.const_data_ptr<T>(), *by = weights.const_data_ptr<T>();
+  T* to = out.mutable_data_ptr<T>();
+  const auto* bits = static_cast<const typename F::Bits*>(rewards.const_data_ptr());
+  rows.in_parts([&](int64_t first, int64_t last) {
+    Sorter sorter;
+    Lanes<F> lanes(networks);
+    for (int64_t row = first; row < last; row++) {
+      if constexpr (std::is_same_v<T, float>) {
+        const int64_t together = lanes.take(bits, rows, row, last);
+        if (together > 0) {
+          lanes.linearize(by, to);
+          row += together - 1;
+          continue;
+        }
+      }
+      const int64_t n = rows.size(row), begin = rows.begin(row);
+      linearize_sorted(from + begin, by, sorter.sort<F>(bits + begin, n), n, to + begin);
+    }
+  });
+}
+
+}  // namespace
+
+// rewards (P, M), weights (M), both float32 or both float64 -> (P, M). NaN is sorted last.
+Tensor linearize_rows(const Tensor& rewards, const Tensor& weights) {
+  STD_TORCH_CHECK(rewards.dim() == 2 && weights.is_cpu() && weights.dim() == 1 && weights.is_contiguous() &&
+                      weights.size(0) == rewards.size(1) && weights.scalar_type() == rewards.scalar_type(),
+                  "expected rewards (P, M) and weights (M,) of one dtype, contiguous, on the CPU");
+  STD_TORCH_CHECK(rewards.size(1) < int64_t{1} << 32, "expected fewer than 2^32 rewards a group");
+  Tensor out = torch::stable::new_empty(rewards, rewards.sizes());
+  switch (rewards.scalar_type()) {
+    case torch::headeronly::ScalarType::Float:
+      linearize_groups<float, NanLast<Single>>(rewards, weights, out);
+      break;
+    case torch::headeronly::ScalarType::Double:
+      linearize_groups<double, NanLast<Double>>(rewards, weights, out);
+      break;
+    default:
+      STD_TORCH_CHECK(false, "rewards must be float32 or float64");
+  }
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {
+  m.impl("linearize_rows", TORCH_BOX(&linearize_rows));
+}
+
+}  // namespace nlgrpo

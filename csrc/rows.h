@@ -1,0 +1,166 @@
+// Rows of a dense (P, M) or ragged (total,) tensor, how threads share them, and memory for work.
+#pragma once
+
+#include "simd.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace nlgrpo {
+
+constexpr int64_t kGrain = 16384;  // elements that are worth a thread of their own
+constexpr int64_t kInCache = 1 << 16;  // a row of at most so many elements is sorted in one piece, in 1 MiB
+constexpr size_t kLargePage = size_t{1} << 21;
+
+// Tell the system that `bytes` from `memory` on will all be used, so that it may map them in large pages: with small
+// ones, writing fresh memory takes longer than most passes over it. Nothing depends on it.
+inline void advise_large_pages(void* memory, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kLargePage - 1) & ~(kLargePage - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(kLargePage - 1);
+  if (begin < end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
+// Uninitialised memory for n elements of a plain type.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t n) {
+    // Whole cache lines, which also suit the largest vectors, or whole large pages.
+    const size_t bytes = std::max<size_t>(1, n) * sizeof(T), align = bytes < kLargePage ? 64 : kLargePage;
+    data_.reset(static_cast<T*>(std::aligned_alloc(align, (bytes + align - 1) / align * align)));
+    STD_TORCH_CHECK(data_ != nullptr, "out of memory: ", n, " elements of ", sizeof(T), " bytes");
+    advise_large_pages(data_.get(), bytes);
+  }
+  T* data() const {
+    return data_.get();
+  }
+  T& operator[](int64_t i) const {
+    return data_.get()[i];
+  }
+
+ private:
+  struct Free {
+    void operator()(void* data) const {
+      std::free(data);
+    }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+class Rows {
+ public:
+  // x (P, M), or (total,) with offsets (P + 1) from 0 to total that do not fall.
+  Rows(const Tensor& x, const std::optional<Tensor>& offsets, const char* name) {
+    STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
+    STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+    if (!offsets.has_value()) {
+      STD_TORCH_CHECK(x.dim() == 2, name, " without offsets must have 2 dimensions, got ", x.dim());
+      count_ = x.size(0), length_ = x.size(1);
+      return;
+    }
+    STD_TORCH_CHECK(x.dim() == 1, name, " with offsets must have 1 dimension, got ", x.dim());
+    STD_TORCH_CHECK(offsets->is_cpu() && offsets->is_contiguous() && offsets->dim() == 1 && offsets->size(0) >= 1 &&
+                        offsets->scalar_type() == torch::headeronly::ScalarType::Long,
+                    "offsets of ", name, " must be (P + 1,), int64, contiguous, on the CPU");
+    count_ = offsets->size(0) - 1;
+    offsets_ = offsets->const_data_ptr<int64_t>();
+    STD_TORCH_CHECK(offsets_[0] == 0 && offsets_[count_] == x.size(0), "offsets of ", name, " must go from 0 to ",
+                    x.size(0));
+    STD_TORCH_CHECK(std::is_sorted(offsets_, offsets_ + count_ + 1), "offsets of ", name, " must not fall");
+  }
+
+  int64_t count() const {
+    return count_;
+  }
+  int64_t begin(int64_t row) const {
+    return offsets_ ? offsets_[row] : row * length_;
+  }
+  int64_t size(int64_t row) const {
+    return offsets_ ? offsets_[row + 1] - offsets_[row] : length_;
+  }
+  bool same_size() const {
+    return offsets_ == nullptr;
+  }
+  int64_t total() const {
+    return begin(count_);
+  }
+  // The first row that begins at `position` or later.
+  int64_t first_from(int64_t position) const {
+    if (offsets_) {
+      return std::lower_bound(offsets_, offsets_ + count_, position) - offsets_;
+    }
+    return length_ ? std::min(count_, (position + length_ - 1) / length_) : 0;
+  }
+
+  // f(begin, size) for each row too long for the cache, in turn.
+  template <class F>
+  void long_ones(const F& f) const {
+    for (int64_t row = 0; row < count_; row++) {
+      if (size(row) > kInCache) {
+        f(begin(row), size(row));
+      }
+    }
+  }
+
+  // f(first, last) for parts of the rows, on the threads; the parts hold about as many elements each.
+  template <class F>
+  void in_parts(const F& f) const {
+    torch::stable::parallel_for(0, total(), kGrain, [&](int64_t begin, int64_t end) {
+      const int64_t first = first_from(begin), last = end == total() ? count_ : first_from(end);
+      if (first < last) {
+        f(first, last);
+      }
+    });
+  }
+
+ private:
+  int64_t count_ = 0, length_ = 0;
+  const int64_t* offsets_ = nullptr;
+};
+
+// Which count a rank is: of the smaller samples, of the smaller and equal ones, or the sum of both, twice the mean.
+enum class Side : int64_t { strict, weak, mid };
+
+inline Side side_of(int64_t side) {
+  STD_TORCH_CHECK(0 <= side && side <= 2, "side must be 0 (strict), 1 (weak) or 2 (mid), got ", side);
+  return static_cast<Side>(side);
+}
+
+// The count of `side` from both, and what it is of `one` whole.
+template <class T>
+NLGRPO_INLINE T count(Side side, T strict, T weak) {
+  return side == Side::strict ? strict : side == Side::weak ? weak : strict + weak;
+}
+
+template <class T>
+NLGRPO_INLINE T whole(Side side, T one) {
+  return side == Side::mid ? 2 * one : one;
+}
+
+// A new tensor for results, one for each element of `like`.
+inline Tensor new_result(const Tensor& like, torch::headeronly::ScalarType type) {
+  Tensor out = torch::stable::new_empty(like, like.sizes(), type);
+  advise_large_pages(out.mutable_data_ptr(), like.numel() * (type == torch::headeronly::ScalarType::Float ? 4 : 8));
+  return out;
+}
+
+inline void check_weights(const Tensor& weights, const Tensor& samples, const char* name) {
+  STD_TORCH_CHECK(weights.is_cpu() && weights.is_contiguous() && weights.numel() == samples.numel() &&
+                      weights.scalar_type() == torch::headeronly::ScalarType::Double,
+                  name, " must be float64, contiguous, on the CPU, one for each sample");
+}
+
+}  // namespace nlgrpo
