@@ -3,6 +3,11 @@
 The CPU ops in ``csrc/`` are an option: where torch or a compiler is missing the package is installed without them, a
 line says so, and plain PyTorch computes the same. ``NLGRPO_BUILD_EXT=1`` makes that an error, ``=0`` does not try.
 They use PyTorch's stable ABI and Python's, so that one file serves Python 3.11 and later with torch 2.10 and later.
+An isolated build has no torch (to require it would fetch gigabytes), so its wheel has no ops and is for any machine;
+``pip install --no-build-isolation .`` and ``python -m build --no-isolation`` build them against the installed torch.
+
+``NLGRPO_SANITIZE=1`` builds ``_sanitized`` in place of ``_ext``, with AddressSanitizer's and UBSan's checks, or fails.
+No install loads a file of that name; ``make test-asan`` makes it and runs the tests with it.
 """
 
 import os
@@ -14,10 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 WANTED = os.environ.get("NLGRPO_BUILD_EXT", "")
+SANITIZE = os.environ.get("NLGRPO_SANITIZE") == "1"
 TORCH_2_10 = "0x020a000000000000"
+FAST = ["-O3", "-g0"]  # Python's own flags ask for debugging information, five times the size of the rest
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZED = [
+    *SANITIZERS,
+    "-g",
+    "-O1",
+    "-fno-omit-frame-pointer",
+    "-fno-wrapv",  # Python's own flags hold -fwrapv, which makes the overflow of a signed integer no error
+    "-U_FORTIFY_SOURCE",  # it puts functions that AddressSanitizer does not watch in the place of memcpy and others
+    "-D_GLIBCXX_ASSERTIONS",
+]
 
 
 class BuildOrSayWhyNot(build_ext):
@@ -29,7 +47,7 @@ class BuildOrSayWhyNot(build_ext):
             with side_by_side(self.compiler):
                 super().build_extension(ext)
         except Exception as error:  # the compiler's errors and torch's have no common base class
-            if WANTED == "1":
+            if WANTED == "1" or SANITIZE:
                 raise
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             print(f"nlgrpo: installing without the compiled CPU ops ({reason[0]})", file=sys.stderr)
@@ -53,9 +71,21 @@ def side_by_side(compiler: Any) -> Iterator[None]:
         compiler.compile = one_by_one
 
 
+class NameWhatWasBuilt(bdist_wheel):
+    """A wheel without the ops fits every machine, and its name says so."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        self.root_is_pure = not self.distribution.has_ext_modules() or bool(extension.optional)
+        return super().get_tag()
+
+
 def add_torch(ext: Extension) -> None:
     """Torch's headers, whose warnings are not ours, and its libraries."""
-    from torch.utils.cpp_extension import include_paths, library_paths
+    try:
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except ImportError as error:
+        hint = "not isolated, a build sees the installed torch: pip --no-build-isolation, build --no-isolation"
+        raise ImportError(f"{error}; {hint}") from error
 
     ext.extra_compile_args += [flag for path in include_paths() for flag in ("-isystem", path)]
     ext.library_dirs += library_paths()
@@ -63,14 +93,13 @@ def add_torch(ext: Extension) -> None:
 
 
 extension = Extension(
-    "nlgrpo.kernels._ext",
+    "nlgrpo.kernels._sanitized" if SANITIZE else "nlgrpo.kernels._ext",
     sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
     depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
     define_macros=[("Py_LIMITED_API", "0x030b0000"), ("TORCH_TARGET_VERSION", TORCH_2_10)],
     extra_compile_args=[
         "-std=c++20",
-        "-O3",
-        "-g0",  # Python's own flags ask for debugging information, five times the size of the rest
+        *(SANITIZED if SANITIZE else FAST),
         "-fopenmp-simd",
         "-fno-math-errno",
         "-fno-trapping-math",
@@ -79,6 +108,7 @@ extension = Extension(
         "-Wextra",
         "-Werror",
     ],
+    extra_link_args=SANITIZERS if SANITIZE else [],
     py_limited_api=True,
 )
 
@@ -87,6 +117,6 @@ setup(
     package_dir={"nlgrpo.kernels": "kernels"},
     package_data={"nlgrpo": ["assets/**/*"]},
     ext_modules=[] if WANTED == "0" else [extension],
-    cmdclass={"build_ext": BuildOrSayWhyNot},
+    cmdclass={"build_ext": BuildOrSayWhyNot, "bdist_wheel": NameWhatWasBuilt},
     options={} if WANTED == "0" else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -7,7 +7,7 @@ namespace nlgrpo {
 namespace {
 
 constexpr int64_t kTogether = 16;  // binary searches that take turns, so that one's memory is fetched during the others
-constexpr int64_t kManyQueries = 1 << 16, kManySamples = 1 << 18;  // from where on queries are grouped by their value
+constexpr int64_t kManyQueries = 1 << 16, kManySamples = 1 << 20;  // from where on queries are grouped by their value
 
 // A sorted row, and the running sums of its weights or null.
 template <class T>

@@ -17,10 +17,11 @@ constexpr int64_t kLanes = 8, kLongestLane = 1024;
 // An element of a tile is a number in [1, 2) with a code and a position in its mantissa, which is sorted as a double:
 // their minimum is one instruction on every processor.
 typedef double Eightfold __attribute__((vector_size(64)));
-constexpr int kPositionBits = 20;
+constexpr int kPositionBits = 12;
+constexpr uint64_t kBehindAll = uint64_t{1} << 32;  // the code that fills up a lane
 
-NLGRPO_INLINE double lane_entry(uint32_t code, uint64_t position) {
-  return std::bit_cast<double>(uint64_t{0x3ff} << 52 | static_cast<uint64_t>(code) << kPositionBits | position);
+NLGRPO_INLINE double lane_entry(uint64_t code, uint64_t position) {
+  return std::bit_cast<double>(uint64_t{0x3ff} << 52 | code << kPositionBits | position);
 }
 NLGRPO_INLINE uint32_t lane_position(double entry) {
   return static_cast<uint32_t>(std::bit_cast<uint64_t>(entry)) & ((1u << kPositionBits) - 1);
@@ -140,6 +141,11 @@ class Lanes {
       load(x + begin_[lane], lane);
     }
     fill_lanes(tile_.data(), codes_.data(), length);
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      for (int64_t k = size_[lane]; k < length; k++) {
+        tile_[k][lane] = lane_entry(kBehindAll, k);
+      }
+    }
     sort_lanes(tile_.data(), network);
     if constexpr (sizeof(typename F::Key) > 4) {
       for (int64_t lane = 0; lane < kLanes; lane++) {
@@ -160,7 +166,7 @@ class Lanes {
         codes[k] = F::key(row[k]);
       }
     }
-    std::fill(codes + size_[lane], codes + length_, ~0u);  // behind all others
+    std::fill(codes + size_[lane], codes + length_, 0u);
   }
 
   // Sort the row again, alone, if different keys have one code.

@@ -5,6 +5,7 @@
     policy_loss          clipped policy-gradient loss with a KL penalty, per token
     linear_policy_loss   both: hidden states -> loss, with the gradient computed in the forward
     linearize            rewards of a group -> first variation of a rank-based objective
+    ecdf                 empirical CDFs of many samples: ranks, cdf, argsort, sort, merge
     decode_attention, rms_norm, swiglu   the ops between the matrix products of a decoding step
 
 ``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "torch", and
@@ -42,6 +43,7 @@ def _leave_the_name() -> None:
 if __name__ == "kernels":
     _leave_the_name()
 else:
+    from . import ecdf
     from .decode import decode_attention, rms_norm, swiglu
     from .linear_policy_loss import linear_policy_loss
     from .linearize import linearize
@@ -51,6 +53,7 @@ else:
 
     __all__ = [
         "decode_attention",
+        "ecdf",
         "linear_logprob",
         "linear_policy_loss",
         "linearize",

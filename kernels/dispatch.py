@@ -99,8 +99,6 @@ def use_cpp(impl: str, op: str, *tensors: Tensor, dtypes: tuple[torch.dtype, ...
         why = f"for these tensors, as not all are {names} on a CPU"
     elif not extension.available():
         why = "in this install, which has no compiled ops"
-    elif not hasattr(torch.ops.nlgrpo, op):
-        why = "in this install, whose compiled ops are of an earlier version: install again to build them"
     else:
         return True
     if impl == "cpp":

@@ -13,10 +13,11 @@ def _load() -> bool:
     """Whether the compiled ops are there now.
 
     An install without them is fine. A file that does not load (made for another machine, or for a later torch) gives
-    one warning. ``NLGRPO_EXT=0`` in the environment leaves them alone.
+    one warning. ``NLGRPO_EXT=0`` in the environment leaves them alone, and a path in it is loaded in their place.
     """
-    files = sorted(Path(__file__).parent.glob("_ext*.so"))
-    if not files or os.environ.get("NLGRPO_EXT") == "0":
+    named = os.environ.get("NLGRPO_EXT")
+    files = [Path(named)] if named else sorted(Path(__file__).parent.glob("_ext*.so"))
+    if not files or named == "0":
         return False
     try:
         torch.ops.load_library(files[0])

@@ -1,6 +1,7 @@
 """The compiled CPU ops: built on demand, and an install that says so and works where they cannot be."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,14 +34,27 @@ def build(tree, **environment):
     return done.returncode, done.stdout + done.stderr, held
 
 
+def imported(library):
+    """Names that a library takes from others, apart from those with a version (of the C and C++ runtimes)."""
+    shown = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+    return {name for kind, name in map(str.split, shown.splitlines()) if kind == "U" and "@" not in name}
+
+
 @pytest.mark.slow
 def test_the_wheel_has_the_ops_and_they_load(tree, tmp_path):
-    status, shown, held = build(tree, NLGRPO_BUILD_EXT="1")
-    assert status == 0, shown
-    assert LIBRARY in held
+    """From the source archive that ``python -m build`` makes first, so that one is whole too."""
+    command = (sys.executable, "-m", "build", "--no-isolation")
+    env = os.environ | {"NLGRPO_BUILD_EXT": "1"}
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tree.glob("dist/*.whl")
     assert "-cp311-abi3-" in wheel.name
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    # One file for every torch and Python: C functions of torch's stable ABI, no C++ of torch's, nothing of Python's.
+    # Some names of the C++ library come without their version, because torch's libraries hold copies of their own.
+    names = imported(tmp_path / "site" / LIBRARY)
+    assert "torch_library_impl" in names
+    assert {name for name in names if not re.fullmatch(r"(aoti_)?torch_\w+|_ZN[KRO]*St\w+", name)} == set()
     code = (
         "import torch, sys; from nlgrpo import kernels; print(kernels.__file__);"
         "print(kernels.swiglu(torch.zeros(1, 2), impl='cpp').tolist())"
@@ -61,6 +75,8 @@ def test_without_a_compiler_or_torch_the_install_says_so_and_succeeds(tree, envi
     assert [line for line in shown.splitlines() if line.startswith("nlgrpo: installing without the compiled CPU ops (")]
     assert LIBRARY not in held
     assert "nlgrpo/kernels/decode.py" in held
+    assert [path.name for path in tree.glob("dist/*.whl")] == ["nlgrpo-0.1.0-py3-none-any.whl"]
+    assert ("pip --no-build-isolation, build --no-isolation)" in shown) == ("PYTHONPATH" in environment)
     shutil.rmtree(tree / "dist")
     status, shown, held = build(tree, NLGRPO_BUILD_EXT="1", **environment)
     assert status != 0

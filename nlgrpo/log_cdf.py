@@ -1,0 +1,80 @@
+"""Smooth continuations of the logarithm of an empirical CDF, whose own is -inf below the least sample."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STEEPEST = 700.0  # b over the range of the samples, where two of them fit any b: e^-700 is still a number
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """log F(r) = -a e^{-b (r - origin)}, float64, one of each (P,): a row's amplitude, rate per reward, and origin."""
+
+    a: Tensor
+    b: Tensor
+    origin: Tensor
+
+    def __call__(self, r: Tensor, rows: Tensor | None = None) -> Tensor:
+        """log F at rewards ``r`` (P, Q), or (S,) with the row of each."""
+        a, b, origin = (x[:, None] if rows is None else x[rows] for x in (self.a, self.b, self.origin))
+        return -a * torch.exp(-b * (r.double() - origin))
+
+
+def add_half(cdf: Tensor, size: Tensor | int) -> Tensor:
+    """log((count + 1/2) / (M + 1)) with count = M ``cdf``: finite everywhere, and below 0."""
+    return ((cdf * size + 0.5) / (size + 1)).log()
+
+
+def fit_exponential(samples: Sequence[Tensor], cdf: Sequence[Tensor], weights: Sequence[Tensor] | None) -> Exponential:
+    """Least squares over a, b of sum_j w_j (log F(r_j) + a e^{-b r_j})^2, for each row on its own.
+
+    Over the samples with F > 0, equal ones each for itself (vBoN, Sec. 6 and its footnote on f(x) = -a exp(-b x)).
+    One tensor a row of samples, F and weights (1 unless given).
+
+    Raises ValueError for a row that has not two different finite samples with F > 0, or that no curve is found for.
+    """
+    fits = []
+    for row, (r, F) in enumerate(zip(samples, cdf, strict=True)):
+        w = torch.ones_like(F) if weights is None else weights[row]
+        kept = (F > 0) & r.isfinite() & (w > 0)
+        try:
+            fits.append(_fit(r[kept].double().cpu().numpy(), F[kept].log().cpu().numpy(), w[kept].cpu().numpy()))
+        except ValueError as error:
+            raise ValueError(f"row {row}: {error}; take more samples, or smoother='add-half'.") from None
+    a, b, origin = torch.tensor(fits, dtype=torch.float64, device=samples[0].device if samples else None).view(-1, 3).T
+    return Exponential(a, b, origin)
+
+
+def _fit(r: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float, float]:
+    """a, b and the origin of y = -a e^{-b (r - origin)}. The fit is over x in [0, 1]."""
+    from scipy.optimize import OptimizeWarning, curve_fit  # half a second's import
+
+    low, spread = (r.min(), np.ptp(r)) if len(r) else (0.0, 0.0)
+    if not 0 < spread < np.inf:
+        raise ValueError("an exponential fit of log F needs two different finite samples with F > 0")
+    x = (r - low) / spread
+
+    def curve(x: np.ndarray, a: float, b: float) -> np.ndarray:
+        return -a * np.exp(-b * x)
+
+    def slopes(x: np.ndarray, a: float, b: float) -> np.ndarray:
+        decay = np.exp(-b * x)
+        return np.stack((-decay, a * x * decay), axis=-1)
+
+    start = (-y[x.argmin()], 1.0)  # at the least sample, and a rate that nothing is known of
+    bounds = ((0.0, 0.0), (np.inf, STEEPEST))
+    accuracy = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-12, "max_nfev": 1000}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OptimizeWarning)  # of the covariance, which nobody asks for
+            (a, b), _ = curve_fit(curve, x, y, p0=start, sigma=w**-0.5, bounds=bounds, jac=slopes, **accuracy)
+    except RuntimeError as error:
+        raise ValueError(f"no exponential fits log F ({error})") from None
+    return float(a), float(b / spread), float(low)

@@ -1,0 +1,553 @@
+"""Empirical CDFs against counting one by one, in integers and fractions, and against NumPy where there are many."""
+
+import math
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nlgrpo.kernels import ecdf, extension
+
+COMPILED = extension.available() and hasattr(torch.ops.nlgrpo, "ecdf_ranks")
+cpp_only = pytest.mark.skipif(not COMPILED, reason="torch.ops.nlgrpo has no op ecdf_ranks in this install")
+IMPLS = ["torch", pytest.param("cpp", marks=cpp_only)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SIDES = ["strict", "weak", "mid"]
+fuzz = settings(derandomize=True, max_examples=60, deadline=None, database=None)
+
+
+def values(dtype):
+    """Ties, both zeros, infinities, denormals, neighbours of 1 in the last bit, and any float."""
+    info = torch.finfo(dtype)
+    subnormal = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 2.0**-149}.get(dtype, 5e-324)
+    special = [0.0, -0.0, 1.0, 1 + info.eps, 1 - info.eps / 2, subnormal, info.tiny, info.max, math.inf, 2.0]
+    special += [-x for x in special]
+    return st.sampled_from(special) | st.sampled_from([1.0, 2.0, 3.0]) | st.floats(allow_nan=False)
+
+
+@st.composite
+def cases(draw, dtype, queries=False):
+    """Rows of samples as lists, with weights, and rows of queries; whether they are dense."""
+    dense = draw(st.booleans())
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 14)))
+    sizes = [shape[1]] * shape[0] if dense else draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
+    order = draw(st.sampled_from(["any", "any", "ascending", "descending", "equal"]))
+    exact = lambda xs: torch.tensor(xs, dtype=torch.float64).to(dtype).tolist()  # noqa: E731
+    rows = [exact(draw(st.lists(values(dtype), min_size=n, max_size=n))) for n in sizes]
+    if order == "equal":
+        rows = [[row[0]] * len(row) for row in rows]
+    elif order != "any":
+        rows = [sorted(row, reverse=order == "descending") for row in rows]
+    mass = st.sampled_from([0.0, 1.0, 0.25, 3.0, 1e-9, 1e9]) | st.floats(0, 10)
+    weights = [[1.0, *draw(st.lists(mass, min_size=n - 1, max_size=n - 1))] for n in sizes]
+    if not queries:
+        return rows, weights, dense
+    Q = draw(st.integers(0, 8))
+    counts = [Q] * len(rows) if dense else draw(st.lists(st.integers(0, 8), min_size=len(rows), max_size=len(rows)))
+    asked = [
+        exact(draw(st.lists(values(dtype) | st.sampled_from(row), min_size=n, max_size=n)))
+        for row, n in zip(rows, counts, strict=True)
+    ]
+    return rows, weights, dense, asked
+
+
+def packed(rows, dtype, dense):
+    """Rows as a tensor, and offsets unless they are dense."""
+    if dense:
+        return torch.tensor(rows, dtype=dtype).reshape(len(rows), -1), None
+    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64)
+    return torch.tensor([x for row in rows for x in row], dtype=dtype), offsets
+
+
+def counted(rows, weights, asked, side):
+    """The CDF of each row at its queries by comparing every pair, in fractions; flat."""
+    found = []
+    for row, mass, queries in zip(rows, weights, asked, strict=True):
+        mass = [Fraction(w) for w in mass]
+        for q in queries:
+            strict = sum((w for x, w in zip(row, mass, strict=True) if x < q), Fraction(0))
+            weak = sum((w for x, w in zip(row, mass, strict=True) if x <= q), Fraction(0))
+            found.append({"strict": strict, "weak": weak, "mid": (strict + weak) / 2}[side] / sum(mass))
+    return torch.tensor([float(x) for x in found], dtype=torch.float64)
+
+
+def ones(rows):
+    return [[1.0] * len(row) for row in rows]
+
+
+def assert_cdf(found, truth, dtype, weighted):
+    """Counts: the fraction, rounded once. Weights: sums of a few in float64."""
+    assert found.dtype == dtype
+    if weighted:
+        tolerance = 1e-14 if dtype == torch.float64 else 1e-7
+        torch.testing.assert_close(found.flatten().double(), truth, rtol=tolerance, atol=1e-17)
+    else:
+        assert torch.equal(found.flatten(), truth.to(dtype))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@fuzz
+@given(data=st.data(), side=st.sampled_from(SIDES), double=st.booleans(), weighted=st.booleans())
+def test_ranks(impl, dtype, data, side, double, weighted):
+    rows, weights, dense = data.draw(cases(dtype))
+    x, offsets = packed(rows, dtype, dense)
+    w = packed(weights, torch.float64, dense)[0] if weighted else None
+    result = torch.float64 if double else torch.float32
+    ours = ecdf.ranks(x, side, weights=w, offsets=offsets, dtype=result, impl=impl)
+    assert ours.shape == x.shape
+    assert_cdf(ours, counted(rows, weights if weighted else ones(rows), rows, side), result, weighted)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@fuzz
+@given(data=st.data(), side=st.sampled_from(SIDES), double=st.booleans(), weighted=st.booleans())
+def test_cdf_and_evaluate(impl, dtype, data, side, double, weighted):
+    rows, weights, dense, asked = data.draw(cases(dtype, queries=True))
+    x, offsets = packed(rows, dtype, dense)
+    q, query_offsets = packed(asked, dtype, dense)
+    w = packed(weights, torch.float64, dense)[0] if weighted else None
+    result = torch.float64 if double else torch.float32
+    options = {"offsets": offsets, "query_offsets": query_offsets, "dtype": result, "impl": impl}
+    truth = counted(rows, weights if weighted else ones(rows), asked, side)
+    ours = ecdf.cdf(x, q, side, weights=w, **options)
+    assert ours.shape == q.shape
+    assert_cdf(ours, truth, result, weighted)
+    if weighted:
+        ordered, mass = ecdf.sort_weighted(x, w, offsets=offsets)
+        cumulative = ecdf.cumulate(mass, offsets=offsets)
+    else:
+        ordered, cumulative = ecdf.sort(x, offsets=offsets), None
+    assert torch.equal(ecdf.evaluate(ordered, q, side, cumulative=cumulative, **options), ours)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@fuzz
+@given(data=st.data())
+def test_argsort_is_stable_and_sort_sorts(impl, dtype, data):
+    rows, _, dense = data.draw(cases(dtype))
+    x, offsets = packed(rows, dtype, dense)
+    truth = [sorted(range(len(row)), key=row.__getitem__) for row in rows]
+    ours = ecdf.argsort(x, offsets=offsets, impl=impl)
+    assert ours.dtype == torch.int64
+    assert torch.equal(ours, packed(truth, torch.int64, dense)[0])
+    assert torch.equal(ecdf.sort(x, offsets=offsets), packed([sorted(row) for row in rows], dtype, dense)[0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@fuzz
+@given(data=st.data())
+def test_merge(impl, dtype, data):
+    rows, weights, dense, other = data.draw(cases(dtype, queries=True))
+    other = [row or [0.0] for row in other]
+    a, b = [sorted(row) for row in rows], [sorted(row) for row in other]
+    tags = [[-1.0 - i for i in range(len(row))] for row in b]  # negative, to tell them from those of a
+    (x, of_x), (y, of_y) = packed(a, dtype, dense), packed(b, dtype, dense)
+    w = packed(weights, torch.float64, dense)[0], packed(tags, torch.float64, dense)[0].abs()
+    pairs = [
+        sorted(zip([*p, *q], [*u, *(-t for t in v)], strict=True), key=lambda pair: pair[0])
+        for p, q, u, v in zip(a, b, weights, tags, strict=True)
+    ]
+    offsets = None if dense else (of_x, of_y)
+    truth = packed([[x for x, _ in row] for row in pairs], dtype, dense)[0]
+    assert torch.equal(ecdf.merge(x, y, offsets=offsets, impl=impl), truth)
+    merged, mass = ecdf.merge(x, y, offsets=offsets, weights=w, impl=impl)
+    assert torch.equal(merged, truth)
+    assert torch.equal(mass, packed([[m for _, m in row] for row in pairs], torch.float64, dense)[0])
+
+
+@fuzz
+@given(data=st.data())
+def test_cumulate_stays_in_its_row(data):
+    """A light row behind a heavy one keeps all its digits, and sums never fall."""
+    sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    scales = data.draw(st.lists(st.sampled_from([1e-12, 1.0, 1e15]), min_size=len(sizes), max_size=len(sizes)))
+    rows = [[s * data.draw(st.floats(0, 1)) for _ in range(n)] for n, s in zip(sizes, scales, strict=True)]
+    w, offsets = packed(rows, torch.float64, False)
+    truth = [float(sum(map(Fraction, row[: i + 1]))) for row in rows for i in range(len(row))]
+    sums = ecdf.cumulate(w, offsets=offsets)
+    torch.testing.assert_close(sums, torch.tensor(truth, dtype=torch.float64), rtol=1e-14, atol=0)
+    assert all((row.diff() >= 0).all() for row in sums.split(sizes))
+
+
+# --- Many samples -----------------------------------------------------------------------------------------------------
+
+SIZES = [1023, 1024, 1025, 5000, 65535, 65536, 65537, 200_000, 1_000_000]
+KINDS = [
+    ("continuous", torch.float32),
+    ("continuous", torch.float64),
+    ("continuous", torch.float16),
+    ("continuous", torch.bfloat16),
+    ("tied", torch.float32),
+    ("clustered", torch.float32),
+    ("clustered", torch.float64),
+    ("last bits", torch.float64),
+    ("constant", torch.float32),
+    ("two values", torch.float64),
+]
+
+
+def drawn(kind, M, dtype=torch.float32):
+    g = torch.Generator().manual_seed(M)
+    x = torch.randn(M, generator=g, dtype=torch.float64)
+    if kind == "tied":
+        x = (x * 20).round() / 7
+    elif kind == "clustered":
+        x = 1 + 1e-6 * torch.rand(M, generator=g, dtype=torch.float64)
+        x[torch.randint(M, (9,), generator=g)] = torch.tensor([1e30, -1e-40, -1e30] * 3, dtype=torch.float64)
+    elif kind == "last bits":
+        x = 1 + torch.randint(2**20, (M,), generator=g).double() * 2.0**-52
+    elif kind == "constant":
+        x = torch.full_like(x, 0.7)
+    elif kind == "two values":
+        x = (x > 0.5).double()
+    return x.to(dtype)
+
+
+def by_unique(x, side):
+    """Ranks of one row from NumPy's unique: integer counts and one division."""
+    _, inverse, sizes = np.unique(x.double().numpy(), return_inverse=True, return_counts=True)
+    weak = np.cumsum(sizes)
+    count, parts = {"strict": (weak - sizes, 1), "weak": (weak, 1), "mid": (2 * weak - sizes, 2)}[side]
+    return torch.from_numpy((count / (parts * x.shape[0]))[inverse.reshape(-1)])
+
+
+def by_searchsorted(x, q, side):
+    ordered = np.sort(x.double().numpy())
+    left, right = (np.searchsorted(ordered, q.double().numpy(), where) for where in ("left", "right"))
+    count, parts = {"strict": (left, 1), "weak": (right, 1), "mid": (left + right, 2)}[side]
+    return torch.from_numpy(count / (parts * x.shape[0]))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ranks_of_many(impl, kind, dtype):
+    sizes = SIZES if impl == "cpp" else [1025, 65537, *([1_000_000] if kind == "tied" else [])]
+    for M in sizes:
+        x = drawn(kind, M, dtype)
+        for side in SIDES if M < 150_000 else ["mid"]:
+            truth = by_unique(x, side)
+            assert torch.equal(ecdf.ranks(x, side, impl=impl), truth), (M, side)
+        assert torch.equal(ecdf.ranks(x, side, impl=impl, dtype=torch.float32), truth.float()), M
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_argsort_of_many(impl, kind, dtype):
+    for M in [M for M in SIZES if M < 500_000] if impl == "cpp" else [1025, 65537]:
+        x = drawn(kind, M, dtype)
+        ours, wide = ecdf.argsort(x, impl=impl), x.double().numpy()
+        assert torch.equal(ours, torch.from_numpy(np.argsort(wide, kind="stable"))), M
+        assert torch.equal(ecdf.sort(x), x[ours]), M
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_cdf_at_many_queries(impl, kind, dtype):
+    for M, Q in [(1024, 7), (7, 5000), (65537, 65536), (200_000, 300_000)][: None if impl == "cpp" else 3]:
+        x, own = drawn(kind, M, dtype), drawn(kind, Q, dtype)
+        q = torch.where(torch.arange(Q) % 2 == 0, own, x[torch.arange(Q) % M])
+        for asked in (q, q.sort().values):
+            for side in SIDES if M < 150_000 else ["mid"]:
+                assert torch.equal(ecdf.cdf(x, asked, side, impl=impl), by_searchsorted(x, asked, side)), (M, side)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["continuous", "tied", "clustered"])
+def test_many_rows_of_all_lengths(impl, kind):
+    sizes = [1, 1023, 2, 1025, 70_000, 3, 64, 63, 65, 31, 4096, 1]
+    rows = [drawn(kind, n) for n in sizes]
+    x, offsets = torch.cat(rows), torch.tensor([0, *np.cumsum(sizes)])
+    truth = torch.cat([by_unique(row, "mid") for row in rows])
+    assert torch.equal(ecdf.ranks(x, offsets=offsets, impl=impl), truth)
+    assert torch.equal(ecdf.ranks(x, offsets=offsets.int(), impl=impl), truth)
+    assert torch.equal(ecdf.cdf(x, x, offsets=offsets, query_offsets=offsets, impl=impl), truth)
+    weights = torch.full_like(x, 0.25)
+    torch.testing.assert_close(ecdf.ranks(x, weights=weights, offsets=offsets, impl=impl), truth, rtol=1e-13, atol=0)
+    order = torch.cat([torch.from_numpy(np.argsort(row.numpy(), kind="stable")) for row in rows])
+    assert torch.equal(ecdf.argsort(x, offsets=offsets, impl=impl), order)
+    dense = torch.stack([drawn(kind, 600)[torch.randperm(600)] for _ in range(50)])
+    assert torch.equal(ecdf.ranks(dense, impl=impl), torch.stack([by_unique(row, "mid") for row in dense]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("M", [5000, 200_000])
+def test_weights_of_many(impl, M):
+    x, w = drawn("tied", M), torch.rand(M, generator=torch.Generator().manual_seed(1)).double()
+    values, inverse = np.unique(x.numpy(), return_inverse=True)
+    mass = [math.fsum(w[inverse == i].tolist()) for i in range(len(values))]
+    weak = np.array([math.fsum(mass[: i + 1]) for i in range(len(mass))])
+    truth = torch.from_numpy((weak / weak[-1])[inverse])
+    torch.testing.assert_close(ecdf.ranks(x, "weak", weights=w, impl=impl), truth, rtol=1e-12, atol=0)
+    torch.testing.assert_close(ecdf.cdf(x, x, "weak", weights=w, impl=impl), truth, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_merging_many(impl):
+    for M, N in ((1023, 65537), (200_000, 1), (100_000, 100_001)):
+        a, b = drawn("tied", M).sort().values, drawn("continuous", N).sort().values
+        assert torch.equal(ecdf.merge(a, b, impl=impl), torch.cat((a, b)).sort().values)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["continuous", "tied", "clustered"])
+def test_the_number_of_threads_does_not_change_a_bit(impl, kind):
+    M = 250_000 if impl == "cpp" else 50_000
+    long, rows = drawn(kind, M), drawn(kind, M // 700 * 700).view(-1, 700)
+    mass = torch.rand(M, generator=torch.Generator().manual_seed(2))
+    offsets = torch.tensor([0, 1, M // 2, M - 1000, M])
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3) if impl == "cpp" else (1, 2):
+            torch.set_num_threads(threads)
+            results.append(
+                (
+                    ecdf.ranks(long, impl=impl),
+                    ecdf.ranks(long, weights=mass, impl=impl),
+                    ecdf.ranks(long, weights=mass, offsets=offsets, impl=impl),
+                    ecdf.ranks(rows, weights=mass[: rows.numel()].view_as(rows), impl=impl),
+                    ecdf.argsort(long, impl=impl),
+                    ecdf.cdf(long, rows, weights=mass, impl=impl),
+                    ecdf.merge(long.sort().values, rows.view(-1).sort().values, impl=impl),
+                )
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+# --- What may be given ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shapes_and_strides(impl):
+    x = drawn("tied", 240)
+    rows = x.view(2, 3, 40)
+    ours = ecdf.ranks(rows, impl=impl)
+    assert ours.shape == rows.shape
+    assert torch.equal(ours[1, 2], by_unique(rows[1, 2], "mid"))
+    assert torch.equal(ecdf.ranks(x.view(40, 6).t(), impl=impl), ecdf.ranks(x.view(40, 6).t().contiguous(), impl=impl))
+    assert torch.equal(ecdf.ranks(x[::3], impl=impl), by_unique(x[::3], "mid"))
+    assert torch.equal(ecdf.cdf(x, rows, impl=impl), ecdf.ranks(x, impl=impl).view(2, 3, 40))
+    assert torch.equal(ecdf.cdf(x, x[5], impl=impl), ecdf.ranks(x, impl=impl)[5])
+    assert ecdf.cdf(x, x[:0], impl=impl).shape == (0,)
+    assert ecdf.cdf(rows, rows[..., :2], impl=impl).shape == (2, 3, 2)
+    assert torch.equal(ecdf.cdf(rows, rows.flip(-1), impl=impl), ours.flip(-1))
+    assert ecdf.ranks(torch.empty(0, 7), impl=impl).shape == (0, 7)
+    assert ecdf.argsort(torch.empty(0, 7), impl=impl).shape == (0, 7)
+    assert ecdf.cdf(torch.empty(0, 7), torch.empty(0, 3), impl=impl).shape == (0, 3)
+    none = torch.zeros(1, dtype=torch.int64)
+    assert ecdf.ranks(torch.empty(0), offsets=none, impl=impl).shape == (0,)
+    assert ecdf.cdf(torch.empty(0), torch.empty(0), offsets=none, query_offsets=none, impl=impl).shape == (0,)
+    assert ecdf.merge(torch.empty(0, 3), torch.empty(0, 2), impl=impl).shape == (0, 5)
+    assert ecdf.ranks(torch.tensor([5.0]), impl=impl).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_two_dtypes_meet_exactly(impl):
+    """1/3 in float32 lies above 1/3 in float64; no float16 is between them."""
+    x = torch.tensor([1 / 3], dtype=torch.float32)
+    q = torch.tensor([1 / 3, float(x)], dtype=torch.float64)
+    assert ecdf.cdf(x, q, impl=impl).tolist() == [0, 0.5]
+    assert ecdf.cdf(q, x, "strict", impl=impl).tolist() == [0.5]
+    half, brain = torch.tensor([1 + 2**-10], dtype=torch.float16), torch.tensor([1.0, 2.0**100], dtype=torch.bfloat16)
+    assert ecdf.cdf(half, brain, "weak", impl=impl).tolist() == [0, 1]
+    assert ecdf.cdf(brain, half, "weak", impl=impl).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_results_are_data(impl):
+    x, w = torch.randn(5, requires_grad=True), torch.rand(5, requires_grad=True)
+    assert not ecdf.ranks(x, weights=w, impl=impl).requires_grad
+    assert not ecdf.cdf(x, x, impl=impl).requires_grad
+    before = x.detach().clone()
+    ecdf.sort(x)
+    assert torch.equal(x, before)
+
+
+nan = math.nan
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"samples": torch.tensor([1.0, nan, nan])}, r"samples\[1\] is NaN"),
+        ({"samples": torch.tensor([[1.0, 2.0], [3.0, nan]])}, r"samples\[1, 1\] is NaN"),
+        ({"samples": torch.tensor([[1.0, 2.0], [3.0, nan]]).bfloat16().t()}, r"samples\[1, 1\] is NaN"),
+        ({"samples": -torch.tensor([[1.0, nan], [3.0, nan]]).half()}, r"samples\[0, 1\] is NaN"),
+        (
+            {"samples": torch.tensor([1, 2, nan]), "offsets": torch.tensor([0, 1, 3])},
+            r"samples\[2\] \(in row 1\) is NaN",
+        ),
+        ({"samples": torch.ones(0)}, r"\(\.\.\., M\) with M >= 1, got \(0,\)"),
+        ({"samples": torch.ones(4, 0)}, r"got \(4, 0\)"),
+        ({"samples": torch.tensor(1.0)}, r"got \(\)"),
+        ({"samples": torch.arange(3)}, "samples: expected float16, .* got int64"),
+        ({"samples": torch.ones(3, dtype=torch.complex64)}, "got complex64"),
+        ({"samples": [1.0, 2.0]}, "samples: expected a tensor, got list"),
+        ({"offsets": torch.tensor([0, 1, 1, 3])}, "row 1 of samples is empty"),
+        ({"offsets": torch.tensor([0, 2, 1, 3])}, "they fall from 2 to 1 after row 1"),
+        ({"offsets": torch.tensor([1, 3])}, "the first must be 0, got 1"),
+        ({"offsets": torch.tensor([-1, 3])}, "the first must be 0, got -1"),
+        ({"offsets": torch.tensor([0, 2])}, "the last must be 3, the number of elements of samples, got 2"),
+        ({"offsets": torch.tensor([0, 2, 4])}, "row 1 ends at 4, but samples has 3"),
+        ({"offsets": torch.tensor([0, 9, 3])}, "row 0 ends at 9"),
+        ({"offsets": torch.tensor([0, -(2**62), 3])}, "they fall"),
+        ({"offsets": torch.tensor([], dtype=torch.int64)}, r"int64 tensor \(P \+ 1,\), got torch.int64 \(0,\)"),
+        ({"offsets": torch.tensor([[0, 3]])}, r"got torch.int64 \(1, 2\)"),
+        ({"offsets": torch.tensor([0.0, 3.0])}, r"got torch.float32 \(2,\)"),
+        ({"offsets": [0, 3]}, "got list"),
+        ({"offsets": torch.empty(2, dtype=torch.int64, device="meta")}, "offsets are on meta, but samples on cpu"),
+        (
+            {"samples": torch.ones(1, 3), "offsets": torch.tensor([0, 3])},
+            r"all rows after each other, \(S,\), got \(1, 3\)",
+        ),
+        ({"weights": torch.ones(2)}, r"weights: expected \(3,\) on cpu, one per sample, got \(2,\)"),
+        ({"weights": torch.ones(3, device="meta")}, "got .* on meta"),
+        ({"weights": torch.ones(3).long()}, "weights: expected float16"),
+        ({"weights": torch.tensor([1.0, nan, 1.0])}, r"weights\[1\] is nan; expected a finite number >= 0"),
+        ({"weights": torch.tensor([1.0, 1.0, -1.0])}, r"weights\[2\] is -1"),
+        ({"weights": torch.tensor([math.inf, 1.0, 1.0])}, r"weights\[0\] is inf"),
+        ({"weights": torch.zeros(3)}, "row 0 sum to 0"),
+        ({"weights": torch.full((3,), 1e308, dtype=torch.float64)}, "row 0 sum to inf"),
+        ({"weights": torch.tensor([1.0, 0.0, 0.0]), "offsets": torch.tensor([0, 1, 3])}, "row 1 sum to 0"),
+        ({"side": "middle"}, "side='middle' is not known; expected 'strict'"),
+        ({"dtype": torch.float16}, "dtype=torch.float16: a CDF is given in torch.float64 or torch.float32"),
+        ({"impl": "triton"}, "impl='triton' is not known to ecdf_ranks; expected 'auto', 'cpp' or 'torch'"),
+    ],
+)
+def test_ranks_refuses(impl, change, says):
+    given = {"samples": torch.tensor([1.0, 2.0, 3.0]), "impl": impl} | change
+    with pytest.raises(ValueError, match=says):
+        ecdf.ranks(**given)
+    if not change.keys() & {"weights", "side", "dtype", "impl"}:
+        with pytest.raises(ValueError, match=says):
+            ecdf.argsort(**given)
+        with pytest.raises(ValueError, match=says):
+            ecdf.sort(given["samples"], offsets=given.get("offsets"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"samples": torch.tensor([nan, 1.0])}, r"samples\[0\] is NaN"),
+        ({"queries": torch.tensor([[0.0, 1.0], [nan, 1.0]])}, r"queries\[1, 0\] is NaN"),
+        ({"queries": torch.tensor(nan)}, "queries is NaN"),
+        ({"queries": torch.arange(3)}, "queries: expected float16"),
+        ({"queries": torch.ones(2, device="meta")}, "queries are on meta"),
+        ({"samples": torch.ones(2, 3)}, r"queries: expected \(2, Q\) for samples \(2, 3\), got \(4,\)"),
+        ({"samples": torch.ones(2, 3), "queries": torch.ones(3, 2)}, r"got \(3, 2\)"),
+        ({"samples": torch.ones(2, 3), "queries": torch.tensor(1.0)}, r"got \(\)"),
+        ({"query_offsets": torch.tensor([0, 4])}, "give both offsets and query_offsets, or neither"),
+        ({"offsets": torch.tensor([0, 1, 2])}, "give both"),
+        (
+            {"offsets": torch.tensor([0, 1, 2]), "query_offsets": torch.tensor([0, 4])},
+            "as many rows as the samples have, 2, got 1",
+        ),
+        (
+            {"offsets": torch.tensor([0, 1, 2]), "query_offsets": torch.tensor([0, 5, 4])},
+            "row 0 ends at 5, but queries has 4",
+        ),
+        ({"offsets": torch.tensor([0, 1, 2]), "query_offsets": torch.tensor([0, 0, 3])}, "the last must be 4"),
+        ({"side": None}, "side=None"),
+        ({"side": ["mid"]}, r"side=\['mid'\] is not known"),
+        ({"impl": "best"}, "impl='best'"),
+    ],
+)
+def test_cdf_and_evaluate_refuse(impl, change, says):
+    given = {"samples": torch.tensor([1.0, 2.0]), "queries": torch.ones(4), "impl": impl} | change
+    with pytest.raises(ValueError, match=says):
+        ecdf.cdf(**given)
+    if "samples[0]" not in says.replace("\\", ""):
+        with pytest.raises(ValueError, match=says):
+            ecdf.evaluate(given.pop("samples"), **given)
+
+
+def test_a_nan_query_of_a_ragged_row_is_named():
+    of, q = torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, nan])
+    with pytest.raises(ValueError, match=r"queries\[2\] \(in row 1\) is NaN"):
+        ecdf.cdf(torch.ones(2), q, offsets=of, query_offsets=torch.tensor([0, 0, 3]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"b": torch.ones(3).double()}, "a is torch.float32 on cpu and b torch.float64 on cpu"),
+        ({"b": torch.ones(2, 3)}, r"same rows, got shape \(2,\) and shape \(2, 3\)"),
+        ({"offsets": (torch.tensor([0, 1, 2]), torch.tensor([0, 3]))}, "2 ragged rows and 1 ragged rows"),
+        ({"offsets": (torch.tensor([0, 2]), torch.tensor([0, 2]))}, r"offsets\[1\]: the last must be 3"),
+        ({"weights": (torch.ones(2), torch.ones(2))}, r"weights: expected \(3,\)"),
+        ({"weights": (torch.ones(2), -torch.ones(3))}, r"weights\[0\] is -1"),
+        ({"offsets": (torch.tensor([0, 2]), None)}, "offsets: expected a pair of tensors, of a and of b, got tuple"),
+        ({"weights": torch.ones(2)}, "weights: expected a pair of tensors, of a and of b, got Tensor"),
+        ({"impl": "triton"}, "not known to ecdf_merge"),
+    ],
+)
+def test_merge_refuses(impl, change, says):
+    with pytest.raises(ValueError, match=says):
+        ecdf.merge(**({"a": torch.ones(2), "b": torch.ones(3), "impl": impl} | change))
+
+
+@pytest.mark.parametrize("what", ["ranks", "weighted", "cdf", "argsort", "ragged", "ragged cdf", "merge"])
+def test_one_graph_serves_all_sizes(what):
+    def compute(x, w, offsets):
+        flat, mass = x.view(-1), w.view(-1)
+        return {
+            "ranks": lambda: ecdf.ranks(x),
+            "weighted": lambda: ecdf.ranks(x, "weak", weights=w, dtype=torch.float32),
+            "cdf": lambda: ecdf.cdf(x, w, "strict"),
+            "argsort": lambda: ecdf.argsort(x),
+            "ragged": lambda: ecdf.ranks(flat, weights=mass, offsets=offsets),
+            "ragged cdf": lambda: ecdf.cdf(flat, mass, offsets=offsets, query_offsets=offsets),
+            "merge": lambda: ecdf.merge(x.sort(-1).values, w.sort(-1).values),
+        }[what]()
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(compute, fullgraph=True, backend=counter)
+    for P, M in ((3, 5), (4, 6), (2, 17), (6, 1000)):
+        given = drawn("tied", P * M).view(P, M), drawn("tied", P * M + 1)[1:].view(P, M).abs(), torch.arange(P + 1) * M
+        torch.testing.assert_close(compiled(*given), compute(*given), rtol=1e-14, atol=0)  # weights: in any order
+    assert counter.frame_count <= 2  # of fixed sizes first
+
+
+def test_the_compiled_version_is_not_for_the_compiler_and_says_so():
+    compiled = torch.compile(lambda x: ecdf.ranks(x, impl="cpp"), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"inside torch\.compile"):
+        compiled(torch.ones(3))
+
+
+@cpp_only
+def test_python_goes_on_meanwhile():
+    """Another thread runs Python while an op is at work: the op has released the GIL."""
+    x, moments, done = drawn("continuous", 4_000_000), [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            moments.append(time.perf_counter())
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        begin = time.perf_counter()
+        ecdf.ranks(x, impl="cpp")
+        end = time.perf_counter()
+    finally:
+        done.set()
+        thread.join()
+    margin = 0.2 * (end - begin)
+    assert sum(begin + margin < moment < end - margin for moment in moments) >= 3, f"a call of {end - begin:.3f} s"
