@@ -133,6 +133,15 @@ void evaluate_rows(const Tensor& ordered, const Rows& rows, const Tensor& querie
   });
 }
 
+template <class F>
+bool any_nan(const typename F::Bits* x, int64_t n) {
+  typename F::Bits any = 0;
+  for (int64_t i = 0; i < n; i++) {
+    any |= F::is_nan(x[i]) ? 1 : 0;
+  }
+  return any != 0;
+}
+
 }  // namespace
 
 // ordered (P, M) or (total) with offsets, each row sorted; queries (P, Q) or (total) with query_offsets, of its dtype,
@@ -182,11 +191,7 @@ int64_t ecdf_first_nan(const Tensor& x) {
     torch::stable::parallel_for(0, n, kGrain, [&](int64_t first, int64_t last) {
       for (int64_t begin = first; begin < last && begin < first_of_all; begin += block) {
         const int64_t end = std::min(last, begin + block);
-        bool any = false;
-        for (int64_t i = begin; i < end; i++) {
-          any |= F::is_nan(bits[i]);
-        }
-        if (any) {
+        if (any_nan<F>(bits + begin, end - begin)) {
           const int64_t here = std::find_if(bits + begin, bits + end, F::is_nan) - bits;
           int64_t before = first_of_all;
           while (here < before && !first_of_all.compare_exchange_weak(before, here)) {

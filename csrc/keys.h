@@ -17,7 +17,12 @@ struct Format {
   static constexpr B sign = static_cast<B>(B{1} << (8 * sizeof(B) - 1));
 
   static NLGRPO_INLINE bool is_nan(B bits) {
-    return static_cast<B>(bits & static_cast<B>(~sign)) > inf;
+    if constexpr (sizeof(B) == 8) {  // every processor compares vectors of doubles, not all those of such integers
+      const double x = std::bit_cast<double>(bits);
+      return x != x;
+    }
+    using Signed = std::make_signed_t<B>;
+    return static_cast<Signed>(bits & static_cast<B>(~sign)) > static_cast<Signed>(inf);
   }
 
   // Positive numbers: the sign bit set, above all negative ones, whose bits are turned round.
