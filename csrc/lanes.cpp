@@ -1,70 +1,15 @@
 // What is computed in all lanes at once: compiled for several instruction sets.
 #include "lanes.h"
 
-// How vectors are handed over depends on the instruction set. Here they are not: the functions that take or return one
-// are inlined.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 namespace nlgrpo {
-namespace {
 
-typedef int64_t EightIntegers __attribute__((vector_size(64)));
-typedef uint32_t EightBits __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float EightFloats __attribute__((vector_size(32)));
-
-// -1 in the lanes where the elements' codes are equal, else 0.
-NLGRPO_INLINE EightIntegers same_code(const Eightfold& a, const Eightfold& b) {
-  return (((EightIntegers)a ^ (EightIntegers)b) >> kPositionBits) == 0;
-}
-
-// The float32 whose key the code is.
-NLGRPO_INLINE Eightfold number(const Eightfold& entry) {
-  const EightBits key = __builtin_convertvector((EightIntegers)entry >> kPositionBits, EightBits);
-  const EightBits positive = (EightBits)((key & Single::sign) != 0);
-  const EightBits bits = (positive & (key ^ Single::sign)) | (~positive & ~key);
-  return __builtin_convertvector((EightFloats)bits, Eightfold);
-}
-
-// rows.to[lane][position of the lane's element k] = value[lane] in the lanes whose rows are so long.
-template <class Out>
-NLGRPO_INLINE void write(const LaneRows<Out>& rows, int64_t k, const Eightfold& entry, const Eightfold& value) {
-  for (int64_t lane = 0; lane < kLanes; lane++) {
-    if (k < rows.size[lane]) {
-      rows.to[lane][lane_position(entry[lane])] = static_cast<Out>(value[lane]);
-    }
-  }
-}
-
-template <class Out>
-NLGRPO_INLINE void rank(Eightfold* tile, int64_t n, Side side, const LaneRows<Out>& rows) {
-  const Eightfold none = {};
-  Eightfold whole_row = none, below = none, up_to = none;
-  for (int64_t lane = 0; lane < kLanes; lane++) {
-    whole_row[lane] = static_cast<double>(whole(side, std::max<int64_t>(1, rows.size[lane])));
-  }
-  // How many are smaller is found from below and takes the code's place; it also is equal where elements are.
-  Eightfold before = none;
-  for (int64_t k = 0; k < n; k++) {
-    const Eightfold entry = tile[k];
-    below = same_code(entry, before) ? below : none + static_cast<double>(k);
-    before = entry;
-    const EightIntegers smaller = __builtin_convertvector(below, EightIntegers);
-    tile[k] = (Eightfold)((smaller << kPositionBits) | ((EightIntegers)entry & ((1 << kPositionBits) - 1)));
-  }
-  Eightfold above = none - 1;
-  for (int64_t k = n - 1; k >= 0; k--) {
-    const Eightfold entry = tile[k];
-    up_to = same_code(entry, above) ? up_to : none + static_cast<double>(k + 1);
-    above = entry;
-    below = __builtin_convertvector((EightIntegers)entry >> kPositionBits, Eightfold);
-    const Eightfold counted = side == Side::strict ? below : side == Side::weak ? up_to : below + up_to;
-    write(rows, k, entry, counted / whole_row);
-  }
-}
-
-}  // namespace
+// Entries are ordinary positive numbers. Told so, GCC takes one instruction for a minimum, where it otherwise compares
+// and blends, lest one is NaN or -0.
+#if defined(__GNUC__) && !defined(__clang__)
+#define NLGRPO_ORDINARY __attribute__((optimize("finite-math-only", "no-signed-zeros")))
+#else
+#define NLGRPO_ORDINARY
+#endif
 
 Network merge_exchange(int64_t n) {
   Network pairs;
@@ -84,64 +29,124 @@ Network merge_exchange(int64_t n) {
   return pairs;
 }
 
-NLGRPO_CLONES void fill_lanes(Eightfold* tile, const uint32_t* codes, int64_t n) {
-  const EightIntegers one = (EightIntegers)(Eightfold{} + 1);
-  for (int64_t begin = 0; begin < n; begin += kLanes) {
-    // Eight elements of eight rows, turned: pairs of rows are interleaved until a vector holds an element of each.
-    EightBits row[kLanes], pair[kLanes], four[kLanes];
-    for (int64_t lane = 0; lane < kLanes; lane++) {
-      row[lane] = *reinterpret_cast<const EightBits*>(codes + lane * kLongestLane + begin);
-    }
-    for (int64_t i = 0; i < kLanes; i += 2) {
-      pair[i] = __builtin_shufflevector(row[i], row[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-      pair[i + 1] = __builtin_shufflevector(row[i], row[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    for (int64_t i = 0; i < kLanes; i += 4) {
-      four[i] = __builtin_shufflevector(pair[i], pair[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      four[i + 1] = __builtin_shufflevector(pair[i], pair[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-      four[i + 2] = __builtin_shufflevector(pair[i + 1], pair[i + 3], 0, 1, 8, 9, 4, 5, 12, 13);
-      four[i + 3] = __builtin_shufflevector(pair[i + 1], pair[i + 3], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-    for (int64_t i = 0; i < kLanes; i++) {
-      if (begin + i < n) {
-        const EightBits all = i < 4 ? __builtin_shufflevector(four[i % 4], four[i % 4 + 4], 0, 1, 2, 3, 8, 9, 10, 11)
-                                    : __builtin_shufflevector(four[i % 4], four[i % 4 + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-        const EightIntegers code = __builtin_convertvector(all, EightIntegers);
-        tile[begin + i] = (Eightfold)(one | code << kPositionBits | (begin + i));
+void fill_lanes(double* tile, const uint32_t* codes, int64_t n) {
+  typedef uint32_t Four __attribute__((vector_size(16), may_alias));
+  typedef uint64_t Two __attribute__((vector_size(16), may_alias));
+  const uint64_t one = std::bit_cast<uint64_t>(1.0);
+  for (int64_t begin = 0; begin < n; begin += 4) {
+    for (int64_t lane = 0; lane < kLanes; lane += 4) {
+      // Four codes of four lanes, turned: pairs of lanes are interleaved, then pairs of pairs.
+      Four in[4], half[4];
+      for (int64_t i = 0; i < 4; i++) {
+        in[i] = *reinterpret_cast<const Four*>(codes + (lane + i) * kLongestLane + begin);
+      }
+      for (int64_t i = 0; i < 2; i++) {
+        half[i] = __builtin_shufflevector(in[i], in[i + 2], 0, 4, 1, 5);
+        half[i + 2] = __builtin_shufflevector(in[i], in[i + 2], 2, 6, 3, 7);
+      }
+      for (int64_t i = 0; i < 4 && begin + i < n; i++) {
+        const Four low = half[i / 2 * 2], high = half[i / 2 * 2 + 1];
+        const Four all = i % 2 == 0 ? __builtin_shufflevector(low, high, 0, 4, 1, 5)
+                                    : __builtin_shufflevector(low, high, 2, 6, 3, 7);
+        const uint64_t position = one | static_cast<uint64_t>(begin + i);
+        Two* to = reinterpret_cast<Two*>(tile + (begin + i) * kLanes + lane);
+        to[0] = (Two)__builtin_shufflevector(all, Four{}, 0, 4, 1, 5) << kPositionBits | position;
+        to[1] = (Two)__builtin_shufflevector(all, Four{}, 2, 6, 3, 7) << kPositionBits | position;
       }
     }
   }
 }
 
-NLGRPO_CLONES void sort_lanes(Eightfold* tile, const Network& network) {
+NLGRPO_CLONES NLGRPO_ORDINARY void sort_lanes(double* tile, const Network& network) {
   for (const auto& [i, j] : network) {
-    const Eightfold a = tile[i], b = tile[j];
-    tile[i] = a < b ? a : b;
-    tile[j] = a < b ? b : a;
-  }
-}
-
-NLGRPO_CLONES void rank_lanes(Eightfold* tile, int64_t n, Side side, const LaneRows<double>& rows) {
-  rank(tile, n, side, rows);
-}
-
-NLGRPO_CLONES void rank_lanes(Eightfold* tile, int64_t n, Side side, const LaneRows<float>& rows) {
-  rank(tile, n, side, rows);
-}
-
-NLGRPO_CLONES void linearize_lanes(const Eightfold* tile, const float* weights, int64_t n,
-                                   const LaneRows<float>& rows) {
-  Eightfold sum = {}, above = number(tile[n - 1]);
-  write(rows, n - 1, tile[n - 1], sum);
-  for (int64_t k = n - 2; k >= 0; k--) {
-    const Eightfold here = number(tile[k]);
-    const double weight = weights[k];
-    if (weight != 0) {
-      sum = here == above ? sum : sum - weight * (above - here);
+    double *low = tile + i * kLanes, *high = tile + j * kLanes;
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const double a = low[lane], b = high[lane];
+      low[lane] = a < b ? a : b;
+      high[lane] = a < b ? b : a;
     }
-    above = here;
-    write(rows, k, tile[k], sum);
   }
+}
+
+namespace {
+
+template <class T>
+NLGRPO_INLINE void rank(double* tile, int64_t n, Side side, const LaneRows<T>& rows) {
+  // Positions are far below half of what one code takes, so that the difference tells whether codes are equal.
+  constexpr double half_a_code = 0x1p-52 * kPositions / 2;
+  double below[kLanes] = {}, before[kLanes] = {}, up_to[kLanes] = {}, all[kLanes], rank[kLanes];
+  int32_t packed[kLanes], above[kLanes];
+  for (int64_t k = 0; k < n; k++) {  // how many are smaller takes the code's place: below * kPositions + position
+    double* here = tile + k * kLanes;
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const double entry = here[lane];
+      below[lane] = entry - before[lane] < half_a_code ? below[lane] : static_cast<double>(k);
+      before[lane] = entry;
+      here[lane] = below[lane] * kPositions + lane_position(entry);
+    }
+  }
+  for (int64_t lane = 0; lane < kLanes; lane++) {
+    all[lane] = static_cast<double>(whole(side, std::max<int64_t>(1, rows.size[lane])));
+    above[lane] = -1;
+  }
+  for (int64_t k = n - 1; k >= 0; k--) {
+    const double* here = tile + k * kLanes;
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      packed[lane] = static_cast<int32_t>(here[lane]);
+      const int32_t smaller = packed[lane] / kPositions;
+      up_to[lane] = smaller == above[lane] ? up_to[lane] : static_cast<double>(k + 1);
+      above[lane] = smaller;
+      rank[lane] = count(side, static_cast<double>(smaller), up_to[lane]) / all[lane];
+    }
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      if (k < rows.size[lane]) {
+        rows.to[lane][packed[lane] % kPositions] = static_cast<T>(rank[lane]);
+      }
+    }
+  }
+}
+
+template <class T>
+NLGRPO_INLINE void linearize(const double* tile, int64_t n, const double* weights, const LaneRows<T>& rows) {
+  double sum[kLanes] = {}, above[kLanes] = {}, reward[kLanes] = {};
+  for (int64_t k = n - 1; k >= 0; k--) {
+    const double* here = tile + k * kLanes;
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      if (k < rows.size[lane]) {
+        reward[lane] = static_cast<double>(rows.from[lane][lane_position(here[lane])]);
+      }
+    }
+    const double weight = k < n - 1 ? weights[k] : 0;  // the best one meets no gap
+#pragma omp simd
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const double step = weight * (above[lane] - reward[lane]);
+      sum[lane] -= weight == 0 || reward[lane] == above[lane] ? 0 : step;
+      above[lane] = reward[lane];
+    }
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      if (k < rows.size[lane]) {
+        rows.to[lane][lane_position(here[lane])] = static_cast<T>(sum[lane]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+NLGRPO_CLONES void rank_lanes(double* tile, int64_t n, Side side, const LaneRows<float>& rows) {
+  rank(tile, n, side, rows);
+}
+NLGRPO_CLONES void rank_lanes(double* tile, int64_t n, Side side, const LaneRows<double>& rows) {
+  rank(tile, n, side, rows);
+}
+NLGRPO_CLONES void linearize_lanes(const double* tile, int64_t n, const double* weights, const LaneRows<float>& rows) {
+  linearize(tile, n, weights, rows);
+}
+NLGRPO_CLONES void linearize_lanes(const double* tile, int64_t n, const double* weights, const LaneRows<double>& rows) {
+  linearize(tile, n, weights, rows);
 }
 
 }  // namespace nlgrpo

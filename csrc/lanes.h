@@ -16,43 +16,45 @@ constexpr int64_t kLanes = 8, kLongestLane = 1024;
 
 // An element of a tile is a number in [1, 2) with a code and a position in its mantissa, which is sorted as a double:
 // their minimum is one instruction on every processor.
-typedef double Eightfold __attribute__((vector_size(64)));
-constexpr int kPositionBits = 12;
+constexpr int kPositionBits = 12, kPositions = 1 << kPositionBits;
 constexpr uint64_t kBehindAll = uint64_t{1} << 32;  // the code that fills up a lane
+static_assert(kLongestLane < kPositions / 2);
 
 NLGRPO_INLINE double lane_entry(uint64_t code, uint64_t position) {
   return std::bit_cast<double>(uint64_t{0x3ff} << 52 | code << kPositionBits | position);
 }
 NLGRPO_INLINE uint32_t lane_position(double entry) {
-  return static_cast<uint32_t>(std::bit_cast<uint64_t>(entry)) & ((1u << kPositionBits) - 1);
+  return static_cast<uint32_t>(std::bit_cast<uint64_t>(entry)) & (kPositions - 1);
 }
 NLGRPO_INLINE uint32_t lane_code(double entry) {
   return static_cast<uint32_t>(std::bit_cast<uint64_t>(entry) >> kPositionBits);
 }
-
-// Rows to be written: where each begins, and its length, 0 for a lane without one.
-template <class T>
-struct LaneRows {
-  std::array<T*, kLanes> to{};
-  std::array<int64_t, kLanes> size{};
-};
 
 // Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M): pairs i < j to compare in turn.
 using Network = std::vector<std::array<uint16_t, 2>>;
 Network merge_exchange(int64_t n);
 
 // tile (n, kLanes) = entries of codes (kLanes, kLongestLane) and their positions.
-void fill_lanes(Eightfold* tile, const uint32_t* codes, int64_t n);
+void fill_lanes(double* tile, const uint32_t* codes, int64_t n);
 
 // For each pair, the smaller elements of all lanes to i and the greater ones to j.
-void sort_lanes(Eightfold* tile, const Network& network);
+void sort_lanes(double* tile, const Network& network);
 
-// Write count of `side` / whole of the elements of a sorted tile (n, kLanes), which is overwritten.
-void rank_lanes(Eightfold* tile, int64_t n, Side side, const LaneRows<double>& rows);
-void rank_lanes(Eightfold* tile, int64_t n, Side side, const LaneRows<float>& rows);
+// The rows in the lanes: what is read of each, where its results go, and its length, 0 in a lane without one.
+template <class T>
+struct LaneRows {
+  std::array<const T*, kLanes> from{};
+  std::array<T*, kLanes> to{};
+  std::array<int64_t, kLanes> size{};
+};
 
-// Write -sum_{l=k}^{n-2} weights_l (r_{l+1} - r_l) of each element k of a sorted tile, whose codes are keys of float32.
-void linearize_lanes(const Eightfold* tile, const float* weights, int64_t n, const LaneRows<float>& rows);
+// Write count of `side` / length of the elements of a sorted tile (n, kLanes), which is overwritten.
+void rank_lanes(double* tile, int64_t n, Side side, const LaneRows<float>& rows);
+void rank_lanes(double* tile, int64_t n, Side side, const LaneRows<double>& rows);
+
+// Write -sum_{l=k}^{n-2} weights_l (r_{l+1} - r_l) of the rewards r whose order a sorted tile is.
+void linearize_lanes(const double* tile, int64_t n, const double* weights, const LaneRows<float>& rows);
+void linearize_lanes(const double* tile, int64_t n, const double* weights, const LaneRows<double>& rows);
 
 // The networks for the rows at hand: of their own length if all have one, else of the next of a few lengths.
 class Networks {
@@ -113,28 +115,29 @@ class Lanes {
 
   // out = positions of the elements of the rows that were taken, in ascending order.
   void order(int64_t* out) const {
-    const double* tile = reinterpret_cast<const double*>(tile_.data());
     for (int64_t lane = 0; lane < kLanes; lane++) {
       for (int64_t k = 0; k < size_[lane]; k++) {
-        out[begin_[lane] + k] = lane_position(tile[k * kLanes + lane]);
+        out[begin_[lane] + k] = lane_position(tile_[k * kLanes + lane]);
       }
     }
   }
 
-  // out = ranks of the rows that were taken.
-  template <class Out>
-  void ranks(Side side, Out* out) {
-    rank_lanes(tile_.data(), length_, side, rows_at(out));
+  // out = ranks of the rows that were taken, which are not in the tile any more.
+  template <class T>
+  void ranks(Side side, T* out) {
+    rank_lanes(tile_.data(), length_, side, rows_of<T>(nullptr, out));
   }
 
-  void linearize(const float* weights, float* out) {
-    linearize_lanes(tile_.data(), weights, length_, rows_at(out));
+  // out = linearised rewards of the rows that were taken, all of one length.
+  template <class T>
+  void linearize(const T* rewards, const double* weights, T* out) const {
+    linearize_lanes(tile_.data(), length_, weights, rows_of(rewards, out));
   }
 
  private:
   void sort(const typename F::Bits* x, int64_t length, const Network& network) {
     if (tile_.data() == nullptr) {
-      tile_ = Buffer<Eightfold>(kLongestLane), codes_ = Buffer<uint32_t>(kLanes * kLongestLane);
+      tile_ = Buffer<double>(kLanes * kLongestLane), codes_ = Buffer<uint32_t>(kLanes * kLongestLane);
     }
     length_ = length;
     for (int64_t lane = 0; lane < kLanes; lane++) {
@@ -143,7 +146,7 @@ class Lanes {
     fill_lanes(tile_.data(), codes_.data(), length);
     for (int64_t lane = 0; lane < kLanes; lane++) {
       for (int64_t k = size_[lane]; k < length; k++) {
-        tile_[k][lane] = lane_entry(kBehindAll, k);
+        tile_[k * kLanes + lane] = lane_entry(kBehindAll, k);
       }
     }
     sort_lanes(tile_.data(), network);
@@ -171,7 +174,7 @@ class Lanes {
 
   // Sort the row again, alone, if different keys have one code.
   void put_right(const typename F::Bits* row, int64_t lane) {
-    double* tile = reinterpret_cast<double*>(tile_.data()) + lane;
+    double* tile = tile_.data() + lane;
     bool mixed = false;
     for (int64_t k = 1; k < size_[lane]; k++) {
       const double a = tile[(k - 1) * kLanes], b = tile[k * kLanes];
@@ -185,19 +188,20 @@ class Lanes {
     }
   }
 
-  template <class Out>
-  LaneRows<Out> rows_at(Out* out) const {
-    LaneRows<Out> rows{.size = size_};
+  template <class T>
+  LaneRows<T> rows_of(const T* from, T* to) const {
+    LaneRows<T> rows{.size = size_};
     for (int64_t lane = 0; lane < kLanes; lane++) {
-      rows.to[lane] = out + begin_[lane];
+      rows.from[lane] = from ? from + begin_[lane] : nullptr;
+      rows.to[lane] = to + begin_[lane];
     }
     return rows;
   }
 
   const Networks& networks_;
   Sorter sorter_;
-  Buffer<Eightfold> tile_;
-  Buffer<uint32_t> codes_;
+  Buffer<double> tile_;     // (kLongestLane, kLanes)
+  Buffer<uint32_t> codes_;  // (kLanes, kLongestLane)
   int64_t length_ = 0;
   std::array<int64_t, kLanes> begin_{}, size_{};
 };

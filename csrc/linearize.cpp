@@ -1,7 +1,7 @@
 // Linearised rewards of each group: r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)), in the order of the rewards.
 #include "lanes.h"
 
-#include <type_traits>
+#include <vector>
 
 namespace nlgrpo {
 namespace {
@@ -9,7 +9,7 @@ namespace {
 // One group, from its sorted entries. Sums run in float64. A gap of 0 counts 0 between equal infinities too, and so
 // does a gap of weight 0.
 template <class T>
-void linearize_sorted(const T* rewards, const T* weights, const uint64_t* sorted, int64_t n, T* out) {
+void linearize_sorted(const T* rewards, const double* weights, const uint64_t* sorted, int64_t n, T* out) {
   double sum = 0;
   T above = rewards[Sorter::position(sorted[n - 1])];
   out[Sorter::position(sorted[n - 1])] = 0;
@@ -17,7 +17,7 @@ void linearize_sorted(const T* rewards, const T* weights, const uint64_t* sorted
     const uint32_t position = Sorter::position(sorted[k]);
     const T here = rewards[position];
     if (weights[k] != 0 && here != above) {
-      sum -= static_cast<double>(weights[k]) * (static_cast<double>(above) - static_cast<double>(here));
+      sum -= weights[k] * (static_cast<double>(above) - static_cast<double>(here));
     }
     out[position] = static_cast<T>(sum);
     above = here;
@@ -29,23 +29,21 @@ template <class T, class F>
 void linearize_groups(const Tensor& rewards, const Tensor& weights, Tensor& out) {
   const Rows rows(rewards, std::nullopt, "rewards");
   const Networks networks(rows);
-  const T *from = rewards.const_data_ptr<T>(), *by = weights.const_data_ptr<T>();
+  const T* from = rewards.const_data_ptr<T>();
+  const std::vector<double> by(weights.const_data_ptr<T>(), weights.const_data_ptr<T>() + weights.size(0));
   T* to = out.mutable_data_ptr<T>();
   const auto* bits = static_cast<const typename F::Bits*>(rewards.const_data_ptr());
   rows.in_parts([&](int64_t first, int64_t last) {
     Sorter sorter;
     Lanes<F> lanes(networks);
     for (int64_t row = first; row < last; row++) {
-      if constexpr (std::is_same_v<T, float>) {
-        const int64_t together = lanes.take(bits, rows, row, last);
-        if (together > 0) {
-          lanes.linearize(by, to);
-          row += together - 1;
-          continue;
-        }
+      if (const int64_t together = lanes.take(bits, rows, row, last); together > 0) {
+        lanes.linearize(from, by.data(), to);
+        row += together - 1;
+      } else {
+        const int64_t n = rows.size(row), begin = rows.begin(row);
+        linearize_sorted(from + begin, by.data(), sorter.sort<F>(bits + begin, n), n, to + begin);
       }
-      const int64_t n = rows.size(row), begin = rows.begin(row);
-      linearize_sorted(from + begin, by, sorter.sort<F>(bits + begin, n), n, to + begin);
     }
   });
 }

@@ -37,7 +37,8 @@ class Codes {
     low_ = low, cut_ = std::max(0, bits - 32), bits_ = bits - cut_;
   }
   NLGRPO_INLINE uint32_t operator()(int64_t i) const {
-    return static_cast<uint32_t>(static_cast<typename F::Key>(F::key(x_[i]) - low_) >> cut_);
+    const auto over = static_cast<typename F::Key>(F::key(x_[i]) - low_);
+    return static_cast<uint32_t>(sizeof(over) > 4 ? over >> cut_ : over);
   }
   int bits() const {
     return bits_;
