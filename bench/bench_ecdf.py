@@ -1,6 +1,6 @@
 """Times empirical CDFs of `nlgrpo.ecdf` against PyTorch, NumPy and SciPy: a row of 1e3 to 1e8 samples, and batches.
 
-    python bench/bench_ecdf.py [--largest 1e7] [--threads 1 2] [--limit 300] [--quick] [--save]
+    python bench/bench_ecdf.py [--largest 1e7] [--threads 1 2] [--limit 120] [--quick] [--save]
 
     ranks     every sample's own place: how many are at most as large (`ranks(x, "weak")`)
     cdf       as many new values, in random order, among samples that are not sorted yet
@@ -34,7 +34,8 @@ from torch import Tensor
 
 from nlgrpo import ecdf
 
-SINGLE = (*(round(10 ** (k / 2)) for k in range(6, 15)), 10**8)
+LONGEST = 10**8
+SINGLE = (*(round(10 ** (k / 2)) for k in range(6, 15)), LONGEST)
 BATCHES = ((5000, 600), (4096, 64), (1000, 5000), (64, 100_000))
 OURS, OURS32, PLAIN, TORCH = "ours", "ours, float32 result", "ours, plain torch", "torch"
 NUMPY, RANKDATA, ECDF = "numpy", "scipy rankdata", "scipy ecdf"
@@ -112,7 +113,7 @@ def cases(args: argparse.Namespace) -> Iterable[Case]:
         generator = torch.Generator().manual_seed(0)
         x, q = torch.randn(P, M, generator=generator), torch.randn(P, M, generator=generator)
         yield Case("ranks", (P, M), ranks(x))
-        if P == 1:
+        if P == 1 and M < LONGEST:  # there the peers take minutes
             yield Case("cdf", (P, M), cdf(x, q))
             yield Case("queries", (P, M), queries(x, q))
 
@@ -123,31 +124,41 @@ def count(side: str, result: Any, M: int) -> np.ndarray:
     return np.rint(whole * M) if side in (OURS, OURS32, PLAIN, ECDF) else whole
 
 
-def agree(case: Case, sides: list[str]) -> None:
-    """The sides of a case give the same counts, or nothing is timed. float32 cannot tell all apart past 2^24."""
-    M = case.shape[1]
-    truth = count(sides[0], case.sides[sides[0]](), M)
-    for side in sides[1:]:
-        off = np.abs(count(side, case.sides[side](), M) - truth).max()
-        if off > (M * 2.0**-24 if side == OURS32 else 0):
+@dataclass
+class Call:
+    """One call of a side: seconds, bytes that it added at most, its result included, and counts made of the result."""
+
+    seconds: float
+    added: int
+    counts: np.ndarray
+
+
+def first_call(case: Case, side: str) -> Call:
+    gc.collect()
+    forget_peak()
+    before, begin = resident(), time.perf_counter()
+    result = case.sides[side]()
+    spent = time.perf_counter() - begin
+    return Call(spent, peak_resident() - before, count(side, result, case.shape[1]))
+
+
+def agree(case: Case, sides: list[str]) -> dict[str, Call]:
+    """A call of each side. All give the same counts, or nothing is timed; float32 cannot tell all apart past 2^24."""
+    calls, truth = {}, None
+    for side in sides:
+        calls[side] = first_call(case, side)
+        counts, calls[side].counts = calls[side].counts, np.empty(0)
+        truth = counts if truth is None else truth
+        off = np.abs(counts - truth).max()
+        if off > (case.shape[1] * 2.0**-24 if side == OURS32 else 0):
             sys.exit(f"{case.op} {case.shape}: {side!r} and {sides[0]!r} differ by {off:g}; nothing is timed.")
+    return calls
 
 
 def seconds(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def peak(call: Callable[[], Any]) -> int:
-    """Bytes that a call adds at most, its result included."""
-    gc.collect()
-    forget_peak()
-    before = resident()
-    result = call()
-    added = peak_resident() - before
-    del result
-    return added
 
 
 def measure(case: Case, sides: list[str], rounds: int, enough: float) -> dict[str, list[float]]:
@@ -177,20 +188,23 @@ class Forecast:
 
 
 def run(case: Case, args: argparse.Namespace, forecast: Forecast) -> list[dict[str, Any]]:
-    """The rows of a case: each side with each number of threads that matters to it."""
+    """The rows of a case: each side with each number of threads that matters to it. Long calls are made once."""
     left_out = {side: forecast(case, side) for side in case.sides if forecast(case, side) > args.limit}
     sides = [side for side in case.sides if side not in left_out]
-    agree(case, sides)
     rows: list[dict[str, Any]] = []
     for threads in args.threads:
         torch.set_num_threads(threads)
         here = [side for side in sides if threads == args.threads[0] or side.startswith((OURS, TORCH))]
-        slow = max(forecast(case, side) for side in here) > 10
-        times = measure(case, here, 1 if slow else args.rounds, 0.0 if slow or args.quick else 1.0)
+        calls = agree(case, here)
+        longest = max(call.seconds for call in calls.values())
+        if longest > 10:
+            times = {side: [call.seconds] for side, call in calls.items()}
+        else:
+            rounds = min(args.rounds, 3) if longest > 1 else args.rounds
+            times = measure(case, here, rounds, 0.0 if args.quick else 1.0)
         for side in here:
             forecast.learn(case, side, min(times[side]))
-            added = peak(case.sides[side])
-            rows.append(row(case, side, threads, times[side], added))
+            rows.append(row(case, side, threads, times[side], calls[side].added))
     rows += [{"side": side, "left_out": f"would take about {spent:.0f} s"} for side, spent in left_out.items()]
     return rows
 
@@ -291,7 +305,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=float, default=1e8, help="samples of the longest row (default: 1e8)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch (default: 1 2)")
     parser.add_argument("--rounds", type=int, default=5, help="calls of each side, at least (default: 5)")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one call may take (default: 300)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one call may take (default: 120)")
     parser.add_argument("--quick", action="store_true", help="small sizes, once: does it work")
     parser.add_argument("--save", action="store_true", help="write a JSON and a PNG to bench/results/cpu/")
     args = parser.parse_args()
