@@ -290,12 +290,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.loglog(*zip(*points, strict=True), style, marker="o", markersize=3, color=COLORS[side], label=label)
         at, below, above = changes[op]
         axes.axvline(at, color="black", linewidth=0.8, linestyle=":")
-        axes.text(at * 0.85, 1.3, below, ha="right", fontsize="x-small")
-        axes.text(at * 1.2, 1.3, above, fontsize="x-small")
+        where = {"y": 0.96, "fontsize": "x-small", "transform": axes.get_xaxis_transform()}
+        axes.text(at * 0.85, s=below, ha="right", **where)
+        axes.text(at * 1.2, s=above, **where)
         axes.set(title=op, xlabel="M, samples")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("ns a sample; dashed: two threads")
-    panels[0].set_ylim(bottom=1)
+    panels[0].set_ylim(1, 5000)
     panels[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
