@@ -52,6 +52,18 @@ def test_quick_ends_with_json(name, ops):
             assert row["rate"] > 0
 
 
+def test_quick_ecdf_ends_with_json():
+    done = run("bench_ecdf.py", "--quick", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [(case["op"], case["shape"][0]) for case in result["cases"]] == [
+        ("ranks", 1), ("cdf", 1), ("queries", 1), ("ranks", 20)
+    ]  # fmt: skip
+    for case in result["cases"]:
+        assert {"ours", "torch", "numpy"} <= {row["side"] for row in case["rows"]}
+        assert all(row["ms"] > 0 for row in case["rows"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
