@@ -1,48 +1,53 @@
 // Positions of each row's samples in ascending order, equal ones in the row's order.
 #include "lanes.h"
-#include "radix_sort.h"
+#include "partition.h"
 
 #include <numeric>
 
 namespace nlgrpo {
 namespace {
 
-// indices[k] = indices[order(k)] for all k.
-template <class Order>
-void permute(int64_t* indices, int64_t n, const Order& order) {
-  const Buffer<int64_t> old(n);
-  std::copy_n(indices, n, old.data());
-  for (int64_t k = 0; k < n; k++) {
-    indices[k] = old[order(k)];
-  }
-}
+// The memory of a thread.
+template <class F>
+struct Memory {
+  Sorter sorter;
+  Room<typename F::Bits> values;
+  Room<int64_t> indices, order;
+};
 
-// out = positions of a row of any length, in parallel. Indices move to the buckets with the keys, and are sorted there.
+// out = positions of a row of any length, in parallel. Indices move to the buckets with the elements.
 template <class F>
 void argsort_long(const typename F::Bits* x, int64_t n, int64_t* out) {
-  using Key = typename F::Key;
+  using Bits = typename F::Bits;
   const Cells<F> cells(x, n);
   if (cells.cells() == 1) {  // all are equal
     std::iota(out, out + n, int64_t{0});
     return;
   }
-  const Partition<F> parts(cells);
-  const Buffer<Key> keys(n);
-  parts.each([&](int64_t i, int64_t position, int64_t) {
-    keys[position] = F::key(x[i]);
-    out[position] = i;
+  const Buffer<Bits> moved(n);
+  const Buffer<int32_t> came(n);  // how far: not out of the chunk
+  const Partition<F> parts(cells, [&](int64_t i, int64_t position) {
+    moved[position] = x[i];
+    came[position] = static_cast<int32_t>(i - position);
   });
-  parts.in_buckets([&](int64_t bucket, Sorter& sorter) {
-    const Key* here = keys.data() + parts.begin(bucket);
-    int64_t* indices = out + parts.begin(bucket);
+  parts.template in_buckets<Memory<F>>([&](int64_t bucket, Memory<F>& memory) {
     const int64_t size = parts.size(bucket);
+    Bits* values = memory.values.of(size);
+    int64_t* index = memory.indices.of(size);
+    int64_t* to = out + parts.begin(bucket);
+    parts.gather(bucket, moved.data(), values);
+    parts.segments(bucket, [&, k = int64_t{0}](int64_t position, int64_t length) mutable {
+      for (const int64_t end = position + length; position < end; position++) {
+        index[k++] = position + came[position];
+      }
+    });
     if (size <= kInCache) {
-      const uint64_t* sorted = sorter.sort<Made<Key>>(here, size);
-      permute(indices, size, [sorted](int64_t k) { return Sorter::position(sorted[k]); });
+      const uint64_t* sorted = memory.sorter.template sort<F>(values, size);
+      std::transform(sorted, sorted + size, to, [index](uint64_t entry) { return index[Sorter::position(entry)]; });
     } else {
-      const Buffer<int64_t> order(size);
-      argsort_long<Made<Key>>(here, size, order.data());
-      permute(indices, size, [&order](int64_t k) { return order[k]; });
+      int64_t* order = memory.order.of(size);
+      argsort_long<F>(values, size, order);
+      std::transform(order, order + size, to, [index](int64_t k) { return index[k]; });
     }
   });
 }
@@ -50,21 +55,12 @@ void argsort_long(const typename F::Bits* x, int64_t n, int64_t* out) {
 template <class F>
 void argsort_rows(const typename F::Bits* x, const Rows& rows, int64_t* out) {
   rows.long_ones([&](int64_t begin, int64_t n) { argsort_long<F>(x + begin, n, out + begin); });
-  const Networks networks(rows);
-  rows.in_parts([&](int64_t first, int64_t last) {
-    Sorter sorter;
-    Lanes<F> lanes(networks);
-    for (int64_t row = first; row < last; row++) {
-      const int64_t n = rows.size(row), begin = rows.begin(row);
-      if (const int64_t together = lanes.take(x, rows, row, last); together > 0) {
-        lanes.order(out);
-        row += together - 1;
-      } else if (0 < n && n <= kInCache) {
+  for_short_rows<F, Sorter>(
+      x, rows, kInCache, [&](const Lanes<F>& lanes) { lanes.order(out); },
+      [&](int64_t begin, int64_t n, Sorter& sorter) {
         const uint64_t* sorted = sorter.sort<F>(x + begin, n);
         std::transform(sorted, sorted + n, out + begin, Sorter::position);
-      }
-    }
-  });
+      });
 }
 
 }  // namespace

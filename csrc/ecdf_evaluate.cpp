@@ -1,5 +1,5 @@
 // The empirical CDF of rows that are sorted, at queries; their first NaN; and two sorted rows merged to one.
-#include "radix_sort.h"
+#include "partition.h"
 
 #include <atomic>
 
@@ -74,25 +74,26 @@ void evaluate_short(const Sorted<T>& row, const T* queries, int64_t n, Side side
 // samples that these span, which then is in the cache, and the count is read back from there.
 template <class T, class F, class Out>
 void evaluate_long(const Sorted<T>& row, const T* queries, int64_t n, Side side, Out* out) {
-  using Key = typename F::Key;
-  const auto* bits = reinterpret_cast<const Key*>(queries);
+  using Bits = typename F::Bits;
+  const auto* bits = reinterpret_cast<const Bits*>(queries);
   const Cells<F> cells(bits, n);
-  const Partition<F> parts(cells);
-  const Buffer<Key> moved(n);  // bits of the queries, then counts
-  parts.each([&](int64_t i, int64_t position, int64_t) { moved[position] = bits[i]; });
-  parts.in_buckets([&](int64_t bucket, Sorter&) {
-    Key* here = moved.data() + parts.begin(bucket);
+  const Buffer<Bits> moved(n);
+  const Partition<F> parts(cells, [&](int64_t i, int64_t position) { moved[position] = bits[i]; });
+  parts.template in_buckets<Room<Bits>>([&](int64_t bucket, Room<Bits>& memory) {
     const int64_t size = parts.size(bucket);
-    const auto less = [](Key a, Key b) { return std::bit_cast<T>(a) < std::bit_cast<T>(b); };
+    Bits* here = memory.of(size);  // the queries, then counts
+    parts.gather(bucket, moved.data(), here);
+    const auto less = [](Bits a, Bits b) { return std::bit_cast<T>(a) < std::bit_cast<T>(b); };
     const auto [least, greatest] = std::minmax_element(here, here + size, less);
     const int64_t first = std::lower_bound(row.x, row.x + row.n, std::bit_cast<T>(*least)) - row.x;
     const int64_t last = std::lower_bound(row.x + first, row.x + row.n, std::bit_cast<T>(*greatest)) - row.x;
     for (int64_t begin = 0; begin < size; begin += kTogether) {
       const auto query = [q = here + begin](int64_t j) { return std::bit_cast<T>(q[j]); };
       row.search(query, std::min(kTogether, size - begin), first, last, [&](int64_t j, int64_t strict, int64_t weak) {
-        here[begin + j] = static_cast<Key>(count(side, strict, weak));
+        here[begin + j] = static_cast<Bits>(count(side, strict, weak));
       });
     }
+    parts.bring_back(bucket, here, moved.data());
   });
   const double all = static_cast<double>(whole(side, row.n));
   parts.each([&](int64_t i, int64_t position, int64_t) {

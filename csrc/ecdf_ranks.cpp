@@ -1,11 +1,15 @@
 // Ranks: the empirical CDF of each row of samples at the row's own samples.
+#include "cell_ranks.h"
 #include "lanes.h"
-#include "radix_sort.h"
+#include "partition.h"
 
+#include <numeric>
 #include <vector>
 
 namespace nlgrpo {
 namespace {
+
+constexpr int64_t kSorted = 1 << 13;  // a row of more elements is ranked sooner in parts
 
 // Writes a rank in the place of the key or weight that it belongs to.
 template <class T>
@@ -15,6 +19,15 @@ struct Put {
   void operator()(int64_t i, Rank rank) const {
     to[i] = static_cast<T>(rank);
   }
+};
+
+// The memory of a thread.
+template <class F>
+struct Memory {
+  CellRanks<F> cells;
+  Sorter sorter;
+  Room<typename F::Bits> values;
+  Room<double> weights;
 };
 
 // write(i, count of `side`) for the n elements of a row that lie in the cache.
@@ -29,56 +42,68 @@ void count_sorted(const typename F::Bits* x, int64_t n, Side side, Sorter& sorte
   });
 }
 
-// Few different keys: what a cell's elements have in common is their rank.
+// The same in cells; false if they are not the way.
 template <class F, class Write>
-void count_by_cell(const Cells<F>& cells, Side side, const Write& write) {
-  std::vector<int64_t> rank(cells.cells());
-  int64_t before = 0;
-  for (int64_t cell = 0; cell < cells.cells(); cell++) {
-    const int64_t here = cells.size(cell);
-    rank[cell] = count(side, before, before + here);
-    before += here;
+bool count_in_cells(const typename F::Bits* x, int64_t n, Side side, CellRanks<F>& cells, const Write& write) {
+  const int32_t* ranks = cells.rank(x, n, side);
+  if (ranks == nullptr) {
+    return false;
   }
-  cells.in_chunks([&](int64_t, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++) {
-      write(i, rank[cells.cell_of(i)]);
-    }
-  });
+  for (int64_t i = 0; i < n; i++) {
+    write(i, ranks[i]);
+  }
+  return true;
 }
 
-// The same for a row of any length, in parallel. Each key moves to its bucket, gives way to its rank there, which is
+// The same for a long row of few different keys: what a cell's elements have in common is their rank.
+template <class F, class Write>
+void count_by_cell(const Cells<F>& cells, Side side, const Write& write) {
+  std::vector<int64_t> rank = cells.count();
+  int64_t before = 0;
+  for (int64_t& here : rank) {
+    const int64_t up_to = before + here;
+    here = count(side, before, up_to);
+    before = up_to;
+  }
+  cells.all([&](int64_t i, uint16_t cell) { write(i, rank[cell]); });
+}
+
+// The same for any long row, in parallel. Each element moves to its bucket, gives way to its rank there, which is
 // read back from there: twice the row's own size is all that is touched.
 template <class F, class Write>
 void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& write) {
-  using Key = typename F::Key;
+  using Bits = typename F::Bits;
   const Cells<F> cells(x, n);
   if (cells.exact()) {
     return count_by_cell(cells, side, write);
   }
-  if constexpr (sizeof(Key) >= 4) {  // a narrower key has its own cell
-    const Partition<F> parts(cells);
-    const Buffer<Key> keys(n);
-    parts.each([&](int64_t i, int64_t position, int64_t) { keys[position] = F::key(x[i]); });
-    parts.in_buckets([&](int64_t bucket, Sorter& sorter) {
-      Key* here = keys.data() + parts.begin(bucket);
+  if constexpr (sizeof(Bits) >= 4) {  // a narrower key has its own cell
+    const Buffer<Bits> moved(n);
+    const Partition<F> parts(cells, [&](int64_t i, int64_t position) { moved[position] = x[i]; });
+    parts.template in_buckets<Memory<F>>([&](int64_t bucket, Memory<F>& memory) {
       const int64_t size = parts.size(bucket);
-      if (size <= kInCache) {
-        return count_sorted<Made<Key>>(here, size, side, sorter, Put<Key>{here});
+      Bits* values = memory.values.of(size);
+      parts.gather(bucket, moved.data(), values);
+      const Put<Bits> put{values};
+      if (size > kInCache) {
+        STD_TORCH_CHECK(size < int64_t{1} << 31, "2^31 samples too close to each other");
+        count_long<F>(values, size, side, put);
+      } else if (!count_in_cells(values, size, side, memory.cells, put)) {
+        count_sorted<F>(values, size, side, memory.sorter, put);
       }
-      STD_TORCH_CHECK(size < int64_t{1} << 31, "2^31 samples too close to each other");
-      count_long<Made<Key>>(here, size, side, Put<Key>{here});
+      parts.bring_back(bucket, values, moved.data());
     });
     parts.each([&](int64_t i, int64_t position, int64_t bucket) {
-      write(i, whole(side, parts.begin(bucket)) + static_cast<int64_t>(keys[position]));
+      write(i, whole(side, parts.begin(bucket)) + static_cast<int64_t>(moved[position]));
     });
   }
 }
 
 // As count_sorted, with sums of weights for counts; returns the sum of all.
 template <class F, class Write>
-double weigh_sorted(const typename F::Bits* x, const double* weights, int64_t n, Side side, Sorter& sorter,
-                    const Write& write) {
-  const uint64_t* sorted = sorter.sort<F>(x, n);
+double weigh_short(const typename F::Bits* x, const double* weights, int64_t n, Side side, Memory<F>& memory,
+                   const Write& write) {
+  const uint64_t* sorted = memory.sorter.template sort<F>(x, n);
   double before = 0;
   for_runs(sorted, n, [&](int64_t begin, int64_t end) {
     double up_to = before;
@@ -97,38 +122,33 @@ double weigh_sorted(const typename F::Bits* x, const double* weights, int64_t n,
 // The same for a row of any length. Sums run inside the buckets, then over them: the threads have no part in their order.
 template <class F, class Write>
 double weigh_long(const typename F::Bits* x, const double* weights, int64_t n, Side side, const Write& write) {
-  using Key = typename F::Key;
+  using Bits = typename F::Bits;
   const Cells<F> cells(x, n);
-  const Partition<F> parts(cells);
-  const Buffer<Key> keys(n);
+  const Buffer<Bits> moved(n);
   const Buffer<double> sums(n);  // the weights at first
-  std::vector<double> before(parts.buckets() + 1);
-  parts.each([&](int64_t i, int64_t position, int64_t) {
-    keys[position] = F::key(x[i]);
+  const Partition<F> parts(cells, [&](int64_t i, int64_t position) {
+    moved[position] = x[i];
     sums[position] = weights[i];
   });
-  parts.in_buckets([&](int64_t bucket, Sorter& sorter) {
-    const Key* key = keys.data() + parts.begin(bucket);
-    double* sum = sums.data() + parts.begin(bucket);
+  std::vector<double> before(parts.buckets() + 1);
+  parts.template in_buckets<Memory<F>>([&](int64_t bucket, Memory<F>& memory) {
     const int64_t size = parts.size(bucket);
-    const Put<double> put{sum};
-    if (size > kInCache && cells.cells() > 1) {
-      before[bucket + 1] = weigh_long<Made<Key>>(key, sum, size, side, put);
-    } else if (size > kInCache) {  // one key
-      double up_to = 0;
-      for (int64_t k = 0; k < size; k++) {
-        up_to += sum[k];
-      }
-      std::fill_n(sum, size, count(side, 0.0, up_to));
-      before[bucket + 1] = up_to;
-    } else {
-      before[bucket + 1] =
-          weigh_sorted<Made<Key>>(key, sum, size, side, sorter, put);
+    Bits* values = memory.values.of(size);
+    double* sum = memory.weights.of(size);
+    parts.gather(bucket, moved.data(), values);
+    parts.gather(bucket, sums.data(), sum);
+    double& all = before[bucket + 1];
+    if (size <= kInCache) {
+      all = weigh_short<F>(values, sum, size, side, memory, Put<double>{sum});
+    } else if (cells.cells() > 1) {
+      all = weigh_long<F>(values, sum, size, side, Put<double>{sum});
+    } else {  // one key
+      all = std::accumulate(sum, sum + size, 0.0);
+      std::fill_n(sum, size, count(side, 0.0, all));
     }
+    parts.bring_back(bucket, sum, sums.data());
   });
-  for (int64_t bucket = 0; bucket < parts.buckets(); bucket++) {
-    before[bucket + 1] += before[bucket];
-  }
+  std::partial_sum(before.begin(), before.end(), before.begin());
   parts.each([&](int64_t i, int64_t position, int64_t bucket) {
     write(i, whole(side, before[bucket]) + sums[position]);
   });
@@ -140,25 +160,24 @@ template <class F, class Out>
 void rank_rows(const typename F::Bits* x, const Rows& rows, Side side, Out* out) {
   const auto divide = [side, out](int64_t begin, int64_t n) {
     const double all = static_cast<double>(whole(side, n));
-    return [to = out + begin, all](int64_t i, int64_t rank) {
+    return [to = out + begin, all](int64_t i, auto rank) {
       to[i] = static_cast<Out>(static_cast<double>(rank) / all);
     };
   };
   rows.long_ones([&](int64_t begin, int64_t n) { count_long<F>(x + begin, n, side, divide(begin, n)); });
-  const Networks networks(rows);
-  rows.in_parts([&](int64_t first, int64_t last) {
-    Sorter sorter;
-    Lanes<F> lanes(networks);
-    for (int64_t row = first; row < last; row++) {
-      const int64_t n = rows.size(row), begin = rows.begin(row);
-      if (const int64_t together = lanes.take(x, rows, row, last); together > 0) {
-        lanes.ranks(side, out);
-        row += together - 1;
-      } else if (0 < n && n <= kInCache) {
-        count_sorted<F>(x + begin, n, side, sorter, divide(begin, n));
-      }
-    }
-  });
+  for_short_rows<F, Memory<F>>(
+      x, rows, kInCache,
+      [&](int64_t begin, int64_t n, Memory<F>& memory) {
+        return count_in_cells(x + begin, n, side, memory.cells, divide(begin, n));
+      },
+      [&](Lanes<F>& lanes) { lanes.ranks(side, out); },
+      [&](int64_t begin, int64_t n, Memory<F>& memory) {
+        if (n > kSorted) {
+          count_long<F>(x + begin, n, side, divide(begin, n));
+        } else {
+          count_sorted<F>(x + begin, n, side, memory.sorter, divide(begin, n));
+        }
+      });
 }
 
 template <class F, class Out>
@@ -173,14 +192,13 @@ void weigh_rows(const typename F::Bits* x, const double* weights, const Rows& ro
     divide(sums.data(), n, all, out + begin);
   });
   rows.in_parts([&](int64_t first, int64_t last) {
-    Sorter sorter;
-    std::vector<double> sums;
+    Memory<F> memory;
     for (int64_t row = first; row < last; row++) {
       const int64_t n = rows.size(row), begin = rows.begin(row);
       if (0 < n && n <= kInCache) {
-        sums.resize(std::max<size_t>(sums.size(), n));
-        const double all = weigh_sorted<F>(x + begin, weights + begin, n, side, sorter, Put<double>{sums.data()});
-        divide(sums.data(), n, all, out + begin);
+        double* sums = memory.weights.of(n);
+        const double all = weigh_short<F>(x + begin, weights + begin, n, side, memory, Put<double>{sums});
+        divide(sums, n, all, out + begin);
       }
     }
   });

@@ -14,6 +14,7 @@ template <class B, B inf>
 struct Format {
   using Bits = B;
   using Key = B;
+  using Number = std::conditional_t<sizeof(B) == 8, double, float>;
   static constexpr B sign = static_cast<B>(B{1} << (8 * sizeof(B) - 1));
 
   static NLGRPO_INLINE bool is_nan(B bits) {
@@ -29,6 +30,13 @@ struct Format {
   static NLGRPO_INLINE B key(B bits) {
     bits = bits == sign ? B{0} : bits;
     return static_cast<B>(bits & sign ? ~bits : bits | sign);
+  }
+
+  // The number whose key this is.
+  static NLGRPO_INLINE Number number(B key)
+    requires(sizeof(B) == sizeof(Number))
+  {
+    return std::bit_cast<Number>(static_cast<B>(key & sign ? key & ~sign : ~key));
   }
 };
 

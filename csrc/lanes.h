@@ -206,4 +206,37 @@ class Lanes {
   std::array<int64_t, kLanes> begin_{}, size_{};
 };
 
+// For every row of 1 to `longest` elements, on the threads: first(begin, n, memory), which tells whether the row is done
+// with; if not, together(lanes) for the rows from it on that fit side by side, or alone(begin, n, memory). A thread keeps
+// its Memory from row to row.
+template <class F, class Memory, class First, class Together, class Alone>
+void for_short_rows(const typename F::Bits* x, const Rows& rows, int64_t longest, const First& first,
+                    const Together& together, const Alone& alone) {
+  const Networks networks(rows);
+  rows.in_parts([&](int64_t row, int64_t end) {
+    Memory memory;
+    Lanes<F> lanes(networks);
+    while (row < end) {
+      const int64_t begin = rows.begin(row), n = rows.size(row);
+      int64_t done = 1;
+      if (0 < n && n <= longest && !first(begin, n, memory)) {
+        if (const int64_t taken = lanes.take(x, rows, row, end); taken > 0) {
+          together(lanes);
+          done = taken;
+        } else {
+          alone(begin, n, memory);
+        }
+      }
+      row += done;
+    }
+  });
+}
+
+// The same without what comes first.
+template <class F, class Memory, class Together, class Alone>
+void for_short_rows(const typename F::Bits* x, const Rows& rows, int64_t longest, const Together& together,
+                    const Alone& alone) {
+  for_short_rows<F, Memory>(x, rows, longest, [](int64_t, int64_t, Memory&) { return false; }, together, alone);
+}
+
 }  // namespace nlgrpo

@@ -28,24 +28,15 @@ void linearize_sorted(const T* rewards, const double* weights, const uint64_t* s
 template <class T, class F>
 void linearize_groups(const Tensor& rewards, const Tensor& weights, Tensor& out) {
   const Rows rows(rewards, std::nullopt, "rewards");
-  const Networks networks(rows);
   const T* from = rewards.const_data_ptr<T>();
   const std::vector<double> by(weights.const_data_ptr<T>(), weights.const_data_ptr<T>() + weights.size(0));
   T* to = out.mutable_data_ptr<T>();
   const auto* bits = static_cast<const typename F::Bits*>(rewards.const_data_ptr());
-  rows.in_parts([&](int64_t first, int64_t last) {
-    Sorter sorter;
-    Lanes<F> lanes(networks);
-    for (int64_t row = first; row < last; row++) {
-      if (const int64_t together = lanes.take(bits, rows, row, last); together > 0) {
-        lanes.linearize(from, by.data(), to);
-        row += together - 1;
-      } else {
-        const int64_t n = rows.size(row), begin = rows.begin(row);
+  for_short_rows<F, Sorter>(
+      bits, rows, rows.total(), [&](const Lanes<F>& lanes) { lanes.linearize(from, by.data(), to); },
+      [&](int64_t begin, int64_t n, Sorter& sorter) {
         linearize_sorted(from + begin, by.data(), sorter.sort<F>(bits + begin, n), n, to + begin);
-      }
-    }
-  });
+      });
 }
 
 }  // namespace

@@ -60,6 +60,22 @@ class Buffer {
   std::unique_ptr<T, Free> data_;
 };
 
+// A buffer that grows with what is asked for, and is kept.
+template <class T>
+class Room {
+ public:
+  T* of(int64_t n) {
+    if (n > size_) {
+      buffer_ = Buffer<T>(n), size_ = n;
+    }
+    return buffer_.data();
+  }
+
+ private:
+  Buffer<T> buffer_;
+  int64_t size_ = 0;
+};
+
 class Rows {
  public:
   // x (P, M), or (total,) with offsets (P + 1) from 0 to total that do not fall.

@@ -181,7 +181,7 @@ def test_cumulate_stays_in_its_row(data):
 
 # --- Many samples -----------------------------------------------------------------------------------------------------
 
-SIZES = [1023, 1024, 1025, 5000, 65535, 65536, 65537, 200_000, 1_000_000]
+SIZES = [33, 600, 1024, 1025, 5000, 8192, 8193, 65535, 65536, 65537, 200_000, 1_000_000]
 KINDS = [
     ("continuous", torch.float32),
     ("continuous", torch.float64),
@@ -193,6 +193,13 @@ KINDS = [
     ("last bits", torch.float64),
     ("constant", torch.float32),
     ("two values", torch.float64),
+    ("half equal", torch.float32),
+    ("skewed", torch.float32),
+    ("skewed", torch.float64),
+    ("to the ends", torch.float32),
+    ("to the ends", torch.float64),
+    ("denormal", torch.float32),
+    ("denormal", torch.float64),
 ]
 
 
@@ -210,6 +217,14 @@ def drawn(kind, M, dtype=torch.float32):
         x = torch.full_like(x, 0.7)
     elif kind == "two values":
         x = (x > 0.5).double()
+    elif kind == "half equal":
+        x[::2] = 0.25
+    elif kind == "skewed":
+        x = (9 * x).exp()
+    elif kind == "to the ends":
+        x = (2 * torch.rand(M, generator=g, dtype=torch.float64) - 1) * torch.finfo(dtype).max
+    elif kind == "denormal":
+        x = (x * 1000).round() * (5e-324 if dtype == torch.float64 else 2.0**-149)
     return x.to(dtype)
 
 
@@ -240,6 +255,66 @@ def test_ranks_of_many(impl, kind, dtype):
         assert torch.equal(ecdf.ranks(x, side, impl=impl, dtype=torch.float32), truth.float()), M
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@fuzz
+@given(data=st.data(), side=st.sampled_from(SIDES))
+def test_ranks_of_rows_of_a_few_different_values(impl, dtype, data, side):
+    pool = torch.tensor(data.draw(st.lists(values(dtype), min_size=1, max_size=40)), dtype=torch.float64).to(dtype)
+    sizes = data.draw(st.lists(st.integers(30, 300), min_size=1, max_size=9))
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    rows = [pool[torch.randint(len(pool), (n,), generator=g)] for n in sizes]
+    offsets = torch.tensor([0, *np.cumsum(sizes)])
+    truth = torch.cat([by_unique(row, side) for row in rows])
+    assert torch.equal(ecdf.ranks(torch.cat(rows), side, offsets=offsets, impl=impl), truth)
+
+
+@cpp_only
+def test_rows_whose_keys_span_just_32_bits():
+    """The greatest key then looks like what fills up a row that is sorted beside a longer one."""
+    g = torch.Generator().manual_seed(0)
+    rows = []
+    for n in (5, 9, 17, 30, 33, 34, 40, 12):
+        last = torch.randint(2**32, (n,), generator=g)
+        last[0], last[-2:] = 0, 2**32 - 1
+        rows.append((torch.ones(n, dtype=torch.float64).view(torch.int64) + last).view(torch.float64))
+    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
+    truth = torch.cat([by_unique(row, "mid") for row in rows])
+    assert torch.equal(ecdf.ranks(torch.cat(rows), offsets=offsets, impl="cpp"), truth)
+
+
+@cpp_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_that_is_not_like_its_sample(dtype):
+    """A long row is parted by a sample of its elements, runs of 16; here they are none like the others."""
+    M, step = 2**18, 32
+    g = torch.Generator().manual_seed(0)
+    x = 5 + torch.rand(M, generator=g, dtype=torch.float64) / 1000
+    run = np.arange(M // (16 * step), dtype=np.uint64)
+    mixed = (run * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)  # as csrc/partition.h chooses them
+    first = torch.from_numpy(((run * np.uint64(step) + mixed % np.uint64(step)) * np.uint64(16)).astype(np.int64))
+    sampled = (first[:, None] + torch.arange(16)).flatten()
+    x[sampled] = torch.rand(len(sampled), generator=g, dtype=torch.float64)
+    x = x.to(dtype)
+    assert torch.equal(ecdf.ranks(x, impl="cpp"), by_unique(x, "mid"))
+    assert torch.equal(ecdf.argsort(x, impl="cpp"), torch.from_numpy(np.argsort(x.numpy(), kind="stable")))
+    weak = ecdf.ranks(x, "weak", weights=torch.full((M,), 0.5), impl="cpp")
+    torch.testing.assert_close(weak, by_unique(x, "weak"), rtol=1e-12, atol=0)
+
+
+@cpp_only
+@pytest.mark.parametrize("M", [40, 600, 9000, 70_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_that_reaches_an_op_does_no_harm(dtype, M):
+    """Python refuses NaN before; what the ops make of it is not told, but they stay in their memory."""
+    for where in (slice(3, 4), slice(None, None, 2), slice(None)):
+        x = drawn("continuous", M, dtype)
+        x[where] = math.nan
+        for weights in (None, torch.ones(1, M, dtype=torch.float64)):
+            assert torch.ops.nlgrpo.ecdf_ranks(x[None], None, weights, 2, True).shape == (1, M)
+        assert torch.ops.nlgrpo.ecdf_argsort(x[None], None).sort().values.equal(torch.arange(M)[None])
+
+
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_argsort_of_many(impl, kind, dtype):
@@ -264,7 +339,7 @@ def test_cdf_at_many_queries(impl, kind, dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", ["continuous", "tied", "clustered"])
 def test_many_rows_of_all_lengths(impl, kind):
-    sizes = [1, 1023, 2, 1025, 70_000, 3, 64, 63, 65, 31, 4096, 1]
+    sizes = [1, 1023, 2, 1025, 70_000, 3, 64, 63, 65, 31, 4096, 9000, 1]
     rows = [drawn(kind, n) for n in sizes]
     x, offsets = torch.cat(rows), torch.tensor([0, *np.cumsum(sizes)])
     truth = torch.cat([by_unique(row, "mid") for row in rows])
