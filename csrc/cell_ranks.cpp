@@ -10,7 +10,7 @@ constexpr uint32_t kMostInCell = 32;  // different values; more are sorted soone
 
 // Cells of the values, and their keys; false if they cannot be.
 template <class F>
-NLGRPO_INLINE bool find_cells(const typename F::Bits* x, int64_t n, const CellArrays<F>& arrays) {
+NLGRPO_INLINE bool cut_range(const typename F::Bits* x, int64_t n, const CellArrays<F>& arrays) {
   using Number = typename F::Number;
   const auto [low, high] = range_of<F>(x, n);
   const Number least = F::number(low), range = F::number(high) - least;
@@ -77,7 +77,7 @@ NLGRPO_INLINE void compare_in_cells(int64_t n, const CellArrays<F>& arrays) {
 
 template <class F>
 NLGRPO_INLINE bool rank(const typename F::Bits* x, int64_t n, Side side, const CellArrays<F>& arrays) {
-  if (!find_cells(x, n, arrays)) {
+  if (!cut_range(x, n, arrays)) {
     return false;
   }
   const uint32_t most = fill_cells(n, arrays);

@@ -18,8 +18,8 @@ struct CellArrays {
 };
 constexpr int64_t kCompared = 8;  // keys that are compared at once
 
-// arrays.rank = count of `side` for x[0 .. n), n >= 1. False where this is not the way: an infinity, a NaN, or values so
-// uneven that many share a cell.
+// arrays.rank = count of `side` for x[0 .. n), n >= 1. False where this is not the way: an infinity, a NaN, one value
+// only, or values so uneven that many different ones share a cell.
 bool rank_by_cells(const uint32_t* x, int64_t n, Side side, const CellArrays<Single>& arrays);
 bool rank_by_cells(const uint64_t* x, int64_t n, Side side, const CellArrays<Double>& arrays);
 

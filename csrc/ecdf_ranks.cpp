@@ -101,8 +101,8 @@ void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& wr
 
 // As count_sorted, with sums of weights for counts; returns the sum of all.
 template <class F, class Write>
-double weigh_short(const typename F::Bits* x, const double* weights, int64_t n, Side side, Memory<F>& memory,
-                   const Write& write) {
+double weigh_sorted(const typename F::Bits* x, const double* weights, int64_t n, Side side, Memory<F>& memory,
+                    const Write& write) {
   const uint64_t* sorted = memory.sorter.template sort<F>(x, n);
   double before = 0;
   for_runs(sorted, n, [&](int64_t begin, int64_t end) {
@@ -119,7 +119,7 @@ double weigh_short(const typename F::Bits* x, const double* weights, int64_t n, 
   return before;
 }
 
-// The same for a row of any length. Sums run inside the buckets, then over them: the threads have no part in their order.
+// The same for a long row. Sums run inside the buckets, then over them: the threads have no part in their order.
 template <class F, class Write>
 double weigh_long(const typename F::Bits* x, const double* weights, int64_t n, Side side, const Write& write) {
   using Bits = typename F::Bits;
@@ -139,7 +139,7 @@ double weigh_long(const typename F::Bits* x, const double* weights, int64_t n, S
     parts.gather(bucket, sums.data(), sum);
     double& all = before[bucket + 1];
     if (size <= kInCache) {
-      all = weigh_short<F>(values, sum, size, side, memory, Put<double>{sum});
+      all = weigh_sorted<F>(values, sum, size, side, memory, Put<double>{sum});
     } else if (cells.cells() > 1) {
       all = weigh_long<F>(values, sum, size, side, Put<double>{sum});
     } else {  // one key
@@ -197,7 +197,7 @@ void weigh_rows(const typename F::Bits* x, const double* weights, const Rows& ro
       const int64_t n = rows.size(row), begin = rows.begin(row);
       if (0 < n && n <= kInCache) {
         double* sums = memory.weights.of(n);
-        const double all = weigh_short<F>(x + begin, weights + begin, n, side, memory, Put<double>{sums});
+        const double all = weigh_sorted<F>(x + begin, weights + begin, n, side, memory, Put<double>{sums});
         divide(sums, n, all, out + begin);
       }
     }

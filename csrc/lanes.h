@@ -207,8 +207,8 @@ class Lanes {
 };
 
 // For every row of 1 to `longest` elements, on the threads: first(begin, n, memory), which tells whether the row is done
-// with; if not, together(lanes) for the rows from it on that fit side by side, or alone(begin, n, memory). A thread keeps
-// its Memory from row to row.
+// with; if not, together(lanes) for the rows from it on that fit side by side, or alone(begin, n, memory). A thread
+// keeps its Memory from row to row.
 template <class F, class Memory, class First, class Together, class Alone>
 void for_short_rows(const typename F::Bits* x, const Rows& rows, int64_t longest, const First& first,
                     const Together& together, const Alone& alone) {

@@ -122,12 +122,12 @@ class Cells {
 // The elements of a long row by buckets: of neighbouring cells, joined to about one size.
 //
 // A row is moved chunk by chunk, inside the chunk, which lies in the cache; a bucket is a segment of each chunk. To work
-// on a bucket its segments are gathered, in the row's order, and what was found is brought back to them, from where it is
-// read for the elements in turn. So nothing beyond the cache is reached at random, one by one.
+// on a bucket its segments are gathered, in the row's order, and what was found is brought back to them, from where it
+// is read for the elements in turn. So nothing beyond the cache is reached at random, one by one.
 template <class F>
 class Partition {
  public:
-  // put(i, position) for every element i, in parallel: where it belongs in an array like the row, by chunks and buckets.
+  // put(i, position) for every element i, in parallel: where it goes in an array like the row, by chunks and buckets.
   template <class Put>
   Partition(const Cells<F>& cells, const Put& put) : cells_(cells) {
     const int64_t n = cells.elements();
