@@ -14,7 +14,7 @@ NLGRPO_INLINE bool cut_range(const typename F::Bits* x, int64_t n, const CellArr
   using Number = typename F::Number;
   const auto [low, high] = range_of<F>(x, n);
   const Number least = F::number(low), range = F::number(high) - least;
-  const Number scale = static_cast<Number>(n - 1) / range;
+  const Number scale = static_cast<Number>(arrays.cells - 1) / range;
   if (!std::isfinite(range) || !std::isfinite(scale)) {  // so also where a value is not finite
     return false;
   }
@@ -29,13 +29,13 @@ NLGRPO_INLINE bool cut_range(const typename F::Bits* x, int64_t n, const CellArr
 // Put the keys into their cells; how many the fullest has.
 template <class F>
 NLGRPO_INLINE uint32_t fill_cells(int64_t n, const CellArrays<F>& arrays) {
-  std::fill_n(arrays.ends, n + 1, 0u);
+  std::fill_n(arrays.ends, arrays.cells + 1, 0u);
   uint32_t* next = arrays.ends + 1;
   for (int64_t i = 0; i < n; i++) {
     next[arrays.cell[i]]++;
   }
   uint32_t before = 0, most = 0;
-  for (int64_t cell = 0; cell < n; cell++) {
+  for (int64_t cell = 0; cell < arrays.cells; cell++) {
     const uint32_t here = std::exchange(next[cell], before);
     before += here;
     most = std::max(most, here);

@@ -42,10 +42,11 @@ void count_sorted(const typename F::Bits* x, int64_t n, Side side, Sorter& sorte
   });
 }
 
-// The same in cells; false if they are not the way.
+// The same in `count` cells; false if they are not the way.
 template <class F, class Write>
-bool count_in_cells(const typename F::Bits* x, int64_t n, Side side, CellRanks<F>& cells, const Write& write) {
-  const int32_t* ranks = cells.rank(x, n, side);
+bool count_in_cells(const typename F::Bits* x, int64_t n, int64_t count, Side side, CellRanks<F>& cells,
+                    const Write& write) {
+  const int32_t* ranks = cells.rank(x, n, count, side);
   if (ranks == nullptr) {
     return false;
   }
@@ -88,7 +89,7 @@ void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& wr
       if (size > kInCache) {
         STD_TORCH_CHECK(size < int64_t{1} << 31, "2^31 samples too close to each other");
         count_long<F>(values, size, side, put);
-      } else if (!count_in_cells(values, size, side, memory.cells, put)) {
+      } else if (!count_in_cells(values, size, size / 2, side, memory.cells, put)) {  // they are even: fewer cells do
         count_sorted<F>(values, size, side, memory.sorter, put);
       }
       parts.bring_back(bucket, values, moved.data());
@@ -168,7 +169,7 @@ void rank_rows(const typename F::Bits* x, const Rows& rows, Side side, Out* out)
   for_short_rows<F, Memory<F>>(
       x, rows, kInCache,
       [&](int64_t begin, int64_t n, Memory<F>& memory) {
-        return count_in_cells(x + begin, n, side, memory.cells, divide(begin, n));
+        return count_in_cells(x + begin, n, n, side, memory.cells, divide(begin, n));
       },
       [&](Lanes<F>& lanes) { lanes.ranks(side, out); },
       [&](int64_t begin, int64_t n, Memory<F>& memory) {
