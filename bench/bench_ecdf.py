@@ -281,7 +281,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     changes = {
-        "ranks": (1 << 13, "one piece", "in parts"),
+        "ranks": (1 << 14, "one piece", "in parts"),
         "cdf": (1 << 20, "searched one by one", "grouped"),
     }
     changes["queries"] = changes["cdf"]

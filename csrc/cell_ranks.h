@@ -32,7 +32,7 @@ bool rank_by_cells(const uint64_t* x, int64_t n, Side side, const CellArrays<Dou
 template <class F>
 class CellRanks {
  public:
-  static constexpr int64_t kMost = 1 << 13;  // beyond, what is reached at random leaves the first cache
+  static constexpr int64_t kMost = 1 << 14;  // beyond, what is reached at random leaves the first cache
 
   // The ranks of x[0 .. n) by `cells` <= n cells, which stay until the next call; or null where there are too few or too
   // many values for it to pay, or rank_by_cells is false.

@@ -66,7 +66,7 @@ void count_by_cell(const Cells<F>& cells, Side side, const Write& write) {
     here = count(side, before, up_to);
     before = up_to;
   }
-  cells.all([&](int64_t i, uint16_t cell) { write(i, rank[cell]); });
+  cells.all([&](int64_t i, uint32_t cell) { write(i, rank[cell]); });
 }
 
 // The same for any long row, in parallel. Each element moves to its bucket, gives way to its rank there, which is

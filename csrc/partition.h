@@ -14,11 +14,11 @@ void find_range(const uint32_t* x, int64_t n, uint32_t& low, uint32_t& high);
 void find_range(const uint64_t* x, int64_t n, uint64_t& low, uint64_t& high);
 
 // cells = (key - low) / 2^shift for each of x[0 .. n)
-void find_cells(const uint16_t* x, int64_t n, uint16_t low, int shift, uint16_t* cells);
-void find_cells(const uint32_t* x, int64_t n, uint32_t low, int shift, uint16_t* cells);
-void find_cells(const uint64_t* x, int64_t n, uint64_t low, int shift, uint16_t* cells);
+void find_cells(const uint16_t* x, int64_t n, uint16_t low, int shift, uint32_t* cells);
+void find_cells(const uint32_t* x, int64_t n, uint32_t low, int shift, uint32_t* cells);
+void find_cells(const uint64_t* x, int64_t n, uint64_t low, int shift, uint32_t* cells);
 
-// The range of a long row's keys in up to 2^16 cells of one size.
+// The range of a long row's keys in up to 2^20 cells of one size.
 template <class F>
 class Cells {
  public:
@@ -35,7 +35,7 @@ class Cells {
     });
     low_ = *std::min_element(lows.begin(), lows.end());
     const Key high = *std::max_element(highs.begin(), highs.end());
-    const int fewer = std::clamp(static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 4, 8, 16);
+    const int fewer = std::clamp(static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 4, 8, 20);
     const int cell_bits = sizeof(Key) == 2 ? 16 : fewer;  // a key of 16 bits always has a cell of its own
     shift_ = std::max(0, static_cast<int>(std::bit_width(static_cast<uint64_t>(high - low_))) - cell_bits);
     cells_ = static_cast<int64_t>(static_cast<Key>(high - low_) >> shift_) + 1;
@@ -47,16 +47,16 @@ class Cells {
   int64_t cells() const {
     return cells_;
   }
-  // Whether the elements of a cell are equal.
+  // Whether the elements of a cell are equal, and the cells few enough to keep their counts in the cache.
   bool exact() const {
-    return shift_ == 0;
+    return shift_ == 0 && cells_ <= 1 << 16;
   }
 
   // visit(i, cell) for the elements first .. last. The cells of a block are found first, in vectors.
   template <class Visit>
   NLGRPO_INLINE void each(int64_t first, int64_t last, const Visit& visit) const {
     constexpr int64_t block = 1024;
-    uint16_t cells[block];
+    uint32_t cells[block];
     for (int64_t begin = first; begin < last; begin += block) {
       const int64_t n = std::min(block, last - begin);
       find_cells(row_ + begin, n, low_, shift_, cells);
@@ -77,7 +77,7 @@ class Cells {
     std::vector<uint32_t> counts(parts_ * cells_);
     in_parts([&](int64_t part, int64_t first, int64_t last) {
       uint32_t* count = counts.data() + part * cells_;
-      each(first, last, [count](int64_t, uint16_t cell) { count[cell]++; });
+      each(first, last, [count](int64_t, uint32_t cell) { count[cell]++; });
     });
     std::vector<int64_t> sums(cells_);
     for (int64_t part = 0; part < parts_; part++) {
@@ -95,7 +95,7 @@ class Cells {
     for (int64_t run = 0; (run + 1) * step * kRun <= n_; run++) {
       const auto skipped = static_cast<int64_t>((static_cast<uint64_t>(run) * mix >> 32) % static_cast<uint64_t>(step));
       const int64_t first = (run * step + skipped) * kRun;
-      each(first, first + kRun, [&](int64_t, uint16_t cell) { sums[cell] += step; });
+      each(first, first + kRun, [&](int64_t, uint32_t cell) { sums[cell] += step; });
     }
     return sums;
   }
@@ -201,7 +201,7 @@ class Partition {
     in_chunks([&](int64_t chunk, int64_t first, int64_t last) {
       const auto row = start_.begin() + chunk * (buckets() + 1);
       std::vector<uint32_t> next(row, row + buckets());
-      cells_.each(first, last, [&](int64_t i, uint16_t cell) {
+      cells_.each(first, last, [&](int64_t i, uint32_t cell) {
         const int64_t bucket = bucket_of_[cell];
         visit(i, first + next[bucket]++, bucket);
       });
@@ -210,7 +210,7 @@ class Partition {
 
  private:
   // About how many elements a bucket has, more of them if buckets get too many.
-  static constexpr int64_t kBucket = 1 << 11, kMany = 1 << 12, kLargest = 1 << 13, kMost = 1 << 14;
+  static constexpr int64_t kBucket = 1 << 11, kMany = 1 << 11, kLargest = 1 << 14, kMost = 1 << 14;
   static constexpr int64_t kSample = 64, kSegment = 32;  // how many of them are sampled, and are in a segment
   static constexpr int kChunkBits = 18;
 
@@ -247,7 +247,7 @@ class Partition {
     in_chunks([&](int64_t chunk, int64_t first, int64_t last) {
       const Buffer<uint16_t> moves_to(last - first);
       uint32_t* start = start_.data() + chunk * (buckets + 1);
-      cells_.each(first, last, [&](int64_t i, uint16_t cell) {
+      cells_.each(first, last, [&](int64_t i, uint32_t cell) {
         const uint16_t bucket = bucket_of_[cell];
         moves_to[i - first] = bucket;
         start[bucket]++;

@@ -181,7 +181,7 @@ def test_cumulate_stays_in_its_row(data):
 
 # --- Many samples -----------------------------------------------------------------------------------------------------
 
-SIZES = [33, 600, 1024, 1025, 5000, 8192, 8193, 65535, 65536, 65537, 200_000, 1_000_000]
+SIZES = [33, 600, 1024, 1025, 5000, 16384, 16385, 65535, 65536, 65537, 200_000, 1_000_000]
 KINDS = [
     ("continuous", torch.float32),
     ("continuous", torch.float64),
@@ -303,7 +303,7 @@ def test_a_row_that_is_not_like_its_sample(dtype):
 
 
 @cpp_only
-@pytest.mark.parametrize("M", [40, 600, 9000, 70_000])
+@pytest.mark.parametrize("M", [40, 600, 20_000, 70_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_that_reaches_an_op_does_no_harm(dtype, M):
     """Python refuses NaN before; what the ops make of it is not told, but they stay in their memory."""
