@@ -1,12 +1,16 @@
 """Several objectives as one: g(R_1, .., R_m) and its gradient, which weighs the m linearised rewards.
 
 The first variation of g(R_1[pi], .., R_m[pi]) is sum_i (dg/dR_i) (dR_i/dpi), with dg/dR_i taken at the values over the
-whole batch (IAMA, Alg. 2). Legend: m rewards, P prompts, M samples a prompt.
+whole batch (IAMA, Alg. 2). Values are (m,), or (m, P) for a g at each prompt, E_x g(R_1(x), .., R_m(x)), which is
+another objective. Legend: m rewards, P prompts, M samples a prompt.
+
+A string names an aggregate in a config: "sum", "min", "smooth_min:4"; `parse` reads it.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +18,42 @@ import torch
 from torch import Tensor
 
 
+class Aggregate(ABC):
+    """A function g of the values of m objectives. A NaN is the value of a reward that was given nowhere."""
+
+    def value(self, values: Tensor) -> Tensor:
+        """g at ``values`` (m,) or (m, P): a scalar, or (P,). Raises ValueError for another shape."""
+        return self._value(self._checked(values))
+
+    def gradient(self, values: Tensor) -> Tensor:
+        """dg/dR_i at ``values``, in their shape and dtype and on their device. Raises ValueError as `value`."""
+        return self._gradient(self._checked(values))
+
+    def _checked(self, values: Tensor) -> Tensor:
+        weights = getattr(self, "weights", None)
+        if weights is not None and values.shape[:1] != (len(weights),):
+            raise ValueError(
+                f"expected one value per weight, ({len(weights)},), got {tuple(values.shape)}; "
+                f"{type(self).__name__} needs as many weights as there are rewards."
+            )
+        if values.ndim not in (1, 2) or len(values) == 0:
+            raise ValueError(f"expected one value per reward, (m,) or (m, P), got {tuple(values.shape)}.")
+        return values
+
+    @abstractmethod
+    def _value(self, values: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _gradient(self, values: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
-class WeightedSum:
+class WeightedSum(Aggregate):
     """g(R) = sum_i w_i R_i, whose gradient is w wherever the values are.
 
     ``weights`` is any sequence of m numbers; they need not sum to 1, and a negative one asks for less of its reward.
+    A reward of weight 0 is left out, also where its value is not defined.
+
     Raises ValueError for no weights, and for one that is not finite.
     """
 
@@ -30,29 +65,136 @@ class WeightedSum:
             raise ValueError(f"WeightedSum(weights={list(weights)}): expected one finite number per reward.")
         object.__setattr__(self, "weights", weights)
 
-    def value(self, values: Tensor) -> Tensor:
-        """g at ``values`` (m,), a scalar. A reward of weight 0 is left out, also where its value is not defined."""
-        weights = self.gradient(values)
-        return torch.where(weights == 0, 0.0, weights * values).sum()
+    def _value(self, values: Tensor) -> Tensor:
+        weights = self._gradient(values)
+        return torch.where(weights == 0, 0.0, weights * values).sum(0)
 
-    def gradient(self, values: Tensor) -> Tensor:
-        """dg/dR_i at ``values`` (m,), (m,) in their dtype and on their device."""
-        if values.shape != (len(self.weights),):
-            raise ValueError(
-                f"expected one value per weight, ({len(self.weights)},), got {tuple(values.shape)}; "
-                "WeightedSum needs as many weights as there are rewards."
-            )
-        return torch.tensor(self.weights, dtype=values.dtype, device=values.device)
+    def _gradient(self, values: Tensor) -> Tensor:
+        return _column(self.weights, values).expand_as(values)
+
+
+@dataclass(frozen=True)
+class Min(Aggregate):
+    """g(R) = min_i R_i: train for the reward that is worst off.
+
+    Its subgradient is 1 at the smallest value, split evenly where several are smallest, and 0 elsewhere. ``weights``, m
+    numbers unless all are meant, only tell which rewards are compared: those of weight 0 are not. Nor is a NaN; where
+    nothing is left, g is NaN and its gradient 0.
+
+    Raises ValueError for weights that are negative, infinite or all 0.
+    """
+
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_shares(self, self.weights)
+
+    def _compared(self, values: Tensor) -> Tensor:
+        """The values, inf for what is left out."""
+        out = values.isnan()
+        if self.weights is not None:
+            out = out | (_column(self.weights, values) == 0)
+        return values.masked_fill(out, torch.inf)
+
+    def _value(self, values: Tensor) -> Tensor:
+        least = self._compared(values).amin(0)
+        return least.masked_fill(least == torch.inf, torch.nan)
+
+    def _gradient(self, values: Tensor) -> Tensor:
+        least = (self._compared(values) == self._value(values)).to(values)
+        return least / least.sum(0).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class SmoothMin(Aggregate):
+    """g(R) = -1/gamma log sum_i w_i e^{-gamma R_i}, a minimum whose gradient is shared by all that are near it.
+
+        dg/dR_i = softmax_i(log w_i - gamma R_i)                                     (IAMA, Sec. 6, Fig. 3b)
+
+    ``gamma`` > 0, in 1/reward: gamma -> inf is `Min`, and gamma -> 0 the mean by the weights w, if these sum to 1.
+    ``weights``, m numbers >= 0, are equal and sum to 1 unless given. The gradient sums to 1. What has weight 0 or is
+    NaN is left out; where nothing is left, g is NaN and its gradient 0.
+
+    Raises ValueError for a gamma that is not positive and finite, and for weights that are negative, infinite or all 0.
+    """
+
+    gamma: float
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.gamma, int | float) and math.isfinite(self.gamma) and self.gamma > 0):
+            raise ValueError(f"SmoothMin(gamma={self.gamma!r}): expected a finite number > 0, in 1/reward.")
+        _check_shares(self, self.weights)
+
+    def _exponents(self, values: Tensor) -> Tensor:
+        """log w_i - gamma R_i, -inf for what is left out."""
+        there = ~values.isnan()
+        weights = 1 / there.sum(0).to(values) if self.weights is None else _column(self.weights, values)
+        return torch.where(there, weights.log() - self.gamma * values, -torch.inf)
+
+    def _value(self, values: Tensor) -> Tensor:
+        total = self._exponents(values).logsumexp(0)
+        return torch.where(total == -torch.inf, torch.nan, -total / self.gamma)
+
+    def _gradient(self, values: Tensor) -> Tensor:
+        exponents = self._exponents(values)
+        return torch.where((exponents == -torch.inf).all(0), 0.0, exponents.softmax(0))
+
+
+def parse(text: str, weights: Sequence[float]) -> Aggregate:
+    """The aggregate that ``text`` names: "sum" -> `WeightedSum`, "min" -> `Min`, "smooth_min:GAMMA" -> `SmoothMin`.
+
+    `SmoothMin` gets the weights divided by their sum, so that it lies between the least value and their mean.
+
+    Raises ValueError for another text, and for weights that do not fit.
+    """
+    name, _, argument = text.strip().partition(":")
+    if text.strip() == "sum":
+        return WeightedSum(weights)
+    if text.strip() == "min":
+        return Min(weights)
+    try:
+        gamma = float(argument)
+    except ValueError:
+        gamma = math.nan
+    if name != "smooth_min" or not (math.isfinite(gamma) and gamma > 0):
+        raise ValueError(f"aggregate {text!r} is not known; expected 'sum', 'min' or 'smooth_min:GAMMA', GAMMA > 0.")
+    total = sum(SmoothMin(gamma, weights).weights or ())
+    return SmoothMin(gamma, [w / total for w in weights])
+
+
+def moving_average(before: Sequence[float], values: Tensor, memory: float) -> Tensor:
+    """memory before + (1 - memory) values, (m,). A NaN counts for nothing, in either."""
+    old = values.new_tensor(before) if before else torch.full_like(values, torch.nan)
+    moved = memory * old + (1 - memory) * values
+    return torch.where(old.isnan(), values, torch.where(values.isnan(), old, moved))
 
 
 def combine(linear: Tensor, gradient: Tensor) -> Tensor:
-    """Linearised reward of the aggregate, sum_i gradient_i linear_i: (m, P, M) and (m,) -> (P, M).
+    """Linearised reward of the aggregate, sum_i gradient_i linear_i: (m, P, M) and (m,) or (m, P) -> (P, M).
 
     A reward of gradient 0 is left out, also where its linearised rewards are infinite.
     """
-    if linear.ndim != 3 or gradient.shape != linear.shape[:1]:
+    if linear.ndim != 3 or gradient.shape not in (linear.shape[:1], linear.shape[:2]):
         raise ValueError(
-            f"expected linear (m, P, M) and gradient (m,), got {tuple(linear.shape)} and {tuple(gradient.shape)}."
+            "expected linear (m, P, M) and gradient (m,) or (m, P), "
+            f"got {tuple(linear.shape)} and {tuple(gradient.shape)}."
         )
-    scale = gradient.to(linear)[:, None, None]
+    scale = gradient.to(linear).reshape(len(linear), -1, 1)
     return torch.where(scale == 0, 0.0, scale * linear).sum(0)
+
+
+def _column(weights: Sequence[float], values: Tensor) -> Tensor:
+    """Weights (m,) or (m, 1), to be broadcast over ``values``."""
+    column = torch.tensor(weights, dtype=values.dtype, device=values.device)
+    return column.view(-1, *[1] * (values.ndim - 1))
+
+
+def _check_shares(aggregate: Min | SmoothMin, weights: Sequence[float] | None) -> None:
+    """Weights as a tuple, if there are any."""
+    if weights is None:
+        return
+    shares = tuple(float(w) for w in weights)
+    if not all(math.isfinite(w) and w >= 0 for w in shares) or not any(shares):
+        raise ValueError(f"{type(aggregate).__name__}(weights={list(shares)}): expected numbers >= 0, not all 0.")
+    object.__setattr__(aggregate, "weights", shares)

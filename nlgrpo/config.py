@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import tyro
 
-from nlgrpo import objectives
+from nlgrpo import aggregation, objectives
 
 
 @dataclass
@@ -83,9 +83,10 @@ class RewardConfig:
     """`length(target=25, scale=128)`, `lexicon(path=..)`, `regex(pattern=..)`, `gsm8k()`, `classifier(path=..)`,
     `module:function` or `file.py:function`."""
     objective: str = "bon:4"
-    """How completions are chosen at inference time: "mean", "bon:N", "soft:tau"."""
+    """How completions are chosen at inference time, or what is asked of their rewards: "mean", "bon:N", "wor:N" (the
+    worst of N), "bop:RATE" (the best of a Poisson number), "cvar:ALPHA" (lower tail), "soft:TAU", "erm:BETA"."""
     weight: float = 1.0
-    """Its share w_i in the sum of the objectives; 0: computed and logged only."""
+    """Its share w_i in the aggregate of the objectives; 0: computed and logged only."""
     scale: float = 1.0
     """Multiplies what the function returns, before the objective; -1 for users who want it low."""
     timeout: float = 600.0
@@ -96,6 +97,12 @@ class RewardConfig:
 
 @dataclass
 class LossConfig:
+    aggregate: str = "sum"
+    """Of the objectives by their weights: "sum", "min" (of those with a weight), "smooth_min:GAMMA"."""
+    aggregate_at: Literal["batch", "prompt"] = "batch"
+    """Aggregate the means over all prompts (IAMA), or the values at each prompt, which is another objective."""
+    aggregate_memory: float = 0.0
+    """Share of its past that the moving average of a mean keeps in a step; 0: this step's prompts only."""
     normalization: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
     """What the token losses are divided by: their sequence's length, the tokens of the step (bnpo) or of the rollout
     (dapo), or a constant."""
@@ -233,6 +240,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
         need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
         need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
         need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
         need("loss.eps_high", "> 0", loss.eps_high > 0),
         need("loss.dual_clip", "> 1 + loss.eps_high", loss.dual_clip is None or loss.dual_clip > 1 + loss.eps_high),
@@ -276,7 +284,20 @@ def _faults(config: Config, world: int) -> list[str]:
         faults.append(f"loss.kl_importance weighs k3, and loss.kl is {loss.kl!r}")
     if loss.target_kl is not None and loss.beta == 0:
         faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
-    return faults + _reward_faults(config.rewards)
+    if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
+        faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
+    return faults + _reward_faults(config.rewards) + _aggregate_faults(config)
+
+
+def _aggregate_faults(config: Config) -> list[str]:
+    weights = [reward.weight for reward in config.rewards.values()]
+    if not any(weights) or not all(map(math.isfinite, weights)):
+        return []  # said already
+    try:
+        aggregation.parse(config.loss.aggregate, weights)
+    except ValueError as error:
+        return [f"loss.aggregate: {error}"]
+    return []
 
 
 def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nlgrpo.advantages import advantages, effective_sample_size
-from nlgrpo.aggregation import WeightedSum
 from nlgrpo.data import Batch, plain_text
 from nlgrpo.engine import Rollout
 from nlgrpo.metrics import Sample, rollout_metrics
@@ -51,8 +50,8 @@ class Groups:
         )
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
-        """(m,) R_i over the groups in which the reward was given; NaN where it was in none."""
-        return torch.stack([value_present(objectives[name], r).nanmean() for name, r in self.rewards.items()])
+        """(m, P) R_i at each prompt; NaN where the reward was not given."""
+        return torch.stack([value_present(objectives[name], r) for name, r in self.rewards.items()])
 
     def linearize(self, objectives: Mapping[str, Objective]) -> Tensor:
         """(m, P, M) first variation of every R_i at its group, centred; 0 where the reward abstained."""
@@ -65,11 +64,15 @@ class Groups:
         return out
 
     def metrics(
-        self, aggregate: WeightedSum, weights: Mapping[str, float], values: Tensor, advantages: Tensor
+        self, worth: Tensor, values: Tensor, weights: Mapping[str, float], advantages: Tensor
     ) -> dict[str, float]:
-        """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient."""
-        out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, values, strict=True)}
-        out["objective/aggregate"] = float(aggregate.value(values))
+        """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient.
+
+        ``worth`` is that of the aggregate, a scalar, or (P,) of its values at the prompts.
+        """
+        means = values.nanmean(-1)
+        out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
+        out["objective/aggregate"] = float(worth.nanmean())
         out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
         out["rewards/dropped_groups"] = float(self.dropped.sum())
         return out | rollout_metrics(self.rewards, weights, self.lengths, self.finished)

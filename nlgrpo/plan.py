@@ -38,7 +38,9 @@ def show(run: Run) -> Table:
     completions = cfg.rollout.prompts * cfg.rollout.samples
     updates = cfg.loss.epochs * cfg.loss.minibatches
     epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
-    objective = " + ".join(f"{r.weight:g} {run.objectives[n]}({n})" for n, r in cfg.rewards.items())
+    terms = [f"{r.weight:g} {run.objectives[n]}({n})" for n, r in cfg.rewards.items()]
+    objective = " + ".join(terms) if cfg.loss.aggregate == "sum" else f"{cfg.loss.aggregate} of {', '.join(terms)}"
+    objective += " at each prompt" if cfg.loss.aggregate_at == "prompt" else ""
     kl = f" - {cfg.loss.beta:g} KL (in the {cfg.loss.kl_in}, {cfg.loss.kl})" if cfg.loss.beta > 0 else ""
     uses = memory(run)
     parts = ", ".join(f"{name} {_size(size)}" for name, size in uses.items() if size)

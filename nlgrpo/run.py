@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nlgrpo import checkpoint, config, data, evaluation, hf_weights, metrics, objectives, rewards
+from nlgrpo import aggregation, checkpoint, config, data, evaluation, hf_weights, metrics, objectives, rewards
 from nlgrpo import model as models
-from nlgrpo.aggregation import WeightedSum
+from nlgrpo.aggregation import Aggregate, moving_average
 from nlgrpo.config import Config
 from nlgrpo.families import Shape, shape_of
 from nlgrpo.groups import Groups
@@ -41,6 +42,7 @@ class Progress:
     cursor: int = 0  # prompts taken so far
     num_tokens: int = 0  # prompt and completion tokens trained on so far
     beta: float = 0.0
+    averages: list[float] = field(default_factory=list)  # moving averages of the objectives' values
 
     def advance(self, prompts: int, tokens: int) -> None:
         """One step on."""
@@ -60,7 +62,7 @@ class Run:
     held_out: data.PromptSet
     sampler: Sampler
     objectives: dict[str, objectives.Objective]
-    aggregate: WeightedSum
+    aggregate: Aggregate
     compute: torch.dtype
     progress: Progress = field(default_factory=Progress)
 
@@ -75,6 +77,20 @@ class Run:
 
     def weights(self) -> dict[str, float]:
         return {name: reward.weight for name, reward in self.config.rewards.items()}
+
+    def aggregated(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """g at the values (m, P) of the objectives, and its gradient: at each prompt, or at the means over all of them.
+
+        With a memory the gradient is taken at moving averages of the means, which this call moves on.
+        """
+        loss = self.config.loss
+        if loss.aggregate_at == "batch":
+            values = values.nanmean(-1)
+        at = values
+        if loss.aggregate_memory > 0:
+            at = moving_average(self.progress.averages, values, loss.aggregate_memory)
+            self.progress.averages = at.tolist()
+        return self.aggregate.value(values), self.aggregate.gradient(at)
 
     def evaluator(self) -> Sampler:
         """The sampler with the evaluation's number of samples, and noise that training never sees."""
@@ -214,7 +230,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         held_out=held_out,
         sampler=Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded),
         objectives={name: objectives.parse(r.objective) for name, r in cfg.rewards.items()},
-        aggregate=WeightedSum([r.weight for r in cfg.rewards.values()]),
+        aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
         compute=compute_dtype(cfg.model.dtype, ranks.device),
         progress=Progress(beta=cfg.loss.beta),
     )

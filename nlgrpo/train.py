@@ -43,9 +43,10 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
         clock.lap("reference")
         groups  = Groups.gather(ranks, scores, rollout)              # from here on all ranks, all P
-        values  = groups.values(run.objectives)                      # R_i                              (m,)
+        values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
         each    = groups.linearize(run.objectives)                   # dR_i/dpi at the group           (m, P, M)
-        linear  = combine(each, run.aggregate.gradient(values))      # sum_i dg/dR_i dR_i/dpi          (P, M)
+        worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
+        linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
         if ref is not None and cfg.loss.kl_in == "reward":
             linear += ranks.gather(learner.kl_reward(rollout, ref, progress.beta))
         adv     = groups.advantages(linear, cfg.loss.scale)          # minus the group's mean          (P, M)
@@ -55,7 +56,7 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
             beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
         )
         clock.lap("update")
-        stats |= {"beta": progress.beta} | groups.metrics(run.aggregate, run.weights(), values, adv)
+        stats |= {"beta": progress.beta} | groups.metrics(worth, values, run.weights(), adv)
         progress.advance(cfg.rollout.prompts, groups.tokens)
         if controller is not None and "kl" in stats:                # not where all groups were dropped
             progress.beta = controller.step(stats["kl"])

@@ -390,8 +390,9 @@ def test_dropped_groups_count_nowhere(scale):
     for groups in (ours, truth):
         linear = groups.linearize(objectives).sum(0)
         adv = groups.advantages(linear + 100 * groups.dropped[:, None] * torch.tensor([1.0, 2.0]), scale)
-        values = groups.values(objectives)
-        metrics = groups.metrics(WeightedSum([1, 2]), {"a": 1.0, "b": 2.0}, values, adv)
+        values = groups.values(objectives).nanmean(1)
+        worth = WeightedSum([1, 2]).value(values)
+        metrics = groups.metrics(worth, groups.values(objectives), {"a": 1.0, "b": 2.0}, adv)
         found.append((values, adv[~groups.dropped], metrics))
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-14, atol=0)
     assert found[0][2].pop("rewards/dropped_groups") == 1
@@ -417,6 +418,50 @@ def test_a_reward_that_abstains_for_half_of_the_prompts(work):
         assert math.isfinite(line["loss"] + line["rewards/sometimes/mean"])
     evaluated = json.loads((work / "abstains" / "evaluation.json").read_text())
     assert set(evaluated) == {"before", "after"}
+
+
+def group_values(rewards: dict[str, list[float]]) -> list[float]:
+    """Of one prompt: the worst of 2 in "short", the best of 4 in "digest", with the group's ranks for the CDF."""
+    short, digest = (sorted(rewards[name]) for name in ("short", "digest"))
+    M = len(short)
+    worst = sum(r * ((1 - k / M) ** 2 - (1 - (k + 1) / M) ** 2) for k, r in enumerate(short))
+    return [worst, sum(r * (((k + 1) / M) ** 4 - (k / M) ** 4) for k, r in enumerate(digest))]
+
+
+AGGREGATES = {
+    "min": {"loss__aggregate": "min"},
+    "smooth_min with a memory": {"loss__aggregate": "smooth_min:4", "loss__aggregate_memory": 0.75},
+    "smooth_min at each prompt": {"loss__aggregate": "smooth_min:4", "loss__aggregate_at": "prompt"},
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATES)
+def test_objectives_of_different_kinds_are_aggregated(work, name, capsys):
+    """The advantages of a step's first group are what its linearised rewards and the logged values ask for."""
+    kinds = ["--rewards.short.objective", "wor:2", "--rewards.digest.objective", "bon:4"]
+    for steps in (2, 5):  # a moving average goes on with the run
+        assert train.main([*arguments(work, name, train__steps=steps, **AGGREGATES[name]), *kinds]) == 0
+    plan = f"maximise {AGGREGATES[name]['loss__aggregate']} of 1 wor:2(short), 1 bon:4(digest)"
+    assert plan + " at each prompt" * ("prompt" in name) + " - 0.05 KL" in capsys.readouterr().out
+    lines, samples, average = untimed(work / name), read_jsonl(work / name / "samples.jsonl"), None
+    for line in lines:
+        rows = [row for row in samples if row["step"] == line["step"]]
+        here = group_values({n: [row["rewards"][n] for row in rows] for n in ("short", "digest")})
+        means = [line["objective/short"], line["objective/digest"]]
+        average = means if average is None else [0.75 * a + 0.25 * b for a, b in zip(average, means, strict=True)]
+        at = {"min": means, "smooth_min with a memory": average, "smooth_min at each prompt": here}[name]
+        if name == "min":
+            share = [float(value == min(at)) for value in at]
+            assert line["objective/aggregate"] == min(means)
+        else:
+            raw = [math.exp(-4 * value) for value in at]
+            share = [x / sum(raw) for x in raw]
+            assert min(means) - 0.2 < line["objective/aggregate"] < sum(means) / 2
+        for row in rows:
+            asked = sum(w * row["linearized"][n] for w, n in zip(share, ("short", "digest"), strict=True))
+            assert row["advantage"] == pytest.approx(asked, rel=1e-9, abs=1e-12)
+    assert len(lines) == 5
+    assert len({line["objective/aggregate"] for line in lines}) == 5
 
 
 # --- ranks and micro-batches ------------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""Rank-based objectives: procedures that reweight a response by the rank of its reward among those of the policy.
+
+Legend: P prompts, M samples a prompt; C the cumulative distribution of the reward under the policy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nlgrpo import kernels
+from nlgrpo.functional import Objective, is_number
+from nlgrpo.kernels import reference
+
+
+class RankBased(Objective):
+    """Procedures that reweight a response by the rank of its reward: T[pi](y) = f(C(r(y))) pi(y).
+
+        R[pi] = sum_k r_(k) [F(C_k) - F(C_{k-1})],  F' = f, F(0) = 0;      dR/dpi(y) = -int_{r(y)}^{r_max} f(C(r)) dr
+
+    On a group C_k = k/M, and the second is one sort and one suffix sum with the weights w_k = f(k/M)
+    (`nlgrpo.kernels.linearize`). A member of the family gives f and F; equal rewards need no care.
+    """
+
+    @abstractmethod
+    def _f(self, z: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _integral(self, z: Tensor) -> Tensor:
+        """F(z), the integral of f from 0 to z."""
+
+    def _masses(self, cdf: Tensor) -> Tensor:
+        """F(C_k) - F(C_{k-1}) for C_0 = 0 .. C_M, (.., M + 1) -> (.., M)."""
+        return self._integral(cdf).diff(dim=-1)
+
+    def weights(self, M: int) -> Tensor:
+        """w_k = f(k/M) for k = 1 .. M, (M,) in float64."""
+        return self._f(_steps(M)[1:])
+
+    def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        if probs is None:
+            return kernels.linearize(rewards, self.weights(rewards.shape[1]).to(rewards))
+        order = rewards.argsort(dim=-1, stable=True)
+        return reference.linearize(rewards, self._f(_cdf(probs.gather(-1, order))))
+
+    def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        ordered, order = rewards.sort(dim=-1, stable=True)
+        if probs is None:
+            cdf = _steps(rewards.shape[1]).to(rewards.device)
+        else:
+            cdf = torch.nn.functional.pad(_cdf(probs.gather(-1, order)), (1, 0))
+        chosen = self._masses(cdf).to(rewards)
+        return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # an infinite reward may have no mass
+
+
+@dataclass(frozen=True)
+class Mean(RankBased):
+    """Expected reward of one sample, R[pi] = E r: f = 1, and the linearised reward is r - max r, plain GRPO."""
+
+    @property
+    def name(self) -> str:
+        return "mean"
+
+    def _f(self, z: Tensor) -> Tensor:
+        return torch.ones_like(z)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return z
+
+
+@dataclass(frozen=True)
+class BestOfN(RankBased):
+    """Expected reward of the best of ``n`` samples, and its first variation.
+
+    R[pi] = E max(r_1, .., r_n);   dR/dpi(y) = -int_{r(y)}^{r_max} n C(r)^(n-1) dr      (IAMA, Prop. 4.2, Alg. 3)
+
+    ``n = 1`` is `Mean`. ``estimator="plugin"``, so far the only one, takes the group's CDF for C: biased at order 1/M,
+    any n, also n > M.
+
+    Raises ValueError for an n that is no integer >= 1 and for an unknown estimator.
+    """
+
+    n: int
+    estimator: Literal["plugin"] = "plugin"
+
+    def __post_init__(self) -> None:
+        _check_draws(self)
+
+    @property
+    def name(self) -> str:
+        return f"bon:{self.n}"
+
+    def _f(self, z: Tensor) -> Tensor:
+        return self.n * z ** (self.n - 1)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return z**self.n
+
+
+@dataclass(frozen=True)
+class WorstOfN(RankBased):
+    """Expected reward of the worst of ``n`` samples: robustness against who draws until something goes wrong.
+
+    R[pi] = E min(r_1, .., r_n);   f(z) = n (1 - z)^(n-1);   F(z) = 1 - (1 - z)^n      (InfAlign, Lemma 5)
+
+    It is -BestOfN of -r, and ``n = 1`` is `Mean`. Estimator and errors as of `BestOfN`.
+    """
+
+    n: int
+    estimator: Literal["plugin"] = "plugin"
+
+    def __post_init__(self) -> None:
+        _check_draws(self)
+
+    @property
+    def name(self) -> str:
+        return f"wor:{self.n}"
+
+    def _f(self, z: Tensor) -> Tensor:
+        return self.n * (1 - z) ** (self.n - 1)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return 1 - (1 - z) ** self.n
+
+
+@dataclass(frozen=True)
+class BestOfPoisson(RankBased):
+    """Expected reward of the best of a Poisson number of samples of mean ``rate``, 0 where none is drawn.
+
+        R[pi] = E[max(r_1, .., r_K); K >= 1],  K ~ Poisson(rate)
+        f(z) = rate e^{rate (z-1)};   F(z) = e^{rate (z-1)} - e^{-rate}      (IAMA, 5.3)
+
+    f integrates to 1 - e^{-rate}, because zero draws happen: R moves with a constant added to the rewards
+    by that share of it, its first variation does not. rate -> 0 is rate times `Mean`. On a group it is a plug-in
+    estimate, biased at order 1/M.
+
+    Raises ValueError for a rate that is not positive and finite.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.rate) and self.rate > 0):
+            raise ValueError(f"BestOfPoisson(rate={self.rate!r}): expected a finite number > 0, the mean of draws.")
+
+    @property
+    def name(self) -> str:
+        return f"bop:{self.rate!r}"
+
+    def _f(self, z: Tensor) -> Tensor:
+        return self.rate * (self.rate * (z - 1)).exp()
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return (self.rate * (z - 1)).exp() - torch.exp(torch.tensor(-self.rate, dtype=torch.float64)).to(z)
+
+
+@dataclass(frozen=True)
+class CVaR(RankBased):
+    """Expected reward of the worst share ``alpha`` of responses, the conditional value at risk of the lower tail.
+
+    R[pi] = 1/alpha int_0^alpha C^{-1}(z) dz;   f(z) = 1[z <= alpha] / alpha;   F(z) = min(z, alpha) / alpha   (IAMA, C)
+
+    alpha = 1 is `Mean`, alpha -> 0 the minimum. On M samples, w_k is the average of f over the cell ((k-1)/M, k/M]:
+    f(k/M) itself is 0 for every k, and the gradient with it, where alpha M < 1. Biased at order 1/M. With ``probs``,
+    which are exact, f is taken at C_k, which gives the first variation itself.
+
+    Raises ValueError for an alpha that is not in (0, 1].
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.alpha) and 0 < self.alpha <= 1):
+            raise ValueError(f"CVaR(alpha={self.alpha!r}): expected a number in (0, 1], the share of the lower tail.")
+
+    @property
+    def name(self) -> str:
+        return f"cvar:{self.alpha!r}"
+
+    def weights(self, M: int) -> Tensor:
+        """M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
+        return M * self._masses(_steps(M))
+
+    def _f(self, z: Tensor) -> Tensor:
+        return (z <= self.alpha).to(z.dtype) / self.alpha
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return z.clamp(max=self.alpha) / self.alpha
+
+
+@dataclass(frozen=True)
+class Distortion(RankBased):
+    """Any other member of the family: ``f``, a function of ranks z in [0, 1] or a table of its values.
+
+    A function gets a float tensor of any shape and returns one of that shape; its integral need not be 1, nor f >= 0.
+    R takes it over each atom's share of [0, 1] by Gauss-Legendre of 32 nodes, exact for polynomials up to degree 63 and
+    less so where f jumps. A table of K numbers is a step function, f(z) = table_k for (k-1)/K < z <= k/K; with K = M
+    it is the weights w_k themselves. Biased at order 1/M on a group, for a smooth f. It has no name in a config.
+
+    Raises ValueError for a table that is empty or not finite, and for a function that does not return what it should.
+    """
+
+    f: Callable[[Tensor], Tensor] | Sequence[float]
+
+    def __post_init__(self) -> None:
+        if not callable(self.f):
+            table = tuple(self.f)
+            if not table or not all(map(is_number, table)):
+                raise ValueError(f"Distortion(f={self.f!r}): expected a function, or a table of finite numbers.")
+            object.__setattr__(self, "f", tuple(map(float, table)))
+        self._f(torch.linspace(0, 1, 5, dtype=torch.float64))
+
+    @property
+    def name(self) -> str:
+        return f"distortion:{getattr(self.f, '__qualname__', type(self.f).__name__)}"
+
+    def _f(self, z: Tensor) -> Tensor:
+        if not callable(self.f):
+            table, rounding = torch.tensor(self.f, dtype=z.dtype, device=z.device), 4 * torch.finfo(z.dtype).eps
+            step = ((z - rounding) * len(table)).ceil().long()  # k/M of a table of M is its step k, not the next one
+            return table[(step - 1).clamp(0, len(table) - 1)]
+        with torch.no_grad():
+            found = self.f(z)
+        if not isinstance(found, Tensor) or found.shape != z.shape or not found.isfinite().all():
+            raise ValueError(
+                f"Distortion: f of a tensor {tuple(z.shape)} in [0, 1] must be a finite tensor of that shape, got "
+                f"{tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__}."
+            )
+        return found.to(z)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return self._masses(torch.stack((torch.zeros_like(z), z), -1))[..., 0]
+
+    def _masses(self, cdf: Tensor) -> Tensor:
+        if not callable(self.f):
+            K = len(self.f)
+            steps = torch.tensor((0.0, *np.cumsum(self.f)), dtype=cdf.dtype, device=cdf.device) / K
+            low = (cdf * K).floor().clamp(max=K - 1)
+            share = cdf * K - low
+            low = low.long()
+            return (steps[low] + share * (steps[low + 1] - steps[low])).diff(dim=-1)
+        nodes, weights = np.polynomial.legendre.leggauss(32)
+        begin, width = cdf[..., :-1, None], cdf.diff(dim=-1)
+        at = begin + width[..., None] * (torch.from_numpy(nodes).to(cdf) + 1) / 2
+        return width * (self._f(at) * torch.from_numpy(weights).to(cdf)).sum(-1) / 2
+
+
+def _check_draws(objective: BestOfN | WorstOfN) -> None:
+    name, n = type(objective).__name__, objective.n
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"{name}(n={n!r}): expected an integer >= 1, the number of samples to choose from.")
+    if objective.estimator != "plugin":
+        raise ValueError(f"{name}(estimator={objective.estimator!r}): this version has only 'plugin'.")
+
+
+def _steps(M: int) -> Tensor:
+    """C_0 = 0, C_1 = 1/M, .., C_M = 1, (M + 1,) in float64."""
+    return torch.arange(M + 1, dtype=torch.float64) / M
+
+
+def _cdf(masses: Tensor) -> Tensor:
+    """Running sum of the last dimension, ending on 1 exactly, as f and F may be steep there."""
+    total = masses.cumsum(-1)
+    return total / total[..., -1:]
