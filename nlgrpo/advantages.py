@@ -8,8 +8,23 @@ import torch
 from torch import Tensor
 
 
-def advantages(linear: Tensor, *, scale: Literal["none", "group", "batch"] = "none", eps: float = 1e-4) -> Tensor:
+def centre(linear: Tensor) -> Tensor:
+    """Less the mean of each group, (P, M) -> (P, M); exactly 0 where a group is of equal values."""
+    # The mean of M equal numbers may differ from them in the last bit, and a division by eps would show it.
+    equal = (linear == linear[:, :1]).all(-1, keepdim=True)
+    return torch.where(equal, 0.0, linear - linear.mean(-1, keepdim=True))
+
+
+def advantages(
+    linear: Tensor,
+    *,
+    scale: Literal["none", "group", "batch"] = "none",
+    baseline: Literal["mean", "none"] = "mean",
+    eps: float = 1e-4,
+) -> Tensor:
     """A_j = (r~_j - mean of the group) / scale, (P, M) -> (P, M).
+
+    With ``baseline="none"`` nothing is subtracted, for what has a baseline already (`Objective.advantage`).
 
     ``scale`` is 1 for "none", the default: dividing would undo the scale that the linearisation gives (IAMA, 6).
     "group" divides by std + ``eps`` of the group (with M - 1 in the denominator), as GRPO and TRL do. "batch" divides
@@ -18,10 +33,13 @@ def advantages(linear: Tensor, *, scale: Literal["none", "group", "batch"] = "no
 
     A group of equal values has advantages of exactly 0 in every case, and so has a group of one.
 
-    Raises ValueError for an unknown ``scale``, a shape that is not (P, M >= 1), and values that are not finite.
+    Raises ValueError for an unknown ``scale`` or ``baseline``, a shape that is not (P, M >= 1), and values that are not
+    finite.
     """
     if scale not in ("none", "group", "batch"):
         raise ValueError(f"scale={scale!r} is not known; expected 'none', 'group' or 'batch'.")
+    if baseline not in ("mean", "none"):
+        raise ValueError(f"baseline={baseline!r} is not known; expected 'mean' or 'none'.")
     if linear.ndim != 2 or linear.shape[1] == 0:
         raise ValueError(f"expected linearised rewards (P, M) with M >= 1, got {tuple(linear.shape)}.")
     if not linear.isfinite().all():
@@ -30,9 +48,7 @@ def advantages(linear: Tensor, *, scale: Literal["none", "group", "batch"] = "no
             f"linearised reward of group {group}, sample {sample} is {linear[group, sample].item()}; "
             "an advantage needs finite rewards: clip the reward."
         )
-    # The mean of M equal numbers may differ from them in the last bit, and a division by eps would show it.
-    equal = (linear == linear[:, :1]).all(-1, keepdim=True)
-    centred = torch.where(equal, 0.0, linear - linear.mean(-1, keepdim=True))
+    centred = centre(linear) if baseline == "mean" else linear
     if scale == "none" or centred.numel() < 2 or linear.shape[1] == 1:
         return centred
     std = centred.std(-1, keepdim=True) if scale == "group" else centred.std()

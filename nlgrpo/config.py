@@ -84,7 +84,8 @@ class RewardConfig:
     `module:function` or `file.py:function`."""
     objective: str = "bon:4"
     """How completions are chosen at inference time, or what is asked of their rewards: "mean", "bon:N", "wor:N" (the
-    worst of N), "bop:RATE" (the best of a Poisson number), "cvar:ALPHA" (lower tail), "soft:TAU", "erm:BETA"."""
+    worst of N), "bop:RATE" (the best of a Poisson number), "cvar:ALPHA" (lower tail), "soft:TAU", "erm:BETA"; "bon:N"
+    and "wor:N" with ":unbiased" after them are estimated without bias."""
     weight: float = 1.0
     """Its share w_i in the aggregate of the objectives; 0: computed and logged only."""
     scale: float = 1.0
@@ -286,7 +287,7 @@ def _faults(config: Config, world: int) -> list[str]:
         faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
         faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
-    return faults + _reward_faults(config.rewards) + _aggregate_faults(config)
+    return faults + _reward_faults(config.rewards, rollout.samples) + _aggregate_faults(config)
 
 
 def _aggregate_faults(config: Config) -> list[str]:
@@ -300,7 +301,7 @@ def _aggregate_faults(config: Config) -> list[str]:
     return []
 
 
-def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:
+def _reward_faults(rewards: Mapping[str, RewardConfig], samples: int) -> list[str]:
     faults = []
     if not rewards:
         faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
@@ -322,9 +323,12 @@ def _reward_faults(rewards: Mapping[str, RewardConfig]) -> list[str]:
         if not reward.timeout > 0:
             faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
         try:
-            objectives.parse(reward.objective)
+            fewest = objectives.parse(reward.objective).fewest
         except ValueError as error:
             faults.append(f"rewards.{name}.objective: {error}")
+        else:
+            if fewest > samples:
+                faults.append(f"rewards.{name}.objective = {reward.objective!r}: needs rollout.samples >= {fewest}")
     return faults
 
 

@@ -21,25 +21,13 @@ from rich.text import Text
 from torch import Tensor
 
 from nlgrpo.metrics import atomic_write
+from nlgrpo.rank_based import order_weights
 
 FILE = "evaluation.json"
 WEIGHTED_SUM = "weighted sum"
 
 
 # --- estimators ---------------------------------------------------------------------------------------------------
-
-
-def order_weights(n: int, best_of: int) -> Tensor:
-    """Probability that the k-th smallest of ``n`` samples is the largest of N = ``best_of`` drawn from them, (n,).
-
-    w_k = C(k-1, N-1) / C(n, N), k = 1..n
-
-    From the top by w_n = N/n, w_(k-1) = w_k (k-N)/(k-1): no factorial overflows, and what underflows is far below the
-    weights that matter (relative error about n eps, where lgamma has log C(n, N) eps).
-    """
-    k = torch.arange(n, 1, -1, dtype=torch.float64)
-    ratios = torch.cat([torch.ones(1, dtype=torch.float64), ((k - best_of) / (k - 1)).clamp(min=0)])
-    return (best_of / n * ratios.cumprod(0)).flip(0)
 
 
 def best_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:

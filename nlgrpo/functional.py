@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from nlgrpo.advantages import centre
 from nlgrpo.kernels import reference
 
 
@@ -29,6 +30,19 @@ class Objective(ABC):
     def value(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """R of each prompt's distribution, (P,). Raises ValueError as `linearize`."""
         return self._value(*_check(rewards, probs))
+
+    def advantage(self, rewards: Tensor) -> Tensor:
+        """What each sample of a group adds, (P, M): its linearised reward less a baseline, here the group's mean.
+
+        The baseline holds 1/M of the sample's own linearised reward, which makes the expected gradient (M-1)/M of that
+        without one. Raises ValueError as `linearize`.
+        """
+        return centre(self.linearize(rewards))
+
+    @property
+    def fewest(self) -> int:
+        """Samples that a group must have at least."""
+        return 1
 
     @property
     @abstractmethod

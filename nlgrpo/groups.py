@@ -54,13 +54,16 @@ class Groups:
         return torch.stack([value_present(objectives[name], r) for name, r in self.rewards.items()])
 
     def linearize(self, objectives: Mapping[str, Objective]) -> Tensor:
-        """(m, P, M) first variation of every R_i at its group, centred; 0 where the reward abstained."""
+        """(m, P, M) first variation of every R_i at its group, less its baseline; 0 where the reward abstained."""
         return torch.stack([linearize_present(objectives[name], r) for name, r in self.rewards.items()])
 
     def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
-        """(P, M) from linearised rewards; 0 in the groups that are dropped, which a scale of the batch does not see."""
+        """(P, M) from linearised rewards that have their baselines.
+
+        0 in the groups that are dropped, which a scale of the batch does not see.
+        """
         out = torch.zeros_like(linear)
-        out[~self.dropped] = advantages(linear[~self.dropped], scale=scale)
+        out[~self.dropped] = advantages(linear[~self.dropped], scale=scale, baseline="none")
         return out
 
     def metrics(

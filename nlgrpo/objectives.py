@@ -38,25 +38,25 @@ __all__ = [
 
 
 def linearize_present(objective: Objective, rewards: Tensor) -> Tensor:
-    """Linearised rewards (P, M) when some rewards are NaN, which says that the reward abstained for that completion.
+    """`Objective.advantage` (P, M) when some rewards are NaN: the reward abstained for that completion.
 
-    The entries of a group that are there count as a smaller group of their own; theirs are centred on their mean, and
-    the absent ones get 0, so that they pull the policy nowhere. A group with one entry or none is all 0.
+    The entries of a group that are there count as a smaller group of their own. The absent ones get 0, so that they
+    pull the policy nowhere, and so do all of a group that has one entry or fewer than the objective needs.
     """
     if not rewards.isnan().any():
-        return _centred(objective.linearize(rewards))
+        return objective.advantage(rewards)
     linear = torch.zeros_like(reference.widen(rewards))
-    for rows, columns in _by_presence(rewards):
-        linear[rows, columns] = _centred(objective.linearize(rewards[rows, columns]))
+    for rows, columns in _by_presence(rewards, objective.fewest):
+        linear[rows, columns] = objective.advantage(rewards[rows, columns])
     return linear
 
 
 def value_present(objective: Objective, rewards: Tensor) -> Tensor:
-    """`Objective.value` (P,) over the entries of each group that are not NaN; NaN for a group that has none."""
+    """`Objective.value` (P,) over the entries of each group that are not NaN; NaN for a group of too few."""
     if not rewards.isnan().any():
         return objective.value(rewards)
     value = reference.widen(rewards).new_full(rewards.shape[:1], torch.nan)
-    for rows, columns in _by_presence(rewards):
+    for rows, columns in _by_presence(rewards, objective.fewest):
         value[rows[:, 0]] = objective.value(rewards[rows, columns])
     return value
 
@@ -76,6 +76,8 @@ _BY_NAME: dict[str, tuple[Callable[..., Objective], type | None, str]] = {
 def parse(text: str) -> Objective:
     """The objective that ``text`` names: "mean", "bon:4" -> BestOfN(4), "soft:0.1" -> SoftBestOfN(0.1).
 
+    "bon:N" and "wor:N" may be followed by their estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased").
+
     Raises ValueError for an unknown name, with the nearest known one, and for an argument that does not fit.
     """
     name, colon, argument = text.strip().partition(":")
@@ -90,21 +92,18 @@ def parse(text: str) -> Objective:
         if colon:
             raise ValueError(f"objective {text!r}: {name!r} takes no argument; write {form!r}.")
         return make()
+    first, estimated, estimator = argument.partition(":") if number is int else (argument, "", "")
     try:
-        value = number(argument)
+        value = number(first)
     except ValueError:
-        raise ValueError(f"objective {text!r}: expected {form!r} with a number, got {argument!r}.") from None
-    return make(value)
+        raise ValueError(f"objective {text!r}: expected {form!r} with a number, got {first!r}.") from None
+    return make(value, estimator) if estimated else make(value)
 
 
-def _centred(linear: Tensor) -> Tensor:
-    return linear - linear.mean(-1, keepdim=True)
-
-
-def _by_presence(rewards: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For each number k > 0 of entries that are there: the groups with k, (p, 1), and where they are, (p, k)."""
+def _by_presence(rewards: Tensor, fewest: int) -> list[tuple[Tensor, Tensor]]:
+    """For each number k >= ``fewest`` of entries that are there: the groups with k, (p, 1), and where, (p, k)."""
     absent = rewards.isnan()
     present_first = absent.to(torch.uint8).argsort(dim=-1, stable=True)
     counts = (~absent).sum(-1)
-    rows_of = {k: (counts == k).nonzero() for k in counts.unique().tolist() if k > 0}
+    rows_of = {k: (counts == k).nonzero() for k in counts.unique().tolist() if k >= fewest}
     return [(rows, present_first[rows[:, 0], :k]) for k, rows in rows_of.items()]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo import kernels
+from nlgrpo.advantages import centre
 from nlgrpo.functional import Objective, is_number
 from nlgrpo.kernels import reference
 
@@ -75,26 +76,85 @@ class Mean(RankBased):
 
 
 @dataclass(frozen=True)
-class BestOfN(RankBased):
+class OfN(RankBased):
+    """What `BestOfN` and `WorstOfN` share: n samples are drawn, and a group is one of M >= n or, by plug-in, of any M.
+
+    ``estimator="plugin"`` takes the group's CDF for C: biased at order 1/M, any n, also n > M. ``"unbiased"`` has the
+    mean over all subsets of n of the M samples as its value, which is unbiased, and as its `advantage`
+
+        M / (M - n) (r~_j - mean r~),   with w_k the share of the subsets of n - 1 others that lie on one side, times n
+
+    whose policy gradient is that of R in expectation (the leave-one-out estimator of max@k); M / (M - n) undoes the
+    share that the baseline takes. For n = M only the chosen sample has one, n times its distance to the next. Atoms
+    with ``probs`` are no samples: both are R itself there. With n = 1 it is REINFORCE with a leave-one-out baseline.
+
+    Raises ValueError for an n that is no integer >= 1, for an unknown estimator, and in use for n > M with "unbiased".
+    """
+
+    n: int
+    estimator: Literal["plugin", "unbiased"] = "plugin"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
+            raise ValueError(f"{name}(n={self.n!r}): expected an integer >= 1, the number of samples to choose from.")
+        if self.estimator not in ("plugin", "unbiased"):
+            raise ValueError(f"{name}(estimator={self.estimator!r}): expected 'plugin' or 'unbiased'.")
+
+    @property
+    def fewest(self) -> int:
+        return self.n if self.estimator == "unbiased" else 1
+
+    @abstractmethod
+    def _shares(self, M: int) -> Tensor:
+        """How often the k-th smallest of M is chosen from a subset of n, for k = 1 .. M, (M,)."""
+
+    @abstractmethod
+    def _gap_shares(self, M: int) -> Tensor:
+        """w_k / M of the gap above the k-th smallest, (M,)."""
+
+    @abstractmethod
+    def _of_all(self, rewards: Tensor) -> Tensor:
+        """The advantage of n = M >= 2 samples."""
+
+    def weights(self, M: int) -> Tensor:
+        """w_k, (M,) in float64: f(k/M), or those of the subsets of the M samples."""
+        if self.estimator == "plugin":
+            return super().weights(M)
+        self._check_samples(M)
+        return M * self._gap_shares(M)
+
+    def advantage(self, rewards: Tensor) -> Tensor:
+        M = rewards.shape[-1] if rewards.ndim else 0
+        if self.estimator == "plugin" or M < 2:
+            return super().advantage(rewards)
+        linear = self.linearize(rewards)
+        return self._of_all(rewards.detach().to(linear)) if self.n == M else M / (M - self.n) * centre(linear)
+
+    def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        if self.estimator == "plugin" or probs is not None:
+            return super()._value(rewards, probs)
+        self._check_samples(rewards.shape[1])
+        shares = self._shares(rewards.shape[1]).to(rewards)
+        return torch.where(shares == 0, 0.0, shares * rewards.sort(dim=-1).values).sum(-1)
+
+    def _check_samples(self, M: int) -> None:
+        if self.n > M:
+            raise ValueError(f"{self}: {self.n} of {M} samples cannot be drawn without bias; expected M >= {self.n}.")
+
+
+@dataclass(frozen=True)
+class BestOfN(OfN):
     """Expected reward of the best of ``n`` samples, and its first variation.
 
     R[pi] = E max(r_1, .., r_n);   dR/dpi(y) = -int_{r(y)}^{r_max} n C(r)^(n-1) dr      (IAMA, Prop. 4.2, Alg. 3)
 
-    ``n = 1`` is `Mean`. ``estimator="plugin"``, so far the only one, takes the group's CDF for C: biased at order 1/M,
-    any n, also n > M.
-
-    Raises ValueError for an n that is no integer >= 1 and for an unknown estimator.
+    ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(k-1, n-1) / C(M-1, n-1). Estimators and errors: `OfN`.
     """
-
-    n: int
-    estimator: Literal["plugin"] = "plugin"
-
-    def __post_init__(self) -> None:
-        _check_draws(self)
 
     @property
     def name(self) -> str:
-        return f"bon:{self.n}"
+        return f"bon:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
 
     def _f(self, z: Tensor) -> Tensor:
         return self.n * z ** (self.n - 1)
@@ -102,31 +162,47 @@ class BestOfN(RankBased):
     def _integral(self, z: Tensor) -> Tensor:
         return z**self.n
 
+    def _shares(self, M: int) -> Tensor:
+        return order_weights(M, self.n)
+
+    def _gap_shares(self, M: int) -> Tensor:
+        return order_weights(M, self.n)
+
+    def _of_all(self, rewards: Tensor) -> Tensor:
+        best, where = rewards.topk(2, dim=-1)
+        lead = torch.where(best[:, :1] == best[:, 1:], 0.0, best[:, :1] - best[:, 1:])
+        return torch.zeros_like(rewards).scatter(-1, where[:, :1], self.n * lead)
+
 
 @dataclass(frozen=True)
-class WorstOfN(RankBased):
+class WorstOfN(OfN):
     """Expected reward of the worst of ``n`` samples: robustness against who draws until something goes wrong.
 
     R[pi] = E min(r_1, .., r_n);   f(z) = n (1 - z)^(n-1);   F(z) = 1 - (1 - z)^n      (InfAlign, Lemma 5)
 
-    It is -BestOfN of -r, and ``n = 1`` is `Mean`. Estimator and errors as of `BestOfN`.
+    It is -`BestOfN` of -r, and ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(M-k-1, n-1) / C(M-1, n-1).
+    Estimators and errors: `OfN`.
     """
-
-    n: int
-    estimator: Literal["plugin"] = "plugin"
-
-    def __post_init__(self) -> None:
-        _check_draws(self)
 
     @property
     def name(self) -> str:
-        return f"wor:{self.n}"
+        return f"wor:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
 
     def _f(self, z: Tensor) -> Tensor:
         return self.n * (1 - z) ** (self.n - 1)
 
     def _integral(self, z: Tensor) -> Tensor:
         return 1 - (1 - z) ** self.n
+
+    def _shares(self, M: int) -> Tensor:
+        return order_weights(M, self.n).flip(0)
+
+    def _gap_shares(self, M: int) -> Tensor:
+        mirrored = order_weights(M, self.n)[:-1].flip(0)  # the gap above the k-th smallest is that below the k-th best
+        return torch.nn.functional.pad(mirrored, (0, 1))
+
+    def _of_all(self, rewards: Tensor) -> Tensor:
+        return -BestOfN(self.n, self.estimator)._of_all(-rewards)
 
 
 @dataclass(frozen=True)
@@ -251,12 +327,17 @@ class Distortion(RankBased):
         return width * (self._f(at) * torch.from_numpy(weights).to(cdf)).sum(-1) / 2
 
 
-def _check_draws(objective: BestOfN | WorstOfN) -> None:
-    name, n = type(objective).__name__, objective.n
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{name}(n={n!r}): expected an integer >= 1, the number of samples to choose from.")
-    if objective.estimator != "plugin":
-        raise ValueError(f"{name}(estimator={objective.estimator!r}): this version has only 'plugin'.")
+def order_weights(n: int, best_of: int) -> Tensor:
+    """Probability that the k-th smallest of ``n`` samples is the largest of N = ``best_of`` drawn from them, (n,).
+
+    w_k = C(k-1, N-1) / C(n, N), k = 1..n
+
+    From the top by w_n = N/n, w_(k-1) = w_k (k-N)/(k-1): no factorial overflows, and what underflows is far below the
+    weights that matter (relative error about n eps, where lgamma has log C(n, N) eps).
+    """
+    k = torch.arange(n, 1, -1, dtype=torch.float64)
+    ratios = torch.cat([torch.ones(1, dtype=torch.float64), ((k - best_of) / (k - 1)).clamp(min=0)])
+    return (best_of / n * ratios.cumprod(0)).flip(0)
 
 
 def _steps(M: int) -> Tensor:

@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import evaluation, parallel, plan, report
+from nlgrpo.advantages import centre
 from nlgrpo.aggregation import combine
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
@@ -44,12 +45,12 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         clock.lap("reference")
         groups  = Groups.gather(ranks, scores, rollout)              # from here on all ranks, all P
         values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
-        each    = groups.linearize(run.objectives)                   # dR_i/dpi at the group           (m, P, M)
+        each    = groups.linearize(run.objectives)                   # dR_i/dpi less a baseline        (m, P, M)
         worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
         linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
         if ref is not None and cfg.loss.kl_in == "reward":
-            linear += ranks.gather(learner.kl_reward(rollout, ref, progress.beta))
-        adv     = groups.advantages(linear, cfg.loss.scale)          # minus the group's mean          (P, M)
+            linear += ranks.gather(centre(learner.kl_reward(rollout, ref, progress.beta)))
+        adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
         clock.lap("linearize")
         stats   = learner.update(
             rollout, adv[groups.own], step=step, lr=learning_rate(cfg.optim, step, cfg.train.steps),

@@ -60,6 +60,11 @@ def linearized(
     if not isinstance(objective, str | Objective):
         raise ValueError(f'objective={objective!r}: expected one of nlgrpo.objectives, or its name, such as "bon:4".')
     objective = parse(objective) if isinstance(objective, str) else objective
+    if objective.fewest > 1 and objective.fewest >= samples:
+        raise ValueError(
+            f"objective {objective} with samples={samples}: expected more samples, because TRL subtracts the mean of a "
+            "group, which is no baseline for this estimator where it draws all of them."
+        )
     name = name or _name(reward)
 
     def finish(values: Any, prompts: Sequence[Any], log_metric: Callable[[str, float], None] | None) -> Any:

@@ -33,6 +33,15 @@ def test_equal_values_give_exact_zeros(scale, M):
     assert advantages(mixed, scale=scale).isfinite().all()
 
 
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_what_has_a_baseline_stays_as_it_is(scale):
+    own = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    std = {"none": 1.0 - 1e-4, "group": own.std(1, keepdim=True), "batch": own.std()}[scale]
+    torch.testing.assert_close(advantages(own, scale=scale, baseline="none"), own / (std + 1e-4))
+    with pytest.raises(ValueError, match="baseline='loo' is not known"):
+        advantages(own, baseline="loo")
+
+
 def test_advantages_of_nothing():
     assert advantages(torch.ones(0, 4), scale="batch").shape == (0, 4)
 

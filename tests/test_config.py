@@ -111,6 +111,36 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(name, value, allowed
     assert f"  {name} = {value!r}: allowed is {allowed}" in lines
 
 
+def test_an_unbiased_objective_needs_its_samples():
+    cfg = recipe("length-bon")
+    cfg.rewards["short"].objective, cfg.rewards["long"].objective = "bon:8:unbiased", "wor:9:unbiased"
+    assert faults(cfg) == ["  rewards.long.objective = 'wor:9:unbiased': needs rollout.samples >= 9"]
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "weights", "said"),
+    [
+        ("max", (1, 1), "expected 'sum', 'min' or 'smooth_min:GAMMA'"),
+        ("smooth_min:-1", (1, 1), "GAMMA > 0"),
+        ("min", (1, -1), "expected numbers >= 0"),
+    ],
+)
+def test_an_aggregate_that_does_not_fit(aggregate, weights, said):
+    cfg = recipe("length-bon")
+    cfg.loss.aggregate = aggregate
+    for reward, weight in zip(cfg.rewards.values(), weights, strict=True):
+        reward.weight = weight
+    (line,) = faults(cfg)
+    assert line.startswith("  loss.aggregate: ")
+    assert said in line
+    cfg.loss.aggregate, cfg.loss.aggregate_at, cfg.loss.aggregate_memory = "sum", "prompt", 0.5
+    (line,) = faults(cfg)
+    assert "loss.aggregate_memory" in line
+    cfg.loss.aggregate_at, cfg.loss.aggregate_memory = "batch", 1.0
+    (line,) = faults(cfg)
+    assert line == "  loss.aggregate_memory = 1.0: allowed is in [0, 1)"
+
+
 @pytest.mark.parametrize(
     ("objective", "said"),
     [

@@ -464,6 +464,27 @@ def test_objectives_of_different_kinds_are_aggregated(work, name, capsys):
     assert len({line["objective/aggregate"] for line in lines}) == 5
 
 
+@pytest.mark.parametrize("objective", ["bon:4:unbiased", "wor:4:unbiased", "bon:2:unbiased"])
+def test_unbiased_estimators_keep_their_own_baseline(work, objective):
+    """With all four samples drawn only the chosen one has an advantage; the pipeline subtracts nothing more."""
+    rewards, out = {"digest": "digest"}, work / objective.replace(":", " ")
+    options = [*arguments(work, out, rewards, train__steps=3), "--rewards.digest.objective", objective]
+    assert train.main([*options, "--loss.kl-in", "reward", "--loss.beta", "0"]) == 0
+    samples = read_jsonl(out / "samples.jsonl")
+    for step in range(3):
+        rows = [row for row in samples if row["step"] == step]
+        r = torch.tensor([row["rewards"]["digest"] for row in rows], dtype=torch.float64)
+        ordered, truth = r.sort().values, torch.zeros(4, dtype=torch.float64)
+        if objective == "bon:4:unbiased":
+            truth[r.argmax()] = 4 * (ordered[3] - ordered[2])
+        elif objective == "wor:4:unbiased":
+            truth[r.argmin()] = -4 * (ordered[1] - ordered[0])
+        else:  # what the mean of the pairs' best loses without the sample
+            best = lambda x: torch.stack([torch.maximum(a, b) for a, b in itertools.combinations(x, 2)]).mean()  # noqa: E731
+            truth = torch.stack([4 * (best(r) - best(torch.cat((r[:j], r[j + 1 :])))) for j in range(4)])
+        torch.testing.assert_close(torch.tensor([row["advantage"] for row in rows], dtype=torch.float64), truth)
+
+
 # --- ranks and micro-batches ------------------------------------------------------------------------------------------
 
 LOADS = {

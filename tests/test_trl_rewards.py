@@ -221,6 +221,13 @@ def call(values, count, samples=M):
     return linearized(lambda **_: values, "bon:3", samples, name="mine")(["p"] * count, ["c"] * count)
 
 
+def test_an_estimator_that_draws_all_samples_is_refused():
+    """TRL would subtract the group's mean from what has a baseline of another kind."""
+    linearized(len, "bon:3:unbiased", 4)
+    with pytest.raises(ValueError, match="bon:4:unbiased with samples=4: expected more samples"):
+        linearized(len, "bon:4:unbiased", 4)
+
+
 def test_another_number_of_generations_is_refused(made, monkeypatch):
     trainer, rewards = made
     monkeypatch.setattr(trainer, "reward_funcs", [linearized(rewards.accuracy, "bon:3", 3), *trainer.reward_funcs[1:]])
