@@ -82,7 +82,7 @@ class OfN(RankBased):
     ``estimator="plugin"`` takes the group's CDF for C: biased at order 1/M, any n, also n > M. ``"unbiased"`` has the
     mean over all subsets of n of the M samples as its value, which is unbiased, and as its `advantage`
 
-        M / (M - n) (r~_j - mean r~),   with w_k the share of the subsets of n - 1 others that lie on one side, times n
+        M / (M - n) (r~_j - mean r~),   w_k as in `BestOfN` and `WorstOfN`
 
     whose policy gradient is that of R in expectation (the leave-one-out estimator of max@k); M / (M - n) undoes the
     share that the baseline takes. For n = M only the chosen sample has one, n times its distance to the next. Atoms
@@ -109,9 +109,9 @@ class OfN(RankBased):
     def _shares(self, M: int) -> Tensor:
         """How often the k-th smallest of M is chosen from a subset of n, for k = 1 .. M, (M,)."""
 
-    @abstractmethod
     def _gap_shares(self, M: int) -> Tensor:
         """w_k / M of the gap above the k-th smallest, (M,)."""
+        return self._shares(M)
 
     @abstractmethod
     def _of_all(self, rewards: Tensor) -> Tensor:
@@ -163,9 +163,6 @@ class BestOfN(OfN):
         return z**self.n
 
     def _shares(self, M: int) -> Tensor:
-        return order_weights(M, self.n)
-
-    def _gap_shares(self, M: int) -> Tensor:
         return order_weights(M, self.n)
 
     def _of_all(self, rewards: Tensor) -> Tensor:
