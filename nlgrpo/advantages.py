@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Baseline = Literal["mean", "loo", "none"]
+
 
 def centre(linear: Tensor) -> Tensor:
     """Less the mean of each group, (P, M) -> (P, M); exactly 0 where a group is of equal values."""
@@ -15,16 +17,29 @@ def centre(linear: Tensor) -> Tensor:
     return torch.where(equal, 0.0, linear - linear.mean(-1, keepdim=True))
 
 
+def subtract_baseline(linear: Tensor, baseline: Baseline) -> Tensor:
+    """Less the mean of each group ("mean"), less the mean of its others ("loo", M/(M-1) times the former), or as it is.
+
+    Of (P, M); a group of one has an advantage of 0 unless there is no baseline. ValueError for another ``baseline``.
+    """
+    if baseline not in ("mean", "loo", "none"):
+        raise ValueError(f"baseline={baseline!r} is not known; expected 'mean', 'loo' or 'none'.")
+    if baseline == "none":
+        return linear
+    M = linear.shape[1]
+    return centre(linear) * (M / (M - 1) if baseline == "loo" and M > 1 else 1)
+
+
 def advantages(
     linear: Tensor,
     *,
     scale: Literal["none", "group", "batch"] = "none",
-    baseline: Literal["mean", "none"] = "mean",
+    baseline: Baseline = "mean",
     eps: float = 1e-4,
 ) -> Tensor:
-    """A_j = (r~_j - mean of the group) / scale, (P, M) -> (P, M).
+    """A_j = (r~_j - baseline) / scale, (P, M) -> (P, M).
 
-    With ``baseline="none"`` nothing is subtracted, for what has a baseline already (`Objective.advantage`).
+    ``baseline``: see `subtract_baseline`; "none" too for what has one already (`Objective.advantage`).
 
     ``scale`` is 1 for "none", the default: dividing would undo the scale that the linearisation gives (IAMA, 6).
     "group" divides by std + ``eps`` of the group (with M - 1 in the denominator), as GRPO and TRL do. "batch" divides
@@ -38,8 +53,6 @@ def advantages(
     """
     if scale not in ("none", "group", "batch"):
         raise ValueError(f"scale={scale!r} is not known; expected 'none', 'group' or 'batch'.")
-    if baseline not in ("mean", "none"):
-        raise ValueError(f"baseline={baseline!r} is not known; expected 'mean' or 'none'.")
     if linear.ndim != 2 or linear.shape[1] == 0:
         raise ValueError(f"expected linearised rewards (P, M) with M >= 1, got {tuple(linear.shape)}.")
     if not linear.isfinite().all():
@@ -48,7 +61,7 @@ def advantages(
             f"linearised reward of group {group}, sample {sample} is {linear[group, sample].item()}; "
             "an advantage needs finite rewards: clip the reward."
         )
-    centred = centre(linear) if baseline == "mean" else linear
+    centred = subtract_baseline(linear, baseline)
     if scale == "none" or centred.numel() < 2 or linear.shape[1] == 1:
         return centred
     std = centred.std(-1, keepdim=True) if scale == "group" else centred.std()

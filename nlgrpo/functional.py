@@ -1,4 +1,4 @@
-"""A functional of the policy at one prompt, from rewards: what all objectives are, and what may be given to them.
+"""A functional of the policy at one prompt: what all objectives are, and what may be given to them.
 
 Legend: P prompts, M atoms a prompt, usually the M samples of a group.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
-from nlgrpo.advantages import centre
+from nlgrpo.advantages import Baseline, subtract_baseline
 from nlgrpo.kernels import reference
 
 
@@ -20,24 +21,33 @@ class Objective(ABC):
     ``probs``, (M,) or (P, M), are the atoms' probabilities under pi. Unless given they are samples, of 1/M each.
     """
 
+    pairwise: ClassVar[bool] = False
+    """Whether it takes kernel matrices (P, M, M), similarities of the samples of a group, in the place of rewards."""
+
     def linearize(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """First variation dR/dpi at each atom, (P, M), up to a constant per prompt.
 
         Raises ValueError for rewards that are not (P, M >= 1) or hold a NaN, and for probs that are no distribution.
         """
-        return self._linearize(*_check(rewards, probs))
+        return self._linearize(*self._checked(rewards, probs))
 
     def value(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """R of each prompt's distribution, (P,). Raises ValueError as `linearize`."""
-        return self._value(*_check(rewards, probs))
+        return self._value(*self._checked(rewards, probs))
 
-    def advantage(self, rewards: Tensor) -> Tensor:
-        """What each sample of a group adds, (P, M): its linearised reward less a baseline, here the group's mean.
+    def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
+        """What each sample of a group adds, (P, M): its linearised reward less a baseline.
 
-        The baseline holds 1/M of the sample's own linearised reward, which makes the expected gradient (M-1)/M of that
-        without one. Raises ValueError as `linearize`.
+        "mean" takes the group's mean r~ (IAMA), which holds 1/M of the sample's own linearised reward, so that the
+        expected gradient is (M-1)/M of that without one; "loo", leave-one-out, takes the mean of the others, which is
+        M/(M-1) times "mean" and has no such share; "none" takes nothing. An estimator that is without bias has a
+        baseline without bias, and is the same with "mean" and "loo".
+
+        Raises ValueError as `linearize`, and for another ``baseline``.
         """
-        return centre(self.linearize(rewards))
+        if baseline == "none":
+            return self._uncentred(self._checked(rewards, None)[0])
+        return subtract_baseline(self.linearize(rewards), baseline)
 
     @property
     def fewest(self) -> int:
@@ -55,6 +65,22 @@ class Objective(ABC):
     @abstractmethod
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor: ...
 
+    def _uncentred(self, rewards: Tensor) -> Tensor:
+        """The linearised reward with a constant to which the sample itself adds nothing, as far as there is one."""
+        return self._linearize(rewards, None)
+
+    def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Both as plain data in float32 or float64, ``probs`` expanded to (P, M)."""
+        if rewards.ndim != 2 or rewards.shape[1] == 0:
+            raise ValueError(f"expected rewards (P, M) with M >= 1, got {tuple(rewards.shape)}.")
+        rewards = reference.widen(rewards.detach())
+        if rewards.isnan().any():
+            raise ValueError(
+                f"reward of {first(rewards.isnan())} is NaN; "
+                "groups with missing rewards go through linearize_present and value_present."
+            )
+        return rewards, None if probs is None else masses(probs, rewards)
+
     def __str__(self) -> str:
         return self.name
 
@@ -70,26 +96,14 @@ def first(bad: Tensor) -> str:
     return f"group {group}, sample {sample}"
 
 
-def _check(rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both as plain data in float32 or float64, ``probs`` expanded to (P, M)."""
-    if rewards.ndim != 2 or rewards.shape[1] == 0:
-        raise ValueError(f"expected rewards (P, M) with M >= 1, got {tuple(rewards.shape)}.")
-    rewards = reference.widen(rewards.detach())
-    if rewards.isnan().any():
-        raise ValueError(
-            f"reward of {first(rewards.isnan())} is NaN; "
-            "groups with missing rewards go through linearize_present and value_present."
-        )
-    if probs is None:
-        return rewards, None
-    if probs.shape not in (rewards.shape, rewards.shape[1:]):
-        raise ValueError(
-            f"expected probs {tuple(rewards.shape)} or {tuple(rewards.shape[1:])}, got {tuple(probs.shape)}."
-        )
-    probs = probs.detach().to(rewards).expand_as(rewards)
+def masses(probs: Tensor, atoms: Tensor) -> Tensor:
+    """``probs`` (M,) or (P, M) as (P, M), in the type of ``atoms`` (P, M). ValueError if they are no distribution."""
+    if probs.shape not in (atoms.shape, atoms.shape[1:]):
+        raise ValueError(f"expected probs {tuple(atoms.shape)} or {tuple(atoms.shape[1:])}, got {tuple(probs.shape)}.")
+    probs = probs.detach().to(atoms).expand_as(atoms)
     total = probs.sum(-1)
     if not ((probs >= 0).all() and ((total - 1).abs() <= 1e-4).all()):
         raise ValueError(
             f"probs of a group must be >= 0 and sum to 1; least {probs.min():g}, sums {total.tolist()[:4]}."
         )
-    return rewards, probs
+    return probs

@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nlgrpo.advantages import Baseline
+from nlgrpo.diversity import DPPDiversity, RaoDiversity
 from nlgrpo.functional import Objective
 from nlgrpo.kernels import reference
 from nlgrpo.rank_based import BestOfN, BestOfPoisson, CVaR, Distortion, Mean, RankBased, WorstOfN
+from nlgrpo.smoothing import Smoothed
 from nlgrpo.tilted import EntropicRisk, SoftBestOfN
 
 __all__ = [
     "BestOfN",
     "BestOfPoisson",
     "CVaR",
+    "DPPDiversity",
     "Distortion",
     "EntropicRisk",
     "Mean",
     "Objective",
     "RankBased",
+    "RaoDiversity",
+    "Smoothed",
     "SoftBestOfN",
     "WorstOfN",
     "linearize_present",
@@ -37,72 +44,133 @@ __all__ = [
 ]
 
 
-def linearize_present(objective: Objective, rewards: Tensor) -> Tensor:
+def linearize_present(objective: Objective, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
     """`Objective.advantage` (P, M) when some rewards are NaN: the reward abstained for that completion.
 
     The entries of a group that are there count as a smaller group of their own. The absent ones get 0, so that they
-    pull the policy nowhere, and so do all of a group that has one entry or fewer than the objective needs.
+    pull the policy nowhere, and so do all of a group that has one entry or fewer than the objective needs. Of a kernel
+    matrix (P, M, M), a sample is absent whose similarity with itself is NaN.
     """
-    if not rewards.isnan().any():
-        return objective.advantage(rewards)
-    linear = torch.zeros_like(reference.widen(rewards))
-    for rows, columns in _by_presence(rewards, objective.fewest):
-        linear[rows, columns] = objective.advantage(rewards[rows, columns])
+    absent = _absent(objective, rewards)
+    if not absent.any():
+        return objective.advantage(rewards, baseline)
+    linear = torch.zeros(absent.shape, dtype=reference.widen(rewards).dtype, device=rewards.device)
+    for rows, columns in _by_presence(absent, objective.fewest):
+        linear[rows, columns] = objective.advantage(_picked(rewards, rows, columns), baseline)
     return linear
 
 
 def value_present(objective: Objective, rewards: Tensor) -> Tensor:
     """`Objective.value` (P,) over the entries of each group that are not NaN; NaN for a group of too few."""
-    if not rewards.isnan().any():
+    absent = _absent(objective, rewards)
+    if not absent.any():
         return objective.value(rewards)
     value = reference.widen(rewards).new_full(rewards.shape[:1], torch.nan)
-    for rows, columns in _by_presence(rewards, objective.fewest):
-        value[rows[:, 0]] = objective.value(rewards[rows, columns])
+    for rows, columns in _by_presence(absent, objective.fewest):
+        value[rows[:, 0]] = objective.value(_picked(rewards, rows, columns))
     return value
 
 
-# name: the class, how its argument is read, how it is written
-_BY_NAME: dict[str, tuple[Callable[..., Objective], type | None, str]] = {
-    "mean": (Mean, None, "mean"),
-    "bon": (BestOfN, int, "bon:N"),
-    "wor": (WorstOfN, int, "wor:N"),
-    "bop": (BestOfPoisson, float, "bop:RATE"),
-    "cvar": (CVaR, float, "cvar:ALPHA"),
-    "soft": (SoftBestOfN, float, "soft:TAU"),
-    "erm": (EntropicRisk, float, "erm:BETA"),
+class Form(NamedTuple):
+    """How an objective is written: "bon:4:unbiased" is the name of the form and its arguments."""
+
+    text: str
+    make: Callable[..., Objective]
+    arguments: tuple[type, ...] = ()  # how each is read
+    needed: int = 0
+
+
+FORMS = {
+    "mean": Form("mean", Mean),
+    "bon": Form("bon:N", BestOfN, (int, str), 1),
+    "wor": Form("wor:N", WorstOfN, (int, str), 1),
+    "bop": Form("bop:RATE", BestOfPoisson, (float,), 1),
+    "cvar": Form("cvar:ALPHA", CVaR, (float,), 1),
+    "soft": Form("soft:TAU", SoftBestOfN, (float,), 1),
+    "erm": Form("erm:BETA", EntropicRisk, (float,), 1),
+    "rao": Form("rao", RaoDiversity),
+    "dpp": Form("dpp:N", DPPDiversity, (int, float), 1),
+    "distortion": Form("distortion:F", Distortion),
 }
 
 
-def parse(text: str) -> Objective:
+def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None) -> Objective:
     """The objective that ``text`` names: "mean", "bon:4" -> BestOfN(4), "soft:0.1" -> SoftBestOfN(0.1).
 
-    "bon:N" and "wor:N" may be followed by their estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased").
+    - "bon:N" and "wor:N" may be followed by their estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased"), and "dpp:N" by
+      its eps, "dpp:3:0.01".
+    - "distortion:1,0.5,0" is a `Distortion` by a table; "distortion:file.py:f" by what ``function`` makes of the text
+      "file.py:f". Without ``function`` there are only tables.
+    - A rank-based one may be followed by ":kde" or ":kde:BANDWIDTH", "wor:4:kde" -> `Smoothed` (WorstOfN(4)).
 
     Raises ValueError for an unknown name, with the nearest known one, and for an argument that does not fit.
     """
-    name, colon, argument = text.strip().partition(":")
-    known = ", ".join(form for _, _, form in _BY_NAME.values())
-    if name not in _BY_NAME:
-        near = difflib.get_close_matches(name.lower(), _BY_NAME, cutoff=0.6)
+    text = text.strip()
+    rank_based, smoothed, bandwidth = text.rpartition(":kde")
+    if smoothed and (not bandwidth or bandwidth.startswith(":")):
+        return _smoothed(text, parse(rank_based, function), bandwidth[1:])
+    name, _, rest = text.partition(":")
+    if name not in FORMS:
+        known = ", ".join(form.text for form in FORMS.values())
+        near = difflib.get_close_matches(name.lower(), FORMS, cutoff=0.6)
         near.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # two letters swapped come first
-        hint = f" Did you mean {_BY_NAME[near[0]][2]!r}?" if near else ""
+        hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
         raise ValueError(f"objective {text!r} is not known; expected one of {known}.{hint}")
-    make, number, form = _BY_NAME[name]
-    if number is None:
-        if colon:
-            raise ValueError(f"objective {text!r}: {name!r} takes no argument; write {form!r}.")
-        return make()
-    first, estimated, estimator = argument.partition(":") if number is int else (argument, "", "")
+    return _distortion(text, rest, function) if name == "distortion" else _of_form(text, FORMS[name])
+
+
+def _of_form(text: str, form: Form) -> Objective:
+    given = text.split(":")[1:]
+    if given and not form.arguments:
+        raise ValueError(f"objective {text!r}: it takes no argument; write {form.text!r}.")
+    if not form.needed <= len(given) <= len(form.arguments):
+        raise ValueError(f"objective {text!r}: expected {form.text!r} with a number, got {':'.join(given)!r}.")
     try:
-        value = number(first)
+        read = [kind(argument) for kind, argument in zip(form.arguments, given, strict=False)]
     except ValueError:
-        raise ValueError(f"objective {text!r}: expected {form!r} with a number, got {first!r}.") from None
-    return make(value, estimator) if estimated else make(value)
+        raise ValueError(
+            f"objective {text!r}: expected {form.text!r} with a number, got {':'.join(given)!r}."
+        ) from None
+    return form.make(*read)
 
 
-def _by_presence(rewards: Tensor, fewest: int) -> list[tuple[Tensor, Tensor]]:
+def _smoothed(text: str, objective: Objective, bandwidth: str) -> Objective:
+    try:
+        width = float(bandwidth) if bandwidth else "silverman"
+    except ValueError:
+        raise ValueError(f"objective {text!r}: expected ':kde' or ':kde:BANDWIDTH', got {bandwidth!r}.") from None
+    return Smoothed(objective, width)  # type: ignore[arg-type]  # it refuses what is not rank-based
+
+
+def _distortion(text: str, rest: str, function: Callable[[str], Callable[..., Any]] | None) -> Objective:
+    try:
+        table = [float(number) for number in rest.split(",")]
+    except ValueError:
+        if ":" in rest and function is not None:
+            return Distortion(function(rest), named=rest)
+        raise ValueError(
+            f"objective {text!r}: expected 'distortion:' and numbers between commas, f at equal steps of [0, 1]"
+            + (", or a function as module:function or file.py:function." if function is not None else ".")
+        ) from None
+    return Distortion(table)
+
+
+def _absent(objective: Objective, rewards: Tensor) -> Tensor:
+    """(P, M) bool."""
+    if objective.pairwise and rewards.ndim == 3:
+        return rewards.diagonal(dim1=-2, dim2=-1).isnan()
+    return rewards.isnan()
+
+
+def _picked(rewards: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Of rewards (P, M), or kernels (P, M, M), the groups ``rows`` (p, 1) with their ``columns`` (p, k) only."""
+    if rewards.ndim == 2:
+        return rewards[rows, columns]
+    return rewards[rows[:, :, None], columns[:, :, None], columns[:, None, :]]
+
+
+def _by_presence(absent: Tensor, fewest: int) -> list[tuple[Tensor, Tensor]]:
     """For each number k >= ``fewest`` of entries that are there: the groups with k, (p, 1), and where, (p, k)."""
-    absent = rewards.isnan()
     present_first = absent.to(torch.uint8).argsort(dim=-1, stable=True)
     counts = (~absent).sum(-1)
     rows_of = {k: (counts == k).nonzero() for k in counts.unique().tolist() if k >= fewest}

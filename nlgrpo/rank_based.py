@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo import kernels
-from nlgrpo.advantages import centre
+from nlgrpo.advantages import Baseline, centre
 from nlgrpo.functional import Objective, is_number
 from nlgrpo.kernels import reference
 
@@ -59,6 +59,12 @@ class RankBased(Objective):
         chosen = self._masses(cdf).to(rewards)
         return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # an infinite reward may have no mass
 
+    def _uncentred(self, rewards: Tensor) -> Tensor:
+        """f(1) r_max - int_{r(y)}^{r_max} f(C(r)) dr: the reward itself for f = 1."""
+        at_best = self.weights(rewards.shape[1])[-1].item()
+        linear = self._linearize(rewards, None)
+        return linear + at_best * rewards.amax(-1, keepdim=True) if at_best else linear
+
 
 @dataclass(frozen=True)
 class Mean(RankBased):
@@ -84,9 +90,10 @@ class OfN(RankBased):
 
         M / (M - n) (r~_j - mean r~),   w_k as in `BestOfN` and `WorstOfN`
 
-    whose policy gradient is that of R in expectation (the leave-one-out estimator of max@k); M / (M - n) undoes the
-    share that the baseline takes. For n = M only the chosen sample has one, n times its distance to the next. Atoms
-    with ``probs`` are no samples: both are R itself there. With n = 1 it is REINFORCE with a leave-one-out baseline.
+    whose policy gradient is that of R in expectation (the leave-one-out estimator of max@k), as without a baseline;
+    M / (M - n) undoes the share that the baseline takes. For n = M only the chosen sample has one, n times its distance
+    to the next. Atoms with ``probs`` are no samples: both are R itself there. With n = 1 it is REINFORCE with a
+    leave-one-out baseline.
 
     Raises ValueError for an n that is no integer >= 1, for an unknown estimator, and in use for n > M with "unbiased".
     """
@@ -124,10 +131,10 @@ class OfN(RankBased):
         self._check_samples(M)
         return M * self._gap_shares(M)
 
-    def advantage(self, rewards: Tensor) -> Tensor:
+    def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
         M = rewards.shape[-1] if rewards.ndim else 0
-        if self.estimator == "plugin" or M < 2:
-            return super().advantage(rewards)
+        if self.estimator == "plugin" or baseline not in ("mean", "loo") or M < 2:
+            return super().advantage(rewards, baseline)
         linear = self.linearize(rewards)
         return self._of_all(rewards.detach().to(linear)) if self.n == M else M / (M - self.n) * centre(linear)
 
@@ -200,6 +207,9 @@ class WorstOfN(OfN):
 
     def _of_all(self, rewards: Tensor) -> Tensor:
         return -BestOfN(self.n, self.estimator)._of_all(-rewards)
+
+    def _uncentred(self, rewards: Tensor) -> Tensor:
+        return -BestOfN(self.n, self.estimator)._uncentred(-rewards)
 
 
 @dataclass(frozen=True)
@@ -274,12 +284,15 @@ class Distortion(RankBased):
     A function gets a float tensor of any shape and returns one of that shape; its integral need not be 1, nor f >= 0.
     R takes it over each atom's share of [0, 1] by Gauss-Legendre of 32 nodes, exact for polynomials up to degree 63 and
     less so where f jumps. A table of K numbers is a step function, f(z) = table_k for (k-1)/K < z <= k/K; with K = M
-    it is the weights w_k themselves. Biased at order 1/M on a group, for a smooth f. It has no name in a config.
+    it is the weights w_k themselves. Biased at order 1/M on a group, for a smooth f.
+
+    ``named`` is what `name` calls a function, its own name unless given; a table is called by its numbers.
 
     Raises ValueError for a table that is empty or not finite, and for a function that does not return what it should.
     """
 
     f: Callable[[Tensor], Tensor] | Sequence[float]
+    named: str = ""
 
     def __post_init__(self) -> None:
         if not callable(self.f):
@@ -291,7 +304,9 @@ class Distortion(RankBased):
 
     @property
     def name(self) -> str:
-        return f"distortion:{getattr(self.f, '__qualname__', type(self.f).__name__)}"
+        if not callable(self.f):
+            return f"distortion:{','.join(map(repr, self.f))}"
+        return f"distortion:{self.named or getattr(self.f, '__qualname__', type(self.f).__name__)}"
 
     def _f(self, z: Tensor) -> Tensor:
         if not callable(self.f):

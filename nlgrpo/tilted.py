@@ -61,8 +61,8 @@ class EntropicRisk(Objective):
         R[pi] = 1/beta log E e^{beta r};      dR/dpi(y_j) = e^{beta r_j} / (beta E e^{beta r})      (IAMA, App. C)
 
     beta > 0 seeks risk (beta -> inf is the maximum), beta < 0 avoids it (-> -inf: the minimum), beta -> 0 is `Mean`.
-    On a group it is a plug-in estimate, biased at order 1/M. Exponents are shifted by their maximum, and the constant
-    that the first variation leaves open is chosen so that beta -> 0 loses no digits.
+    On a group it is a plug-in estimate, biased at order 1/M. Exponents are shifted by their maximum, and 1/beta is
+    taken from the first variation, whose expectation is 0 then: beta -> 0 loses no digits.
 
     Raises ValueError for a beta that is 0 or not finite, and in use for infinite rewards.
     """
@@ -91,7 +91,7 @@ class EntropicRisk(Objective):
 
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         _, excess, expected = self._excess(rewards, probs)
-        return excess / (self.beta * (1 + expected))
+        return (excess - expected) / (self.beta * (1 + expected))
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         greatest, _, expected = self._excess(rewards, probs)

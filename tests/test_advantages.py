@@ -38,8 +38,16 @@ def test_what_has_a_baseline_stays_as_it_is(scale):
     own = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     std = {"none": 1.0 - 1e-4, "group": own.std(1, keepdim=True), "batch": own.std()}[scale]
     torch.testing.assert_close(advantages(own, scale=scale, baseline="none"), own / (std + 1e-4))
-    with pytest.raises(ValueError, match="baseline='loo' is not known"):
-        advantages(own, baseline="loo")
+    with pytest.raises(ValueError, match="baseline='median' is not known; expected 'mean', 'loo' or 'none'"):
+        advantages(own, baseline="median")
+
+
+def test_leave_one_out_is_less_the_mean_of_the_others():
+    linear = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    others = torch.stack([linear[:, [k for k in range(5) if k != j]].mean(1) for j in range(5)], 1)
+    torch.testing.assert_close(advantages(linear, baseline="loo"), linear - others)
+    assert (advantages(torch.ones(2, 1), baseline="loo") == 0).all()
+    assert (advantages(torch.full((2, 3), 0.1), baseline="loo") == 0).all()
 
 
 def test_advantages_of_nothing():

@@ -36,10 +36,10 @@ def groups_of(rewards, logits, M):
     return torch.tensor(rewards, dtype=pi.dtype)[letters], pi[letters].prod(-1), scores
 
 
-def expected_gradient(objective, rewards, logits, M):
+def expected_gradient(objective, rewards, logits, M, baseline="mean"):
     """E (1/M) sum_j A_j d log pi(y_j), the step that the trainer takes, (letters,)."""
     groups, probs, scores = groups_of(rewards, logits, M)
-    A = advantages(objective.advantage(groups), baseline="none")
+    A = advantages(objective.advantage(groups, baseline), baseline="none")
     return (probs[:, None, None] * A[..., None] * scores).sum((0, 1)) / M
 
 
@@ -61,6 +61,26 @@ def test_unbiased_is_without_bias(n, M, make, rewards):
     torch.testing.assert_close(expected_gradient(objective, rewards, LOGITS, M), truth, atol=1e-13, rtol=1e-11)
     groups, probs, _ = groups_of(rewards, LOGITS, M)
     torch.testing.assert_close((probs * objective.value(groups)).sum(), value, atol=1e-13, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rewards", LETTERS, ids=str)
+@pytest.mark.parametrize("baseline", ["loo", "none"])
+@pytest.mark.parametrize(("n", "M"), [(1, 2), (2, 3), (3, 4), (2, 2), (4, 4)])
+def test_unbiased_with_every_baseline(n, M, baseline, rewards):
+    for make in (BestOfN, WorstOfN):
+        truth, _ = true_gradient(make(n), rewards, LOGITS)
+        ours = expected_gradient(make(n, "unbiased"), rewards, LOGITS, M, baseline)
+        torch.testing.assert_close(ours, truth, atol=1e-13, rtol=1e-11)
+
+
+@pytest.mark.parametrize("rewards", LETTERS[:3], ids=str)
+@pytest.mark.parametrize("M", [2, 3, 5])
+def test_reinforce_is_without_bias_leave_one_out_and_without_a_baseline(M, rewards):
+    truth, _ = true_gradient(Mean(), rewards, LOGITS)
+    for baseline, share in (("loo", 1), ("none", 1), ("mean", (M - 1) / M)):
+        torch.testing.assert_close(expected_gradient(Mean(), rewards, LOGITS, M, baseline), share * truth)
+    raw = torch.tensor([rewards], dtype=torch.float64)
+    torch.testing.assert_close(Mean().advantage(raw, "none"), raw)
 
 
 def expected_gradient_by_counts(objective, rewards, logits, M):

@@ -11,8 +11,11 @@ from nlgrpo.objectives import (
     BestOfPoisson,
     CVaR,
     Distortion,
+    DPPDiversity,
     EntropicRisk,
     Mean,
+    RaoDiversity,
+    Smoothed,
     SoftBestOfN,
     WorstOfN,
     linearize_present,
@@ -205,7 +208,8 @@ def test_entropic_risk_between_minimum_mean_and_maximum():
     for beta, value in ((1e3, 300.0), (-1e3, -700.0), (1e-13, -24.0), (-1e-13, -24.0)):
         assert EntropicRisk(beta).value(rewards).item() == pytest.approx(value, abs=0.01)
         assert EntropicRisk(beta).linearize(rewards.float()).isfinite().all()
-    torch.testing.assert_close(EntropicRisk(1e-13).linearize(rewards), Mean().linearize(rewards), rtol=1e-9, atol=0)
+    centre = rewards - rewards.mean()
+    torch.testing.assert_close(EntropicRisk(1e-13).linearize(rewards), centre, rtol=1e-9, atol=1e-9)
     # An atom without mass has no part in the value, however good it is.
     massless = torch.tensor([0.0, 0.5, 0.25, 0.25], dtype=torch.float64)
     assert EntropicRisk(1e3).value(rewards, massless).item() == pytest.approx(299, abs=0.01)
@@ -310,16 +314,30 @@ def test_refused_parameters(make, says):
         make()
 
 
-@pytest.mark.parametrize("objective", [*NAMED, SoftBestOfN(1 / 3), SoftBestOfN(1e-7), EntropicRisk(-1e9)], ids=str)
+OTHERS = [RaoDiversity(), DPPDiversity(3), DPPDiversity(2, eps=0.1), Smoothed(CVaR(0.2)), Smoothed(BestOfN(4), 0.1)]
+
+
+@pytest.mark.parametrize(
+    "objective", [*NAMED, *OTHERS, SoftBestOfN(1 / 3), SoftBestOfN(1e-7), EntropicRisk(-1e9)], ids=str
+)
 def test_names_round_trip(objective):
     assert parse(str(objective)) == parse(f" {objective.name} ") == objective
+
+
+def test_a_distortion_from_a_name():
+    assert parse("distortion:1, 0.5,0") == Distortion((1.0, 0.5, 0.0))
+    named = parse("distortion:file.py:f", {"file.py:f": hump}.__getitem__)
+    assert named == Distortion(hump, named="file.py:f")
+    assert parse(str(named), lambda _: hump) == named
+    with pytest.raises(ValueError, match=r"module:function or file\.py:function"):
+        parse("distortion:hump", lambda _: hump)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("bom:4", "cvar:ALPHA, soft:TAU, erm:BETA. Did you mean 'bo[np]:"),
-        ("nothing-like-it", "expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, soft:TAU, erm:BETA.$"),
+        ("bom:4", "soft:TAU, erm:BETA, rao, dpp:N, distortion:F. Did you mean 'bo[np]:"),
+        ("nothing-like-it", "expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, .*distortion:F.$"),
         ("", "expected one of"),
         ("bon", "expected 'bon:N' with a number, got ''"),
         ("bon:4.5", "got '4.5'"),
@@ -334,6 +352,17 @@ def test_names_round_trip(objective):
         ("cvar", "expected 'cvar:ALPHA' with a number"),
         ("erm:nan", "beta=nan"),
         ("mean:3", "takes no argument"),
+        ("rao:2", "takes no argument"),
+        ("dpp", "expected 'dpp:N' with a number, got ''"),
+        ("dpp:1", "n=1"),
+        ("dpp:2:0", "eps=0"),
+        ("dpp:2:1:1", "got '2:1:1'"),
+        ("distortion:", "numbers between commas"),
+        ("distortion:rewards.py:f", "numbers between commas.*steps of .0, 1..$"),
+        ("bon:4:kde:wide", "':kde:BANDWIDTH', got 'wide'"),
+        ("bon:4:kde:0", "bandwidth=0"),
+        ("soft:1:kde", "expected a rank-based objective with the plug-in estimator"),
+        ("wor:2:unbiased:kde", "expected a rank-based objective with the plug-in estimator"),
     ],
 )
 def test_parse_refuses(text, says):

@@ -14,7 +14,18 @@ KERNELS = {f"nlgrpo.kernels.{path.stem}": path for path in (ROOT / "kernels").gl
 KERNELS["nlgrpo.kernels"] = ROOT / "kernels" / "__init__.py"
 FILES = MODULES | KERNELS | {"nlgrpo": ROOT / "nlgrpo" / "__init__.py"}
 
-PURE = ["functional", "rank_based", "tilted", "objectives", "aggregation", "advantages", "kl", "policy_losses"]
+PURE = [
+    "functional",
+    "rank_based",
+    "tilted",
+    "diversity",
+    "smoothing",
+    "objectives",
+    "aggregation",
+    "advantages",
+    "kl",
+    "policy_losses",
+]
 PURE = [f"nlgrpo.{name}" for name in PURE]
 TOP = {f"nlgrpo.{name}" for name in ("train", "cli", "commands", "run", "plan")}
 FRAMEWORKS = {"trl", "accelerate", "deepspeed", "ray", "lightning", "pytorch_lightning", "verl", "vllm"}
