@@ -64,6 +64,10 @@ class Diversity(Objective):
             )
         return M / (M - self.order) * centre(linear)
 
+    def contributions(self, kernel: Tensor) -> Tensor:
+        """Each sample's share in the value, (P, M): the mean of h over the subsets that it is in; their mean is R."""
+        return self.linearize(kernel) / self.order
+
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         linear = self._linearize(rewards, probs)
         return (linear.mean(-1) if probs is None else (probs * linear).sum(-1)) / self.order

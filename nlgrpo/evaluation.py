@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -21,6 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 from nlgrpo.metrics import atomic_write
+from nlgrpo.objectives import is_pairwise
 from nlgrpo.rank_based import order_weights
 
 FILE = "evaluation.json"
@@ -155,9 +156,9 @@ def _checked_n(best_of: int, n: int) -> int:
 class Sampled:
     """What one model gave on the evaluation prompts.
 
-    ``rewards[name]`` is (P, n) with NaN where the reward abstained, ``lengths`` (P, n) counts tokens. ``objectives``
-    and ``weights`` have an entry for each reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` show the
-    first few prompts only.
+    ``rewards[name]`` is (P, n) with NaN where the reward abstained; of a kernel, each completion's share in the
+    diversity of its group. ``lengths`` (P, n) counts tokens. ``objectives`` and ``weights`` have an entry for each
+    reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` show the first few prompts only.
 
     Raises ValueError where shapes or names do not agree, and for infinite rewards.
     """
@@ -235,28 +236,56 @@ class Row:
 def weighted_best_of_n(sampled: Sampled, ns: Sequence[int]) -> Tensor:
     """``sum_i w_i BoN_i`` of each prompt: (len(ns), P'), over the P' prompts on which no reward abstains.
 
-    Each reward picks its own best of N, as in the training objective ``sum_i w_i R_i``.
+    Each reward picks its own best of N, as in the training objective ``sum_i w_i R_i``; from diversity nothing is
+    picked, it counts as it is.
     """
-    scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
-    parts = [sampled.weights[name] * best_of_n(values[scored], ns) for name, values in sampled.rewards.items()]
-    return torch.stack(parts).sum(0)
+    picks = {name: "diversity" if is_pairwise(text) else "best" for name, text in sampled.objectives.items()}
+    return _weighted(sampled, ns, picks)
 
 
 def summarize(sampled: Sampled, ns: Sequence[int] = (1, 4)) -> list[Row]:
     """Mean (N = 1) and best-of-N of each reward, then of the weighted sum if rewards are several, with 95% intervals.
 
-    A prompt on which a reward abstains for any sample is left out for that reward, and for the weighted sum; where no
-    prompt is left the row is NaN. Raises ValueError for N above the samples a prompt.
+    A reward with the objective "wor:N" has its worst-of-N instead, and diversity its mean alone; in the weighted sum,
+    "each of N", every reward is taken as in its own rows. A prompt on which a reward abstains for any sample is left
+    out for that reward, and for the weighted sum; where no prompt is left the row is NaN. Raises ValueError for N above
+    the samples a prompt.
     """
-    per_prompt = {name: best_of_n(values[~values.isnan().any(1)], ns) for name, values in sampled.rewards.items()}
+    picks = {name: _pick(text) for name, text in sampled.objectives.items()}
+    per_prompt = {
+        name: (_picked(values[~values.isnan().any(1)], ns, picks[name]), picks[name])
+        for name, values in sampled.rewards.items()
+    }
     if len(per_prompt) > 1:
-        per_prompt[WEIGHTED_SUM] = weighted_best_of_n(sampled, ns)
+        of_all = picks.values() if len(set(picks.values())) == 1 else ["each"]
+        per_prompt[WEIGHTED_SUM] = _weighted(sampled, ns, picks), next(iter(of_all))
     rows = []
-    for name, values in per_prompt.items():
-        for best_of, value in zip(ns, values, strict=True):
+    for name, (values, pick) in per_prompt.items():
+        for number, value in zip(ns, values, strict=True):
+            if number > 1 and pick == "diversity":
+                continue
             numbers = [x.item() for x in bootstrap(value)] if len(value) else [math.nan] * 3
-            rows.append(Row(name, "mean" if best_of == 1 else f"best-of-{best_of}", *numbers))
+            of_n = f"each of {number}" if pick == "each" else f"{pick}-of-{number}"
+            rows.append(Row(name, "mean" if number == 1 else of_n, *numbers))
     return rows
+
+
+def _pick(objective: str) -> str:
+    return "diversity" if is_pairwise(objective) else "worst" if objective.startswith("wor:") else "best"
+
+
+def _picked(rewards: Tensor, ns: Sequence[int], pick: str) -> Tensor:
+    """(len(ns), P) of one reward: its best or worst of N, or for diversity its mean whatever N is."""
+    if pick == "diversity":
+        return best_of_n(rewards, [1]).expand(len(ns), -1)
+    return (worst_of_n if pick == "worst" else best_of_n)(rewards, ns)
+
+
+def _weighted(sampled: Sampled, ns: Sequence[int], picks: Mapping[str, str]) -> Tensor:
+    """(len(ns), P') weighted sum over the P' prompts on which no reward abstains."""
+    scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
+    parts = [sampled.weights[name] * _picked(r[scored], ns, picks[name]) for name, r in sampled.rewards.items()]
+    return torch.stack(parts).sum(0)
 
 
 def format_interval(row: Row, gap: str = " ") -> str:

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nlgrpo.advantages import advantages, effective_sample_size
+from nlgrpo.advantages import Baseline, advantages, effective_sample_size
 from nlgrpo.data import Batch, plain_text
 from nlgrpo.engine import Rollout
 from nlgrpo.metrics import Sample, rollout_metrics
-from nlgrpo.objectives import Objective, linearize_present, value_present
+from nlgrpo.objectives import Objective, linearize_present, per_completion, value_present
 from nlgrpo.parallel import Ranks
 from nlgrpo.rewards import Scores
 
@@ -26,7 +26,8 @@ class Groups:
     averages: P x M numbers are cheap to gather.
     """
 
-    rewards: dict[str, Tensor]  # (P, M) float64, NaN where the reward abstained and in the groups that are dropped
+    # (P, M) float64, of kernels (P, M, M); NaN where the reward abstained and in the groups that are dropped
+    rewards: dict[str, Tensor]
     lengths: Tensor  # (P, M)
     finished: Tensor  # (P, M)
     dropped: Tensor  # (P,)
@@ -39,7 +40,9 @@ class Groups:
         device, count = ranks.device, len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
         tokens = ranks.sum(rollout.lengths.sum() + prompts)
-        kept = {name: values.masked_fill(scores.skipped[:, None], torch.nan) for name, values in scores.values.items()}
+        kept = {name: values.clone() for name, values in scores.values.items()}
+        for values in kept.values():
+            values[scores.skipped] = torch.nan
         return cls(
             rewards={name: ranks.gather(values.to(device)) for name, values in kept.items()},
             lengths=ranks.gather(rollout.lengths),
@@ -53,9 +56,13 @@ class Groups:
         """(m, P) R_i at each prompt; NaN where the reward was not given."""
         return torch.stack([value_present(objectives[name], r) for name, r in self.rewards.items()])
 
-    def linearize(self, objectives: Mapping[str, Objective]) -> Tensor:
+    def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
         """(m, P, M) first variation of every R_i at its group, less its baseline; 0 where the reward abstained."""
-        return torch.stack([linearize_present(objectives[name], r) for name, r in self.rewards.items()])
+        return torch.stack([linearize_present(objectives[name], r, baseline) for name, r in self.rewards.items()])
+
+    def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
+        """(P, M) of every reward, for people: of a kernel, each completion's share in the diversity of its group."""
+        return {name: per_completion(objectives[name], r) for name, r in self.rewards.items()}
 
     def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
         """(P, M) from linearised rewards that have their baselines.
@@ -67,21 +74,33 @@ class Groups:
         return out
 
     def metrics(
-        self, worth: Tensor, values: Tensor, weights: Mapping[str, float], advantages: Tensor
+        self,
+        worth: Tensor,
+        values: Tensor,
+        scores: Mapping[str, Tensor],
+        weights: Mapping[str, float],
+        advantages: Tensor,
     ) -> dict[str, float]:
         """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient.
 
-        ``worth`` is that of the aggregate, a scalar, or (P,) of its values at the prompts.
+        ``scores`` are those of the method. ``worth`` is that of the aggregate, a scalar, or (P,) of its values at the
+        prompts.
         """
         means = values.nanmean(-1)
         out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
         out["objective/aggregate"] = float(worth.nanmean())
         out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
         out["rewards/dropped_groups"] = float(self.dropped.sum())
-        return out | rollout_metrics(self.rewards, weights, self.lengths, self.finished)
+        return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
     def samples(
-        self, batch: Batch, texts: Sequence[str], linear: Tensor, advantages: Tensor, shown: int = 4
+        self,
+        batch: Batch,
+        texts: Sequence[str],
+        scores: Mapping[str, Tensor],
+        linear: Tensor,
+        advantages: Tensor,
+        shown: int = 4,
     ) -> list[Sample]:
         """The first completions of this rank's first prompt with their rewards, linearised rewards and advantages."""
         first, rows = self.own.start, range(min(shown, self.lengths.shape[1]))
@@ -89,8 +108,8 @@ class Groups:
             Sample(
                 prompt=plain_text(batch.prompts[0]),
                 completion=texts[j],
-                rewards={name: float(r[first, j]) for name, r in self.rewards.items()},
-                linearized={name: float(x[first, j]) for name, x in zip(self.rewards, linear, strict=True)},
+                rewards={name: float(r[first, j]) for name, r in scores.items()},
+                linearized={name: float(x[first, j]) for name, x in zip(scores, linear, strict=True)},
                 advantage=float(advantages[first, j]),
             )
             for j in rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.advantages import Baseline
-from nlgrpo.diversity import DPPDiversity, RaoDiversity
+from nlgrpo.diversity import Diversity, DPPDiversity, RaoDiversity
 from nlgrpo.functional import Objective
 from nlgrpo.kernels import reference
 from nlgrpo.rank_based import BestOfN, BestOfPoisson, CVaR, Distortion, Mean, RankBased, WorstOfN
@@ -71,11 +71,24 @@ def value_present(objective: Objective, rewards: Tensor) -> Tensor:
     return value
 
 
+def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
+    """One number a completion, (P, M), for tables: its reward, or its share in the diversity of its group.
+
+    The mean over a group is the group's mean reward, or its diversity. NaN for what is absent.
+    """
+    if not isinstance(objective, Diversity):
+        return rewards
+    absent, out = _absent(objective, rewards), torch.full_like(rewards[..., 0], torch.nan)
+    for rows, columns in _by_presence(absent, objective.order):
+        out[rows, columns] = objective.contributions(_picked(rewards, rows, columns))
+    return out
+
+
 class Form(NamedTuple):
     """How an objective is written: "bon:4:unbiased" is the name of the form and its arguments."""
 
     text: str
-    make: Callable[..., Objective]
+    make: type[Objective]
     arguments: tuple[type, ...] = ()  # how each is read
     needed: int = 0
 
@@ -92,6 +105,12 @@ FORMS = {
     "dpp": Form("dpp:N", DPPDiversity, (int, float), 1),
     "distortion": Form("distortion:F", Distortion),
 }
+
+
+def is_pairwise(text: str) -> bool:
+    """Whether the objective that ``text`` names takes kernel matrices in the place of rewards."""
+    form = FORMS.get(text.strip().partition(":")[0])
+    return form is not None and form.make.pairwise
 
 
 def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None) -> Objective:

@@ -47,12 +47,30 @@ def _length(recipe: str, objective: str) -> Config:
     )
 
 
+def story_mix() -> Config:
+    """Each reward has its own objective: joy in the best of 4, lengths in the worst of 4, unlike stories."""
+    limit = 128
+    return dataclasses.replace(
+        _length("story-mix", "mean"),
+        rewards={
+            "joy": RewardConfig(r"regex(pattern=r'\b(happy|glad|smiled|laughed|fun)\b')", "bon:4", 1.0),
+            "length": RewardConfig(f"length(target=60, scale={limit})", "wor:4", 4.0),
+            "diversity": RewardConfig("ngrams(n=1, of='words')", "rao", 1.0),
+        },
+    )
+
+
 def blank() -> Config:
     """Nothing but defaults (IAMA's learning rate, Table 2): bring a model, data and rewards."""
     return Config(data=DataConfig(source=""))
 
 
-RECIPES: dict[str, Callable[[], Config]] = {"length-bon": length_bon, "length-mean": length_mean, "blank": blank}
+RECIPES: dict[str, Callable[[], Config]] = {
+    "length-bon": length_bon,
+    "length-mean": length_mean,
+    "story-mix": story_mix,
+    "blank": blank,
+}
 DEFAULT = "length-bon"
 
 

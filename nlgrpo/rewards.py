@@ -2,35 +2,36 @@
 
 A reward is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]`` over all P*M
 completions, sync or async; one that runs in TRL 1.16's ``GRPOTrainer`` runs here unchanged. ``None`` abstains.
+
+A *kernel*, which diversity objectives take, is such a callable that returns for each completion the M similarities with
+the completions of its group; M is its argument ``samples``.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import logging
 import math
 import os
 import re
 import reprlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nlgrpo import user_code
+from nlgrpo.builtin_kernels import KERNELS
 from nlgrpo.builtin_rewards import BUILTIN, text_of
 from nlgrpo.reward_calls import Outcome, TimedOut, call_all
+from nlgrpo.user_code import nearest
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Reward:
     ``timeout`` bounds one call, in seconds; a sync function then runs in a thread of its own. ``math.inf`` is no limit,
     and runs it in the thread of the trainer, for a function that needs the main thread (``signal.alarm``).
     ``on_error``: "stop" raises RewardError, "skip" drops the groups concerned. ``scale`` multiplies the function's
-    values, before any objective sees them; a negative one is for users who want them low.
+    values, before any objective sees them; a negative one is for users who want them low. ``pairwise``: it is a kernel.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Reward:
     timeout: float = 600.0
     on_error: Literal["stop", "skip"] = "stop"
     scale: float = 1.0
+    pairwise: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -75,6 +77,7 @@ class Reward:
 @dataclass(frozen=True)
 class Scores:
     """``values[name]`` (P, M) float64, NaN where that reward abstained and in all of a group in which it failed;
+    of a kernel (P, M, M), NaN in the rows and columns of completions for which it abstained.
     ``skipped`` (P,) bool, the groups to drop because a reward with ``on_error="skip"`` failed there.
     """
 
@@ -93,26 +96,36 @@ def load(
     on_error: Literal["stop", "skip"] = "stop",
     scale: float = 1.0,
     device: str | torch.device = "cpu",
+    pairwise: bool = False,
 ) -> Reward:
     """The reward that ``spec`` names: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
-    Targets: a built-in (``length lexicon regex gsm8k classifier``), a function ``package.module:function`` or
-    ``path/to/file.py:function`` (relative to the current folder), or a model folder, as ``classifier(path=...)``.
-    The arguments are bound to a function at every call and come before a column of the same name; a class is called
-    with them once, and its instance scores. ``device`` is where a classifier runs.
+    Targets: a built-in (``length lexicon regex gsm8k classifier``, of ``pairwise`` ones the kernels ``ngrams length
+    equal``), a function ``package.module:function`` or ``path/to/file.py:function`` (relative to the current folder),
+    or a model folder, as ``classifier(path=...)``. The arguments are bound to a function at every call and come before
+    a column of the same name; a class is called with them once, and its instance scores. ``device`` is where a
+    classifier runs.
 
     Raises ValueError for a spec that is none of these, and for arguments that its target does not take.
     """
     try:
         target, arguments = _parse(spec)
-        if target not in BUILTIN and os.path.isfile(Path(target) / "config.json"):
-            target, arguments = "classifier", {"path": target, **arguments}
-        if target == "classifier":
-            arguments = {"device": str(device), **arguments}
-        function = _bind(target, _resolve(target), arguments)
+        if pairwise:
+            resolved = _resolve(target, KERNELS, "kernel")
+        else:
+            target, arguments = _as_classifier(target, arguments, device)
+            resolved = _resolve(target, BUILTIN, "reward")
+        function = _bind(target, resolved, arguments)
     except ValueError as error:
         raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
-    return Reward(name, function, timeout, on_error, scale)
+    return Reward(name, function, timeout, on_error, scale, pairwise)
+
+
+def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
+    """A model folder as ``classifier(path=...)``, and a classifier on its device; others as they are."""
+    if target not in BUILTIN and os.path.isfile(Path(target) / "config.json"):
+        target, arguments = "classifier", {"path": target, **arguments}
+    return target, {"device": str(device), **arguments} if target == "classifier" else arguments
 
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -142,60 +155,19 @@ def _parse_arguments(inside: str) -> dict[str, Any]:
     return arguments
 
 
-def _resolve(target: str) -> Callable[..., Any]:
-    if target in BUILTIN:
-        return BUILTIN[target]
-    place, _, attribute = target.rpartition(":")
-    if not place or not attribute:
-        raise ValueError(_unknown(target))
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    if not hasattr(module, attribute):
-        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ValueError(f"{place} has no {attribute!r}{_nearest(attribute, functions)}")
-    function = getattr(module, attribute)
-    if not callable(function):
-        raise ValueError(f"{attribute!r} in {place} is not a function but of type {type(function).__name__}")
-    return function
+def _resolve(target: str, builtin: Mapping[str, type], kind: str) -> Callable[..., Any]:
+    if target in builtin:
+        return builtin[target]
+    if not user_code.is_name(target):
+        raise ValueError(_unknown(target, builtin, kind))
+    return user_code.function(target)
 
 
-def _unknown(target: str) -> str:
-    forms = [f"{name}({', '.join(inspect.signature(reward).parameters)})" for name, reward in BUILTIN.items()]
-    forms += ["package.module:function", "path/to/file.py:function", "a folder with a config.json (a classifier)"]
-    return f"there is no reward {target!r}{_nearest(target, list(BUILTIN))} Known are:\n  " + "\n  ".join(forms)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else "."
-
-
-def _import_module(name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r} is not the name of a module. For a file, write its path: path/to/file.py:function")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error}. For a file, write its path: path/to/file.py:function") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    """The file as a module of a private name, so that no other module is shadowed; loaded once."""
-    if not os.path.isfile(path):
-        raise ValueError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
-    name = "_nlgrpo_reward_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # before the code runs: dataclasses and pickle look their module up
-    try:
-        module_spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+def _unknown(target: str, builtin: Mapping[str, type], kind: str) -> str:
+    forms = [f"{name}({', '.join(inspect.signature(made).parameters)})" for name, made in builtin.items()]
+    forms += ["package.module:function", "path/to/file.py:function"]
+    forms += ["a folder with a config.json (a classifier)"] * (kind == "reward")
+    return f"there is no {kind} {target!r}{nearest(target, list(builtin))} Known are:\n  " + "\n  ".join(forms)
 
 
 def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -204,7 +176,7 @@ def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) 
     missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
     if unknown:
         raise ValueError(
-            f"{target} does not take {unknown[0]!r}{_nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
+            f"{target} does not take {unknown[0]!r}{nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
         )
     if missing:
         raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
@@ -258,14 +230,16 @@ def score(
 
     All lists have P*M items, prompt-major; ``first_prompt`` is the number of the first prompt, for messages. A function
     is called with ``prompts completions completion_ids``, the columns, ``trainer_state`` (``.global_step .max_steps``),
-    ``log_metric(name, value)`` and ``log_extra(column, values)``; without ``**kwargs``, with those that it names.
-    Async functions run together in one event loop, the same at every step, while the sync ones run one by one.
+    ``log_metric(name, value)`` and ``log_extra(column, values)``, a kernel also with ``samples``, which is M; without
+    ``**kwargs``, with those that it names. Async functions run together in one event loop, the same at every step,
+    while the sync ones run one by one.
 
     Raises RewardError when a reward raises, exceeds its timeout, or returns other than a list, tuple, 1-D tensor or
-    array of one finite number, bool or None per completion; infinities are refused like NaN, as no advantage can be
-    computed from them. With ``on_error="skip"`` a bad value drops its group and a failed call all groups, with a
-    warning in the log. An argument that a function takes and nothing provides is an error in both cases.
-    Raises ValueError for lists of other lengths, and for two rewards of one name.
+    array of one finite number, bool or None per completion (a kernel: of M such numbers, symmetric in a group);
+    infinities are refused like NaN, as no advantage can be computed from them. With ``on_error="skip"`` a bad value
+    drops its group and a failed call all groups, with a warning in the log. An argument that a function takes and
+    nothing provides is an error in both cases. Raises ValueError for lists of other lengths, and for two rewards of one
+    name.
 
     A sync function that exceeds its timeout is left behind in its thread, which Python cannot end. One that keeps the
     interpreter's lock (a regular expression that explodes, for instance) holds up the trainer, timeout or not.
@@ -289,9 +263,11 @@ def score(
     skipped = torch.zeros(batch.groups, dtype=torch.bool)
     outcomes = call_all([_call_of(reward, batch) for reward in rewards], [reward.timeout for reward in rewards])
     for reward, outcome in zip(rewards, outcomes, strict=True):
-        row, faults = _judge(reward, outcome, len(prompts))
+        shape = (len(prompts), samples) if reward.pairwise else (len(prompts),)
+        rows, faults = _judge(reward, outcome, shape)
         lost = _lost_groups(reward, faults, batch)
-        values[reward.name] = row.view(batch.groups, samples).masked_fill(lost[:, None], math.nan)
+        each = rows.view(batch.groups, samples, *shape[1:])
+        values[reward.name] = each.masked_fill(lost.view(-1, *[1] * len(shape)), math.nan)
         skipped |= lost
     return Scores(values, skipped)
 
@@ -312,13 +288,14 @@ def _call_of(reward: Reward, batch: _Batch) -> functools.partial[Any]:
     """The reward with the arguments that it takes. Raises RewardError for one that nothing provides."""
     bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
     taken, required, takes_all = _parameters(reward.function)
-    missing = sorted(required - bound.keys() - batch.arguments.keys())
+    given = batch.arguments | ({"samples": batch.samples} if reward.pairwise else {})
+    missing = sorted(required - bound.keys() - given.keys())
     if missing:
         what = f"takes {', '.join(map(repr, missing))}, which nothing provides"
-        advice = f"A reward can take: {', '.join(batch.arguments)}. The columns of the data are among them."
+        advice = f"A reward can take: {', '.join(given)}. The columns of the data are among them."
         raise RewardError(_message(reward, _Fault(what, advice), batch))
-    names = [name for name in batch.arguments if name not in bound and (takes_all or name in taken)]
-    return functools.partial(reward.function, **{name: batch.arguments[name] for name in names})
+    names = [name for name in given if name not in bound and (takes_all or name in taken)]
+    return functools.partial(reward.function, **{name: given[name] for name in names})
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:
@@ -329,17 +306,21 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool
     return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
 
 
-def _judge(reward: Reward, outcome: Outcome, count: int) -> tuple[Tensor, list[_Fault]]:
-    """The values (count,) in float64, NaN for None and where nothing usable came, and the faults."""
+def _judge(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> tuple[Tensor, list[_Fault]]:
+    """The values (count,), or (count, M) of a kernel, in float64, NaN for None and what is not usable; the faults."""
     if outcome.error is None:
-        return _values(outcome.result, count, reward.scale)
+        return (
+            _similarities(outcome.result, shape[0], shape[1], reward.scale)
+            if reward.pairwise
+            else _values(outcome.result, shape[0], reward.scale)
+        )
     if isinstance(outcome.error, TimedOut):
         advice = "Raise its timeout if that can be normal; where it asks a server, see that the server answers."
         fault = _Fault(f"gave no answer within its timeout of {reward.timeout:g} s", advice)
     else:
         advice = "Its own traceback is above. If it needs the main thread (signal.alarm), set its timeout to inf."
         fault = _Fault(f"raised {type(outcome.error).__name__}: {outcome.error}", advice, cause=outcome.error)
-    return torch.full((count,), math.nan, dtype=torch.float64), [fault]
+    return torch.full(shape, math.nan, dtype=torch.float64), [fault]
 
 
 def _values(output: Any, count: int, scale: float) -> tuple[Tensor, list[_Fault]]:
@@ -367,6 +348,39 @@ def _values(output: Any, count: int, scale: float) -> tuple[Tensor, list[_Fault]
             what = f"returned {reprlib.repr(item)}{scaled}"
             faults.append(_Fault(what, "A value is a finite number, or None to abstain.", i))
     return values, faults
+
+
+def _similarities(output: Any, count: int, samples: int, scale: float) -> tuple[Tensor, list[_Fault]]:
+    """The rows of the kernel matrices, (count, M); NaN in those of completions for which it abstained."""
+    rows = list(output) if isinstance(output, (list, tuple, Tensor, np.ndarray)) else None
+    kernel = torch.full((count, samples), math.nan, dtype=torch.float64)
+    advice = 'A kernel returns for each completion a list of M floats, or None; see the README, "Diversity".'
+    if rows is None or len(rows) != count:
+        came = f"a value of type {type(output).__name__}" if rows is None else f"{len(rows)} rows"
+        return kernel, [_Fault(f"returned {came} for {count} completions in groups of {samples}", advice)]
+    faults = []
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        numbers, wrong = _values(row, samples, scale)
+        kernel[i] = numbers
+        faults += [_Fault(f"{fault.what} in the row of a completion", advice, i) for fault in wrong[:1]]
+    grouped = kernel.view(-1, samples, samples)
+    absent = torch.tensor([row is None for row in rows]).view(-1, samples)
+    grouped[absent[:, None, :].expand_as(grouped)] = math.nan
+    faults += [_Fault(what, advice, i) for i, what in _odd(grouped, absent)] if not faults else []
+    return kernel, faults
+
+
+def _odd(kernel: Tensor, absent: Tensor) -> list[tuple[int, str]]:
+    """The completions in whose row a similarity is missing or is not that of the same two in the other order."""
+    there = ~(absent[:, :, None] | absent[:, None, :])
+    far = (kernel - kernel.mT).abs() > 1e-4 * kernel.nan_to_num().abs().amax((-2, -1), keepdim=True)
+    found = []
+    for group, j, i in (there & (far | kernel.isnan())).nonzero().tolist():
+        pair = f"{kernel[group, j, i]:g} for samples {j} and {i}, {kernel[group, i, j]:g} for {i} and {j}"
+        found.append((group * kernel.shape[1] + j, f"returned {pair}"))
+    return found
 
 
 def _number(item: Any) -> float | None:

@@ -14,6 +14,7 @@ from nlgrpo.data import Batch, Prompt, plain_text
 from nlgrpo.engine import Rollout
 from nlgrpo.evaluation import Sampled
 from nlgrpo.model import Decoder
+from nlgrpo.objectives import Objective, per_completion
 from nlgrpo.parallel import Ranks, gathered
 from nlgrpo.rewards import Scores
 from nlgrpo.sampling import Sampling
@@ -71,19 +72,25 @@ class Sampler:
         )
 
     def evaluate(
-        self, model: Decoder, batch: Batch, ranks: Ranks, objectives: Mapping[str, str], weights: Mapping[str, float]
+        self,
+        model: Decoder,
+        batch: Batch,
+        ranks: Ranks,
+        objectives: Mapping[str, Objective],
+        weights: Mapping[str, float],
     ) -> Sampled:
         """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
         mine = part_of(batch, ranks.share(len(batch.ids)))
         rollout = self.draw(model, mine)
         scores = self.score(mine, rollout, first_prompt=mine.index[0] if mine.index else 0)
         shown = [self.texts(rollout)[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
-        own = (scores.values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
+        values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}
+        own = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
         parts = ranks.gather_objects(own)
         return Sampled(
-            rewards={name: torch.cat([values[name] for values, *_ in parts]) for name in scores.values},
+            rewards={name: torch.cat([part[name] for part, *_ in parts]) for name in values},
             lengths=torch.cat([lengths for _, lengths, *_ in parts]),
-            objectives=dict(objectives),
+            objectives={name: str(objective) for name, objective in objectives.items()},
             weights=dict(weights),
             max_length=self.sampling.max_new_tokens,
             prompts=[p for *_, prompts, _ in parts for p in prompts][:8],

@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nlgrpo import aggregation, checkpoint, config, data, evaluation, hf_weights, metrics, objectives, rewards
+from nlgrpo import (
+    aggregation,
+    checkpoint,
+    config,
+    config_checks,
+    data,
+    evaluation,
+    hf_weights,
+    metrics,
+    objectives,
+    rewards,
+    user_code,
+)
 from nlgrpo import model as models
 from nlgrpo.aggregation import Aggregate, moving_average
 from nlgrpo.config import Config
@@ -123,8 +135,7 @@ class Run:
 
     def evaluate(self, model: Decoder) -> evaluation.Sampled:
         batch = self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
-        names = {name: str(objective) for name, objective in self.objectives.items()}
-        return self.evaluator().evaluate(model, batch, self.ranks, names, self.weights())
+        return self.evaluator().evaluate(model, batch, self.ranks, self.objectives, self.weights())
 
     def speed(self, clock: Clock, groups: Groups) -> dict[str, float]:
         """``time/*``, ``perf/*`` and the tokens so far."""
@@ -200,7 +211,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
 
     Raises ValueError for whatever of the configuration cannot be run.
     """
-    config.check(cfg, world=ranks.world)
+    config_checks.check(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)
     shape = shape_of(models.read_config(source))
     tokenizer = load_tokenizer(source)
@@ -215,10 +226,14 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         held_out = load_prompts(cfg, cfg.data.evaluation, tokenizer, room)
     else:
         prompts, held_out = prompts.split(cfg.evaluation.prompts)
+    parsed = {name: objectives.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
     loaded = [
-        rewards.load(name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(ranks.device))
+        rewards.load(
+            name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(ranks.device),
+            pairwise=parsed[name].pairwise,
+        )
         for name, r in cfg.rewards.items()
-    ]
+    ]  # fmt: skip
     sampling = sampling_of(cfg, tokenizer, source)
     return Run(
         config=cfg,
@@ -229,7 +244,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         prompts=prompts,
         held_out=held_out,
         sampler=Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded),
-        objectives={name: objectives.parse(r.objective) for name, r in cfg.rewards.items()},
+        objectives=parsed,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
         compute=compute_dtype(cfg.model.dtype, ranks.device),
         progress=Progress(beta=cfg.loss.beta),

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import evaluation, parallel, plan, report
-from nlgrpo.advantages import centre
+from nlgrpo.advantages import subtract_baseline
 from nlgrpo.aggregation import combine
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
@@ -45,11 +45,12 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         clock.lap("reference")
         groups  = Groups.gather(ranks, scores, rollout)              # from here on all ranks, all P
         values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
-        each    = groups.linearize(run.objectives)                   # dR_i/dpi less a baseline        (m, P, M)
+        each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
         worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
         linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
         if ref is not None and cfg.loss.kl_in == "reward":
-            linear += ranks.gather(centre(learner.kl_reward(rollout, ref, progress.beta)))
+            penalty = learner.kl_reward(rollout, ref, progress.beta)
+            linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
         adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
         clock.lap("linearize")
         stats   = learner.update(
@@ -57,13 +58,14 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
             beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
         )
         clock.lap("update")
-        stats |= {"beta": progress.beta} | groups.metrics(worth, values, run.weights(), adv)
+        shown   = groups.scores(run.objectives)                      # {name: (P, M)}, kernels as numbers too
+        stats |= {"beta": progress.beta} | groups.metrics(worth, values, shown, run.weights(), adv)
         progress.advance(cfg.rollout.prompts, groups.tokens)
         if controller is not None and "kl" in stats:                # not where all groups were dropped
             progress.beta = controller.step(stats["kl"])
         log.log(step, stats | run.speed(clock, groups))
         if every(cfg.train.samples_every, step):
-            log.table(step, groups.samples(batch, run.sampler.texts(rollout), each, adv))
+            log.table(step, groups.samples(batch, run.sampler.texts(rollout), shown, each, adv))
         stopping = ranks.any(stop.received)
         if stopping or step + 1 == cfg.train.steps or every(cfg.train.checkpoint_every, step + 1):
             run.save(learner)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from nlgrpo import config, hf_weights, train
+from nlgrpo import config, config_checks, hf_weights, train
 from nlgrpo.config import Config, RewardConfig
 from nlgrpo.recipes import from_arguments, recipe
 
@@ -34,7 +34,7 @@ def changed(**values):
 
 def faults(cfg, **ranks):
     with pytest.raises(ValueError, match="the configuration cannot be run:\n") as caught:
-        config.check(cfg, **ranks)
+        config_checks.check(cfg, **ranks)
     return str(caught.value).splitlines()[1:]
 
 
@@ -58,7 +58,7 @@ def toml(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("rollout.samples", 1, ">= 2, because the baseline is the mean of the group"),
+        ("rollout.samples", 1, ">= 2, because the baseline is the mean of the group; 1 with loss.baseline = 'none'"),
         ("rollout.prompts", 0, ">= 1"),
         ("rollout.max_new_tokens", 0, ">= 1"),
         ("rollout.temperature", 0.0, "> 0"),
@@ -181,7 +181,7 @@ def test_a_reward_out_of_range(key, value, said):
 
 def test_names_of_rewards_can_be_typed_and_told_apart():
     one = RewardConfig("length(target=3, scale=9)")
-    config.check(Config(rewards={"a-b": one, "ab2": one}))
+    config_checks.check(Config(rewards={"a-b": one, "ab2": one}))
     for name in ("", "a b", "a/b", "a.b", "-a"):
         (line,) = faults(Config(rewards={name: one}))
         assert f"{name!r} is no name" in line
@@ -190,7 +190,7 @@ def test_names_of_rewards_can_be_typed_and_told_apart():
 
 
 def test_ranks_must_divide_the_batch():
-    config.check(changed(rollout__prompts=6), world=3)
+    config_checks.check(changed(rollout__prompts=6), world=3)
     (line,) = faults(changed(rollout__prompts=6), world=4)
     assert line == "  rollout.prompts = 6: 4 ranks do not divide it; allowed are multiples"
 
@@ -199,7 +199,7 @@ def test_settings_that_contradict_each_other():
     assert "kl_importance weighs k3, and loss.kl is 'k1'" in faults(changed(loss__kl_importance=True, loss__kl="k1"))[0]
     assert "loss.beta = 0 does not feel" in faults(changed(loss__target_kl=0.1, loss__beta=0.0))[0]
     assert "more than the completions of a step" in faults(changed(loss__minibatches=49))[0]
-    config.check(changed(loss__minibatches=48))
+    config_checks.check(changed(loss__minibatches=48))
 
 
 def test_all_faults_come_at_once():

@@ -255,3 +255,29 @@ def test_table_fits_80_columns_and_takes_names_literally():
     assert "weighted sum" in text
     assert "[red]x[/red]" in text
     assert "+0.0000" in text
+
+
+def test_each_reward_is_summarized_by_its_own_procedure():
+    g = torch.Generator().manual_seed(0)
+    rewards = {name: torch.randn(5, 6, generator=g, dtype=torch.float64) for name in ("a", "b", "c")}
+    objectives, weights = {"a": "bon:4", "b": "wor:2:unbiased", "c": "rao"}, {"a": 1.0, "b": 0.5, "c": 2.0}
+    sampled = Sampled(rewards, torch.ones(5, 6, dtype=torch.int64), objectives, weights, 9)
+    rows = {(row.reward, row.procedure): row.value for row in summarize(sampled, (1, 3))}
+    triples = list(itertools.combinations(range(6), 3))
+    best = torch.stack([rewards["a"][:, t].amax(1) for t in triples]).mean().item()
+    worst = torch.stack([rewards["b"][:, t].amin(1) for t in triples]).mean().item()
+    means = {name: r.mean().item() for name, r in rewards.items()}
+    expected = {
+        ("a", "mean"): means["a"],
+        ("a", "best-of-3"): best,
+        ("b", "mean"): means["b"],
+        ("b", "worst-of-3"): worst,
+    }
+    expected |= {("c", "mean"): means["c"]}
+    expected |= {("weighted sum", "mean"): means["a"] + 0.5 * means["b"] + 2 * means["c"]}
+    expected |= {("weighted sum", "each of 3"): best + 0.5 * worst + 2 * means["c"]}
+    assert rows.keys() == expected.keys()
+    for key, value in expected.items():
+        assert rows[key] == pytest.approx(value), key
+    other = best_of_n(rewards["b"], [3]).mean().item()
+    assert weighted_best_of_n(sampled, [3]).mean().item() == pytest.approx(best + 0.5 * other + 2 * means["c"])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nlgrpo import config, objectives, train
+from nlgrpo import config, config_checks, objectives, train
 from nlgrpo.config import Config
 from nlgrpo.recipes import DEFAULT, RECIPES, from_arguments, recipe
 
@@ -23,7 +23,7 @@ def test_a_recipe_says_what_it_is_and_bears_its_name(name):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "blank"])
 def test_a_recipe_can_be_run_as_it_is(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config.check(recipe(name))
+    config_checks.check(recipe(name))
     began = time.perf_counter()
     assert train.main([name, "--dry-run"]) == 0
     assert time.perf_counter() - began < 20
@@ -65,7 +65,7 @@ def test_blank_holds_nothing_but_defaults_and_is_no_run():
     assert cfg.rewards == {}
     assert cfg.data.source == ""
     with pytest.raises(ValueError, match="there is no reward"):
-        config.check(cfg)
+        config_checks.check(cfg)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_blank_holds_nothing_but_defaults_and_is_no_run():
         (["lenght-bon"], r"unknown recipe 'lenght-bon'; did you mean 'length-bon'\?"),
         (
             ["zzz"],
-            r"unknown recipe 'zzz'; there are: length-bon, length-mean, blank, or a file whose name ends in .toml",
+            r"unknown recipe 'zzz'; there are: length-bon, length-mean, story-mix, blank, or a file whose",
         ),
         ([""], r"unknown recipe ''"),
         (["length-bon", "length-mean"], "expected one recipe and one .toml file at most, got length-bon length-mean"),

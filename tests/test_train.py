@@ -392,7 +392,7 @@ def test_dropped_groups_count_nowhere(scale):
         adv = groups.advantages(linear + 100 * groups.dropped[:, None] * torch.tensor([1.0, 2.0]), scale)
         values = groups.values(objectives).nanmean(1)
         worth = WeightedSum([1, 2]).value(values)
-        metrics = groups.metrics(worth, groups.values(objectives), {"a": 1.0, "b": 2.0}, adv)
+        metrics = groups.metrics(worth, groups.values(objectives), groups.scores(objectives), {"a": 1.0, "b": 2.0}, adv)
         found.append((values, adv[~groups.dropped], metrics))
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-14, atol=0)
     assert found[0][2].pop("rewards/dropped_groups") == 1
@@ -485,10 +485,73 @@ def test_unbiased_estimators_keep_their_own_baseline(work, objective):
         torch.testing.assert_close(torch.tensor([row["advantage"] for row in rows], dtype=torch.float64), truth)
 
 
+def test_diversity_beside_rewards(work):
+    """Best-of-4, worst-of-2 and Rao's entropy in one run: advantages are those of the completions that were shown."""
+    rewards = {"digest": "digest", "short": "length(target=3, scale=10)", "differ": r"equal(pattern='^\w*')"}
+    kinds = {"digest": "bon:4", "short": "wor:2", "differ": "rao"}
+    options = arguments(work, "diverse", rewards, train__steps=3, evaluation__prompts=2, evaluation__samples=4)
+    for name, kind in kinds.items():
+        options += [f"--rewards.{name}.objective", kind]
+    assert train.main([*options, "--rewards.differ.weight", "0.5", "--rewards.differ.scale", "2"]) == 0
+    samples, lines = read_jsonl(work / "diverse" / "samples.jsonl"), untimed(work / "diverse")
+    seen = set()
+    for step in range(3):
+        rows = [row for row in samples if row["step"] == step]
+        starts = [re.match(r"\w*", row["completion"])[0] for row in rows]
+        share = [-2 * sum(starts[j] == starts[i] for i in range(4) if i != j) / 3 for j in range(4)]
+        assert [row["rewards"]["differ"] for row in rows] == pytest.approx(share)
+        linear = [2 * (c - sum(share) / 4) * 4 / (4 - 2) for c in share]
+        assert [row["linearized"]["differ"] for row in rows] == pytest.approx(linear)
+        for row in rows:
+            x = row["linearized"]
+            assert row["advantage"] == pytest.approx(x["digest"] + x["short"] + 0.5 * x["differ"], abs=1e-12)
+        seen |= set(share)
+        assert lines[step]["rewards/differ/mean"] == pytest.approx(lines[step]["objective/differ"])
+        parts = [lines[step][f"objective/{name}"] for name in kinds]
+        assert lines[step]["objective/aggregate"] == pytest.approx(parts[0] + parts[1] + 0.5 * parts[2])
+    assert len(seen) > 1
+    evaluated = json.loads((work / "diverse" / "evaluation.json").read_text())["after"]
+    assert evaluated["objectives"] == kinds
+    assert all(len(row) == 4 and max(row) <= 0 for row in evaluated["rewards"]["differ"])
+
+
+@pytest.mark.parametrize(("baseline", "samples"), [("loo", 4), ("none", 4), ("none", 1)])
+def test_the_baseline_is_a_choice(work, baseline, samples):
+    out = work / f"{baseline} of {samples}"
+    options = arguments(
+        work, out, {"digest": "digest"}, train__steps=2, loss__baseline=baseline, rollout__samples=samples
+    )
+    assert train.main([*options, "--rewards.digest.objective", "mean"]) == 0
+    rows = read_jsonl(out / "samples.jsonl")
+    for step in range(2):
+        r = [row["rewards"]["digest"] for row in rows if row["step"] == step]
+        ours = [row["advantage"] for row in rows if row["step"] == step]
+        assert ours == pytest.approx(r if baseline == "none" else [4 / 3 * (x - sum(r) / 4) for x in r])
+
+
+def test_a_distortion_from_the_users_file(work, capsys):
+    (work / "rank.py").write_text("def middle(z):\n    return 6 * z * (1 - z)\n")
+    options = arguments(work, "distorted", {"digest": "digest"}, train__steps=2)
+    objective = f"distortion:{work / 'rank.py'}:middle"
+    assert train.main([*options, "--rewards.digest.objective", objective]) == 0
+    assert objective in capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    for line, rows in itertools.groupby(read_jsonl(work / "distorted" / "samples.jsonl"), lambda row: row["step"]):
+        rows = sorted(rows, key=lambda row: row["rewards"]["digest"])
+        r, w = [row["rewards"]["digest"] for row in rows], [6 * k / 4 * (1 - k / 4) for k in range(1, 5)]
+        linear = [-sum(w[k] * (r[k + 1] - r[k]) for k in range(j, 3)) for j in range(4)]
+        assert [row["advantage"] for row in rows] == pytest.approx([x - sum(linear) / 4 for x in linear]), line
+    options[options.index("--train.out") + 1] = str(work / "none")
+    assert train.main([*options, "--rewards.digest.objective", "distortion:rank.py:nothing"]) == 1
+    assert "there is no file 'rank.py'" in capsys.readouterr().err
+
+
 # --- ranks and micro-batches ------------------------------------------------------------------------------------------
 
 LOADS = {
-    "kl in the loss": {"rewards": {"slow": "slow", "digest": "digest"}},
+    "kl in the loss": {
+        "rewards": {"slow": "slow", "digest": "digest", "differ": r"equal(pattern='^\w*')"},
+        "rewards__differ__objective": "rao",
+    },
     "kl in the reward": {
         "loss__kl_in": "reward",
         "loss__minibatches": 2,

@@ -1,0 +1,140 @@
+"""The one place where a configuration is checked: values out of range, and values that do not go together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nlgrpo import aggregation, objectives, user_code
+from nlgrpo.config import Config, RewardConfig, dashed
+
+
+def check(config: Config, *, world: int = 1) -> None:
+    """Refuse values out of range. Raises ValueError with every fault: what was given and what is allowed."""
+    faults = [fault for fault in _faults(config, world) if fault]
+    if faults:
+        raise ValueError("\n".join(["the configuration cannot be run:", *(f"  {fault}" for fault in faults)]))
+
+
+def _faults(config: Config, world: int) -> list[str]:
+    rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
+
+    def need(name: str, allowed: str, good: bool) -> str:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
+        if good and all(abs(v) < 2**63 for v in numbers):  # no NaN or infinity is
+            return ""
+        return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
+
+    words, limit = config.data.first_words, config.data.limit
+    faults = [
+        need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
+        need("data.cut_after", "a text or none", config.data.cut_after != ""),
+        need("data.separator", "a text or none", config.data.separator != ""),
+        need("data.limit", ">= 1 or none", limit is None or limit >= 1),
+        need("rollout.prompts", ">= 1", rollout.prompts >= 1),
+        need(
+            "rollout.samples",
+            ">= 2, because the baseline is the mean of the group; 1 with loss.baseline = 'none'",
+            rollout.samples >= (1 if loss.baseline == "none" else 2),
+        ),
+        need("rollout.max_new_tokens", ">= 1", rollout.max_new_tokens >= 1),
+        need("rollout.temperature", "> 0", rollout.temperature > 0),
+        need("rollout.top_k", ">= 0 (0: off)", rollout.top_k >= 0),
+        need("rollout.top_p", "in (0, 1]", 0 < rollout.top_p <= 1),
+        need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
+        need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
+        need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
+        need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
+        need("loss.eps_high", "> 0", loss.eps_high > 0),
+        need("loss.dual_clip", "> 1 + loss.eps_high", loss.dual_clip is None or loss.dual_clip > 1 + loss.eps_high),
+        need("loss.beta", ">= 0", loss.beta >= 0),
+        need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
+        need("loss.epochs", ">= 1", loss.epochs >= 1),
+        need("loss.minibatches", ">= 1", loss.minibatches >= 1),
+        need("optim.lr", ">= 0", optim.lr >= 0),
+        need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
+        need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
+        need("optim.eps", "> 0", optim.eps > 0),
+        need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
+        need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+        need("train.steps", ">= 0", train.steps >= 0),
+        need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
+        need(
+            "train.micro_batch_tokens",
+            ">= 1 or none",
+            train.micro_batch_tokens is None or train.micro_batch_tokens >= 1,
+        ),
+        need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
+        need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+        need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
+        need(
+            "evaluation.prompts",
+            f"0 (no evaluation) or >= {world}, a prompt a rank",
+            evaluation.prompts == 0 or evaluation.prompts >= world,
+        ),
+        need("evaluation.samples", ">= 1", evaluation.samples >= 1),
+        need(
+            "evaluation.ns",
+            f"between 1 and evaluation.samples = {evaluation.samples}",
+            all(1 <= n <= evaluation.samples for n in evaluation.ns) and len(evaluation.ns) > 0,
+        ),
+    ]
+    if rollout.prompts % world:
+        faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
+    if loss.minibatches > max(1, rollout.prompts * rollout.samples):
+        faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
+    if loss.kl_importance and loss.kl != "k3":
+        faults.append(f"loss.kl_importance weighs k3, and loss.kl is {loss.kl!r}")
+    if loss.target_kl is not None and loss.beta == 0:
+        faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
+    if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
+        faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
+    return faults + _reward_faults(config.rewards, rollout.samples) + _aggregate_faults(config)
+
+
+def _aggregate_faults(config: Config) -> list[str]:
+    weights = [reward.weight for reward in config.rewards.values()]
+    if not any(weights) or not all(map(math.isfinite, weights)):
+        return []  # said already
+    try:
+        aggregation.parse(config.loss.aggregate, weights)
+    except ValueError as error:
+        return [f"loss.aggregate: {error}"]
+    return []
+
+
+def _reward_faults(rewards: Mapping[str, RewardConfig], samples: int) -> list[str]:
+    faults = []
+    if not rewards:
+        faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
+    if rewards and all(reward.weight == 0 for reward in rewards.values()):
+        faults.append("every reward has weight = 0, so there is nothing to train for")
+    if len({dashed(name) for name in rewards}) < len(rewards):
+        faults.append(
+            f"rewards {', '.join(rewards)}: two names differ in - and _ only, which are one on the command line"
+        )
+    for name, reward in rewards.items():
+        if not re.fullmatch(r"\w[\w-]*", name):
+            faults.append(f"rewards: {name!r} is no name; allowed are letters, digits, - and _")
+        if not math.isfinite(reward.weight):
+            faults.append(f"rewards.{name}.weight = {reward.weight}: allowed is a finite number")
+        if not 0 < abs(reward.scale) < math.inf:
+            faults.append(f"rewards.{name}.scale = {reward.scale}: allowed is a finite number other than 0")
+        if not reward.function:
+            faults.append(f"rewards.{name}.function is missing")
+        if not reward.timeout > 0:
+            faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
+        try:
+            fewest = objectives.parse(reward.objective, user_code.function).fewest
+        except ValueError as error:
+            faults.append(f"rewards.{name}.objective: {error}")
+        else:
+            if fewest > samples:
+                faults.append(f"rewards.{name}.objective = {reward.objective!r}: needs rollout.samples >= {fewest}")
+    return faults
