@@ -8,6 +8,7 @@ from rich.text import Text
 
 from nlgrpo.attention import implementation
 from nlgrpo.kernels.head import BLOCK_BYTES
+from nlgrpo.notes import notes
 from nlgrpo.run import Run
 
 
@@ -61,6 +62,9 @@ def show(run: Run) -> Table:
         "memory a rank": f"about {_size(sum(uses.values()))}: {parts}",
         "folder": str(run.folder),
     }
+    said = notes(cfg, run.objectives)
+    if said:
+        rows["note"] = "\n".join(said)
     table = Table(box=SIMPLE_HEAD, show_header=False, title="plan", title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

@@ -1,0 +1,66 @@
+"""What a configuration gives up of the promise that the gradient is that of the objective; said, not refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from nlgrpo.config import Config
+from nlgrpo.objectives import Objective
+from nlgrpo.rank_based import OfN
+
+
+def notes(config: Config, objectives: Mapping[str, Objective]) -> list[str]:
+    """A line for each setting that breaks a property, with what keeps it."""
+    return [*_of_sampling(config), *_of_estimators(config, objectives), *_of_the_loss(config), *_of_the_kl(config)]
+
+
+def _of_sampling(config: Config) -> Iterator[str]:
+    r = config.rollout
+    cuts = [f"{name} = {value:g}" for name, value, off in
+            (("top_k", r.top_k, 0), ("top_p", r.top_p, 1), ("min_p", r.min_p, 0)) if value != off]  # fmt: skip
+    if cuts:
+        yield f"rollout.{', rollout.'.join(cuts)}: samples are those of a cut policy, and the whole one is trained."
+
+
+def _of_estimators(config: Config, objectives: Mapping[str, Objective]) -> Iterator[str]:
+    M = config.rollout.samples
+    for name, objective in objectives.items():
+        if isinstance(objective, OfN) and objective.estimator == "plugin" and objective.n > M:
+            yield (
+                f"rewards.{name}: {objective} from {M} samples can only be a plug-in estimate, biased at order 1/M; "
+                f"rollout.samples >= {objective.n} allow '{objective}:unbiased'."
+            )
+    loss = config.loss
+    if loss.aggregate != "sum" and loss.aggregate_at == "batch" and loss.aggregate_memory == 0:
+        yield (
+            f"loss.aggregate = {loss.aggregate!r}: its gradient is taken at the values of {config.rollout.prompts} "
+            "prompts, whose noise biases it; loss.aggregate_memory averages them over steps."
+        )
+
+
+def _of_the_loss(config: Config) -> Iterator[str]:
+    loss = config.loss
+    if loss.scale != "none":
+        yield (
+            f"loss.scale = {loss.scale!r}: advantages are divided by their deviation, which undoes the scale of the "
+            "linearisation (IAMA, 6); 'none' keeps it."
+        )
+    if loss.normalization == "grpo":
+        yield (
+            "loss.normalization = 'grpo': a completion's gradient is divided by its length, so that the tokens of long "
+            "ones count less; 'dapo' and 'dr_grpo' divide all by one number."
+        )
+    if loss.epochs * loss.minibatches > 1:
+        yield (
+            f"{loss.epochs * loss.minibatches} optimiser steps a rollout: from the second on the policy is not the one "
+            "that sampled, and clipping the ratios biases the gradient."
+        )
+
+
+def _of_the_kl(config: Config) -> Iterator[str]:
+    loss = config.loss
+    if loss.beta > 0 and loss.kl_in == "loss" and loss.kl == "k1":
+        yield (
+            "loss.kl = 'k1' in the loss has a gradient of 0 in expectation, and holds the policy to nothing; "
+            "take 'k2' or 'k3', or loss.kl_in = 'reward'."
+        )
