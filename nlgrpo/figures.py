@@ -18,8 +18,8 @@ from nlgrpo.evaluation import Sampled
 
 DPI = 150
 # Okabe and Ito's palette: told apart by colour-blind readers, and on white as on black
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = "osD^vP"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A08000")
+MARKERS = "osD^vPh"
 GREY = "#8a929c"
 
 
@@ -71,18 +71,21 @@ def curves(logged: Sequence[Mapping[str, Any]], *, narrow: bool = False) -> Figu
 def comparison(
     models: Mapping[str, Sampled], values: Mapping[str, Sequence[Any]], ns: Sequence[int], targets: Sequence[float]
 ) -> Figure:
-    """Left, length histograms of all models; right, ``values``, their best-of-N rewards against N, with intervals."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.35, 1], gridspec_kw={"wspace": 0.06})
-    max_length = max(s.max_length for s in models.values())
-    for i, (label, sampled) in enumerate(models.items()):
-        colour, marker = (COLOURS[(i - 1) % 6], MARKERS[(i - 1) % 6]) if i else (GREY, "x")
-        _histogram(left, sampled, _edges(max_length), colour, label, alpha=0.15 if i else 0.3)
+    """Left, length histograms of all models; right, ``values``, their best-of-N rewards against N, with intervals.
+
+    More than three trained models have a strip each, over the reference.
+    """
+    strips = max(1, len(models) - 1) if len(models) > 4 else 1
+    figure = Figure(figsize=(11, max(4.2, 0.95 * strips + 0.6)), layout="constrained")
+    grid = figure.add_gridspec(strips, 2, width_ratios=[1.35, 1], wspace=0.06)
+    _lengths_of_models(figure, [grid[i, 0] for i in range(strips)], models, targets)
+    right = figure.add_subplot(grid[:, 1])
+    for i, label in enumerate(models):
         mean, low, high = (x.numpy() for x in values[label])
-        right.fill_between(ns, low, high, color=colour, alpha=0.2, linewidth=0)
-        right.plot(ns, mean, color=colour, marker=marker, markersize=5, label=label)
-    _length_axes(left, max_length, targets)
-    left.set_title("How long the completions are")
+        right.fill_between(ns, low, high, color=_colour(i), alpha=0.2, linewidth=0)
+        right.plot(
+            ns, mean, color=_colour(i), marker=MARKERS[(i - 1) % len(MARKERS)] if i else "x", markersize=5, label=label
+        )
     right.set_xscale("log", base=2)
     right.set_xticks(ns, [str(best_of) for best_of in ns])
     right.minorticks_off()
@@ -91,6 +94,34 @@ def comparison(
     right.set_title("What they are worth under best-of-N")
     right.legend()
     return figure
+
+
+def _lengths_of_models(
+    figure: Figure, places: Sequence[Any], models: Mapping[str, Sampled], targets: Sequence[float]
+) -> None:
+    max_length = max(s.max_length for s in models.values())
+    edges, labels = _edges(max_length), list(models)
+    panels = [figure.add_subplot(place) for place in places]
+    for i, (label, sampled) in enumerate(models.items()):
+        for axes in panels if i == 0 else [panels[(i - 1) % len(panels)]]:
+            _histogram(axes, sampled, edges, _colour(i), label, alpha=0.15 if i else 0.3)
+    for i, axes in enumerate(panels):
+        _length_axes(axes, max_length, targets)
+        if len(panels) > 1:
+            axes.get_legend().remove()
+            axes.set_ylabel("")
+            axes.text(0.99, 0.9, labels[i + 1], transform=axes.transAxes, ha="right", va="top", color=_colour(i + 1))
+            if axes is not panels[-1]:
+                axes.set_xlabel("")
+                axes.tick_params(labelbottom=False)
+    panels[0].set_title(
+        "How long the completions are" + " (% per token of length; grey: reference)" * (len(panels) > 1)
+    )
+
+
+def _colour(model: int) -> str:
+    """Of the reference, 0, and of the trained models."""
+    return COLOURS[(model - 1) % len(COLOURS)] if model else GREY
 
 
 def _curve(axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, colour: str) -> bool:
