@@ -109,6 +109,8 @@ class LossConfig:
     normalization: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
     """What the token losses are divided by: their sequence's length, the tokens of the step (bnpo) or of the rollout
     (dapo), or a constant."""
+    surrogate: Literal["ppo", "cispo", "reinforce"] = "ppo"
+    """The clipped ratio (PPO, GRPO), log-probs weighed by the ratio that eps_high caps (CISPO), or without a ratio."""
     level: Literal["token", "sequence"] = "token"
     """Ratio of every token (GRPO) or of the whole sequence (GSPO)."""
     eps_low: float = 0.2
@@ -116,7 +118,7 @@ class LossConfig:
     eps_high: float = 0.2
     """And above at 1 + eps_high."""
     dual_clip: float | None = None
-    """Where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any ratio does."""
+    """In ppo, where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any ratio does."""
     beta: float = 1e-4
     """Weight of the KL divergence to the model that training starts from; 0 keeps no reference."""
     kl: Literal["k1", "k2", "k3"] = "k3"

@@ -89,6 +89,8 @@ def _faults(config: Config, world: int) -> list[str]:
         faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
         faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
+    if loss.dual_clip is not None and loss.surrogate != "ppo":
+        faults.append(f"loss.dual_clip bounds the clipped ratio of 'ppo', and loss.surrogate is {loss.surrogate!r}")
     if loss.kl_importance and loss.kl != "k3":
         faults.append(f"loss.kl_importance weighs k3, and loss.kl is {loss.kl!r}")
     if loss.target_kl is not None and loss.beta == 0:

@@ -162,6 +162,7 @@ class Learner:
             "eps_low": self.loss.eps_low,
             "eps_high": self.loss.eps_high,
             "dual_clip": self.loss.dual_clip,
+            "surrogate": self.loss.surrogate,
             "beta": beta if self.loss.kl_in == "loss" else 0.0,
             "kl": "k3_iw" if self.loss.kl_importance else self.loss.kl,
         }

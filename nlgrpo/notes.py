@@ -51,9 +51,14 @@ def _of_the_loss(config: Config) -> Iterator[str]:
             "ones count less; 'dapo' and 'dr_grpo' divide all by one number."
         )
     if loss.epochs * loss.minibatches > 1:
+        correction = {
+            "ppo": "clipping the ratios biases the gradient",
+            "cispo": "capping the ratios biases the gradient",
+            "reinforce": "nothing corrects for it; 'cispo' and 'ppo' weigh by the ratio",
+        }
         yield (
             f"{loss.epochs * loss.minibatches} optimiser steps a rollout: from the second on the policy is not the one "
-            "that sampled, and clipping the ratios biases the gradient."
+            f"that sampled, and {correction[loss.surrogate]}."
         )
 
 

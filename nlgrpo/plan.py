@@ -54,7 +54,7 @@ def show(run: Run) -> Table:
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "a step": f"{cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples = {completions} completions of up to "
         f"{cfg.rollout.max_new_tokens} tokens, {completions // ranks.world} a rank; {updates} optimiser step"
-        f"{'s' * (updates > 1)}, loss {cfg.loss.normalization}",
+        f"{'s' * (updates > 1)}, loss {cfg.loss.surrogate} by {cfg.loss.level}, normalised as {cfg.loss.normalization}",
         "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs of the prompts; learning rate {cfg.optim.lr:g} "
         f"{cfg.optim.schedule}",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "

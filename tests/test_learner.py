@@ -118,6 +118,8 @@ def plain_loss(cfg, logp, old, ref, adv, divide):
     if cfg.dual_clip is not None and adv < 0:
         gain, dual = torch.max(gain, cfg.dual_clip * adv), (counts > cfg.dual_clip).sum()
     loss = -gain
+    if cfg.surrogate != "ppo":
+        loss = -adv * logp * (ratio.detach().clamp(max=1 + cfg.eps_high) if cfg.surrogate == "cispo" else 1)
     kl = torch.zeros_like(logp)
     if ref is not None:
         kl = {
@@ -127,6 +129,8 @@ def plain_loss(cfg, logp, old, ref, adv, divide):
         }[cfg.kl] * (ratio if cfg.kl_importance else 1)
         loss = loss + (cfg.beta * kl if cfg.kl_in == "loss" else 0)
     high, low = (counts > 1 + cfg.eps_high) & (adv > 0), (counts < 1 - cfg.eps_low) & (adv < 0)
+    if cfg.surrogate != "ppo":
+        high, low = (counts > 1 + cfg.eps_high) & (cfg.surrogate == "cispo"), torch.zeros_like(low)
     return (loss / divide).sum(), kl.detach().sum(), counts.detach(), low.sum(), high.sum(), dual
 
 
@@ -229,6 +233,9 @@ CASES = {
     "weighted k3": LossConfig(normalization="grpo", beta=0.3, kl_importance=True),
     "kl in the reward": LossConfig(beta=0.3, kl_in="reward"),
     "no reference": LossConfig(beta=0.0, eps_low=0.05, eps_high=0.1),
+    "cispo": LossConfig(surrogate="cispo", beta=0.3, eps_high=0.01),
+    "cispo, sequence": LossConfig(surrogate="cispo", level="sequence", beta=0.3, eps_high=0.005, kl_importance=True),
+    "reinforce": LossConfig(surrogate="reinforce", beta=0.3),
     "dual clip": LossConfig(beta=0.3, eps_low=0.01, eps_high=0.01, dual_clip=1.02),
     "dual clip, sequence": LossConfig(level="sequence", beta=0.3, eps_low=0.005, eps_high=0.005, dual_clip=1.01),
 }
@@ -244,6 +251,8 @@ def test_two_epochs_of_two_minibatches_are_those_of_plain_pytorch(folders, rollo
     assert metrics["ratio/max"] > 1.05  # the policy has moved away from what sampled
     if case in ("token", "sequence", "no reference"):
         assert metrics["clip_ratio/low_mean"] > 0
+        assert metrics["clip_ratio/high_mean"] > 0
+    if case.startswith("cispo"):
         assert metrics["clip_ratio/high_mean"] > 0
     assert metrics.get("clip_ratio/dual_mean", 1) > 0
     truth = dict(policy.named_parameters())

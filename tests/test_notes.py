@@ -28,6 +28,8 @@ def test_recipes_break_nothing():
         ({"scale": "batch"}, "loss.scale = 'batch'"),
         ({"normalization": "grpo"}, "loss.normalization = 'grpo': a completion's gradient is divided by its length"),
         ({"epochs": 2, "minibatches": 3}, "6 optimiser steps a rollout"),
+        ({"epochs": 2, "surrogate": "cispo"}, "and capping the ratios biases"),
+        ({"epochs": 2, "surrogate": "reinforce"}, "and nothing corrects for it"),
         ({"kl": "k1"}, "loss.kl = 'k1' in the loss has a gradient of 0"),
         ({"aggregate": "smooth_min:4"}, "its gradient is taken at the values of 6 prompts"),
         (
