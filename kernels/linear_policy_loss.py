@@ -47,6 +47,7 @@ def linear_policy_loss(
     dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
+    surrogate: str = "ppo",
     temperature: float = 1.0,
     bias: Tensor | None = None,
     emulate_bf16_logits: bool = False,
@@ -71,7 +72,7 @@ def linear_policy_loss(
     Raises ValueError as `linear_logprob` and `policy_loss`.
     """
     hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
-    settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
+    settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
     check_settings(settings, ref_logprob)
     given = {"old_logprob": old_logprob, "advantages": advantages}
     given |= {"token_weights": token_weights, "ref_logprob": ref_logprob}
@@ -86,8 +87,8 @@ def linear_policy_loss(
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     loss, logprob, entropy, sums, *_ = _op(
         hidden, weight, bias, targets, old_logprob, advantages, token_weights / largest, ref_logprob,
-        *scalars(settings), kl, scalar(temperature), emulate_bf16_logits, choose(impl, "linear_policy_loss", hidden),
-        wanted,
+        *scalars(settings), kl, surrogate, scalar(temperature), emulate_bf16_logits,
+        choose(impl, "linear_policy_loss", hidden), wanted,
     )  # fmt: skip
     return PolicyLoss(loss * largest, logprob.detach(), entropy.detach(), named(sums, settings, ref_logprob))
 
@@ -111,6 +112,7 @@ def _op(
     dual_clip: Tensor,
     beta: Tensor,
     kl: str,
+    surrogate: str,
     temperature: Tensor,
     emulate_bf16: bool,
     impl: str,
@@ -120,7 +122,7 @@ def _op(
     loss, logprob, entropy, sums = _empty_results(hidden)
     parts = blocks(targets, len(weight), hidden.itemsize)
     gradients = Gradients(hidden, weight, wanted, len(parts), _kept(weight))
-    numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item(), kl)
+    numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item(), kl, surrogate)
     epilogue, policy = implementation("epilogue", impl), implementation("policy_loss", impl)
     for rows in parts:
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss of PPO and GRPO, per token."""
+"""The policy-gradient losses of PPO and GRPO, CISPO and REINFORCE, per token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from . import reference
 from .dispatch import choose, scalar
 
 KL_KINDS = ("k1", "k2", "k3", "k3_iw")
+SURROGATES = ("ppo", "cispo", "reinforce")
 
 
 def policy_loss(
@@ -27,17 +28,29 @@ def policy_loss(
     dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
+    surrogate: str = "ppo",
     impl: str = "auto",
 ) -> Tensor:
     """Loss of each token, to be minimised; how tokens are averaged is left to the caller.
 
         rho  = exp(logprob - old_logprob)
-        loss = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) + beta KL(logprob, ref_logprob)
+        loss = S + beta KL(logprob, ref_logprob)
+
+    with ``surrogate``, where sg stops the gradient,
+
+        "ppo"         S = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)    Schulman et al. 2017
+        "cispo"       S = -sg(min(rho, 1 + eps_high)) A logprob                  MiniMax-M1 2025, arXiv:2506.13585
+        "reinforce"   S = -A logprob                                             Williams 1992
+
+    "ppo" drops the gradient of a clipped token; "cispo" caps its weight and drops none. There ``eps_low`` plays no
+    part, and the cap is what TRL calls ``epsilon_high``. "reinforce" has no ratio at all: off-policy it is uncorrected,
+    and biased. The S of these two are made for their gradients and measure nothing; S is 0 where the factor of logprob
+    is, also for logprob = -inf.
 
     All tensors have one shape, usually (T,). ``log_ratio`` stands in for the difference logprob - old_logprob, with its
-    own gradient, where the ratio is not the token's (GSPO). ``dual_clip``, above 1 + eps_high, bounds the first part of
-    the loss by -dual_clip A where A < 0, so that a large ratio has no gradient there (Ye et al. 2020, eq. 5; TRL's
-    ``delta``). ``kl`` is the estimator, with d = ref_logprob - logprob: "k1" -d, "k2" d^2/2, "k3" e^d - d - 1, "k3_iw"
+    own gradient, where the ratio is not the token's (GSPO). ``dual_clip``, above 1 + eps_high, bounds the S of "ppo"
+    by -dual_clip A where A < 0, so that a large ratio has no gradient there (Ye et al. 2020, eq. 5; TRL's ``delta``).
+    ``kl`` is the estimator, with d = ref_logprob - logprob: "k1" -d, "k2" d^2/2, "k3" e^d - d - 1, "k3_iw"
     rho (e^d - d - 1). Only the importance-weighted k3_iw estimates the KL, and its gradient, once the policy has moved
     off the one that sampled. Log-ratios, and d in k3, are cut at 20: past it the value stays and the gradient is 0.
 
@@ -45,16 +58,16 @@ def policy_loss(
     float32, or float64 for float64 inputs. With logprob == old_logprob the gradient is that of -A logprob. "triton" has
     no gradient by the advantages and refuses where one is wanted; "auto" then takes plain PyTorch.
 
-    Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, dual_clip <= 1 + eps_high, an unknown ``kl``,
-    beta < 0, and beta without ref_logprob.
+    Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, dual_clip <= 1 + eps_high or with a surrogate
+    other than "ppo", an unknown ``kl`` or ``surrogate``, beta < 0, and beta without ref_logprob.
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
-    settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
+    settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
     _check(terms, settings)
     if beta == 0.0:
         terms = terms._replace(ref_logprob=None)
     if _by_triton(impl, terms):
-        return _fused(terms, settings)[0].view(logprob.shape)
+        return _fused(terms, settings)[0]
     return reference.policy_loss(**terms._asdict(), **settings._asdict())
 
 
@@ -71,23 +84,24 @@ def policy_loss_with_statistics(
     dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
+    surrogate: str = "ppo",
     impl: str = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`policy_loss`, and what is logged about it, from the same pass; detached scalars, to be summed over batches:
 
-    ``clip_low``   how many ratios are below 1 - eps_low where A < 0
-    ``clip_high``  how many are above 1 + eps_high where A > 0
+    ``clip_low``   how many ratios are below 1 - eps_low where A < 0; 0 but in "ppo"
+    ``clip_high``  how many are above 1 + eps_high where A > 0; in "cispo" whatever A, in "reinforce" 0
     ``clip_dual``  how many are above dual_clip where A < 0, if it is given
     ``ratio_max``  the largest ratio, cut at e^20 (to be maximised over batches); 0 without tokens
     ``kl``         sum of the KL estimate over tokens, where ``ref_logprob`` is given, whatever beta
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
-    settings = Settings(eps_low, eps_high, dual_clip, beta, kl)
+    settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
     _check(terms, settings)
     if not _by_triton(impl, terms):
         return reference.policy_loss(**terms._asdict(), **settings._asdict()), _statistics(terms, settings)
-    loss, _, _, sums = _fused(terms, settings)
-    return loss.view(logprob.shape), named(sums, settings, ref_logprob)
+    loss, sums = _fused(terms, settings)
+    return loss, named(sums, settings, ref_logprob)
 
 
 class Terms(NamedTuple):
@@ -109,6 +123,7 @@ class Settings(NamedTuple):
     dual_clip: float | None
     beta: float
     kl: str
+    surrogate: str
 
 
 def _check(terms: Terms, settings: Settings) -> None:
@@ -122,7 +137,11 @@ def _check(terms: Terms, settings: Settings) -> None:
 
 
 def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
-    eps_low, eps_high, dual_clip, beta, kl = settings
+    eps_low, eps_high, dual_clip, beta, kl, surrogate = settings
+    if surrogate not in SURROGATES:
+        raise ValueError(f"surrogate={surrogate!r} is not known; expected one of {', '.join(SURROGATES)}.")
+    if dual_clip is not None and surrogate != "ppo":
+        raise ValueError(f"dual_clip={dual_clip}: expected None with surrogate={surrogate!r}, only 'ppo' is clipped.")
     if not (0 <= eps_low <= 1 and eps_high >= 0):
         raise ValueError(f"eps_low={eps_low}, eps_high={eps_high}: expected 0 <= eps_low <= 1 and eps_high >= 0.")
     if dual_clip is not None and not dual_clip > 1 + eps_high:
@@ -155,8 +174,9 @@ def _by_triton(impl: str, terms: Terms) -> bool:
     return False
 
 
-def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _policy_loss_op(*terms, *scalars(settings), settings.kl)
+def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor]:
+    loss, _, _, _, sums = _policy_loss_op(*terms, *scalars(settings), settings.kl, settings.surrogate)
+    return loss.view(terms.logprob.shape), sums
 
 
 def scalars(settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,7 +190,7 @@ def _statistics(terms: Terms, settings: Settings) -> dict[str, Tensor]:
     logprob, old_logprob = reference.widen(terms.logprob), reference.widen(terms.old_logprob)
     ratio = logprob - old_logprob if terms.log_ratio is None else reference.widen(terms.log_ratio)
     statistics = reference.policy_statistics(
-        ratio, terms.advantages, settings.eps_low, settings.eps_high, terms.mask, settings.dual_clip
+        ratio, terms.advantages, settings.eps_low, settings.eps_high, terms.mask, settings.dual_clip, settings.surrogate
     )
     if terms.ref_logprob is not None:
         penalty = reference.kl_penalty(logprob, reference.widen(terms.ref_logprob), settings.kl, ratio)
@@ -192,53 +212,60 @@ def _policy_loss_op(
     dual_clip: Tensor,
     beta: Tensor,
     kl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, its derivatives by the log-ratio and, through the KL alone, by the log-prob, each (T,); statistics (5,)."""
+    surrogate: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss; its derivatives by the log-ratio and, through the KL and the score alone, by the log-prob; statistics."""
     from . import policy_loss_triton
 
     numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item())
     return policy_loss_triton.policy_loss(
-        logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl
+        logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl, surrogate
     )  # fmt: skip
 
 
 @_policy_loss_op.register_fake
-def _(logprob: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    T, ref_logprob = logprob.numel(), others[3]
-    sizes = (T, T, T if ref_logprob is not None else 0, 5)
-    a, b, c, d = (logprob.new_empty(size, dtype=torch.float32) for size in sizes)
-    return a, b, c, d
+def _(logprob: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    T, ref_logprob, surrogate = logprob.numel(), others[3], others[-1]
+    sizes = (T, T, T if ref_logprob is not None else 0, T if surrogate != "ppo" else 0, 5)
+    a, b, c, d, e = (logprob.new_empty(size, dtype=torch.float32) for size in sizes)
+    return a, b, c, d, e
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:5]]
     ctx.shape, ctx.has_log_ratio = inputs[0].shape, inputs[3] is not None
-    ctx.has_ref = inputs[4] is not None
-    ctx.save_for_backward(output[1], output[2])
+    ctx.has_ref, ctx.has_score = inputs[4] is not None, inputs[-1] != "ppo"
+    ctx.save_for_backward(*output[1:4])
 
 
 @torch.library.custom_op("nlgrpo::policy_loss_backward", mutates_args=())
-def _backward_op(grad: Tensor, through_ratio: Tensor, direct: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives that the forward made times the loss's. It has no gradient of its own."""
-    return grad * through_ratio, grad * direct if len(direct) else torch.empty_like(direct)
+def _backward_op(
+    grad: Tensor, through_ratio: Tensor, through_kl: Tensor, through_score: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The derivatives that the forward made, where it made them, times the loss's. It has no gradient of its own."""
+    by_kl, by_score = (grad * x if len(x) else torch.empty_like(x) for x in (through_kl, through_score))
+    return grad * through_ratio, by_kl, by_score
 
 
 @_backward_op.register_fake
-def _(grad: Tensor, through_ratio: Tensor, direct: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(through_ratio), torch.empty_like(direct)
+def _(grad: Tensor, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = map(torch.empty_like, slopes)
+    return a, b, c
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    by_ratio, by_kl = _backward_op(grad, *ctx.saved_tensors)
-    grads: list[Tensor | None] = [None] * 5
+    by_ratio, by_kl, by_score = _backward_op(grad, *ctx.saved_tensors)
+    there = ((by_ratio, not ctx.has_log_ratio), (by_kl, ctx.has_ref), (by_score, ctx.has_score))
+    parts = [part for part, exists in there if exists]
+    grads: list[Tensor | None] = [sum(parts[1:], parts[0]) if parts else None, *[None] * 4]
     if ctx.has_ref:
-        grads[0], grads[4] = by_kl, -by_kl
+        grads[4] = -by_kl
     if ctx.has_log_ratio:
         grads[3] = by_ratio
     else:
-        grads[0], grads[1] = by_ratio + by_kl if ctx.has_ref else by_ratio, -by_ratio
+        grads[1] = -by_ratio
     shaped = [None if g is None else g.view(ctx.shape).to(to) for g, to in zip(grads, ctx.dtypes, strict=True)]
-    return *shaped, None, None, None, None, None, None
+    return *shaped, *[None] * 7
 
 
 _policy_loss_op.register_autograd(_backward, setup_context=_setup)

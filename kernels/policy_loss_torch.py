@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import MAX_LOG_RATIO, kl_penalty, policy_loss, policy_statistics
+from .reference import MAX_LOG_RATIO, kl_penalty, policy_loss, policy_statistics, score_factor
 
 
 def loss_and_slope(
@@ -18,20 +18,29 @@ def loss_and_slope(
     dual_clip: float,
     beta: float,
     kl: str,
+    surrogate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and dloss/dlogprob, each (n,), and statistics (5,) as those of `policy_loss_triton.policy_loss`.
 
-    dloss/dlogprob = -A rho where neither clip holds + beta dKL/dlogprob
+    dloss/dlogprob = dS/dlogprob + beta dKL/dlogprob, the first by ``surrogate``:
+
+        ppo         -A rho where neither clip holds, else 0
+        cispo       -A min(rho, 1 + eps_high)
+        reinforce   -A
     """
     log_ratio = logprob - old_logprob
     loss = policy_loss(
         logprob, old_logprob, advantages, ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high,
-        dual_clip=dual_clip, beta=beta, kl=kl,
+        dual_clip=dual_clip, beta=beta, kl=kl, surrogate=surrogate,
     )  # fmt: skip
     rho, within = log_ratio.clamp(max=MAX_LOG_RATIO).exp(), ~(log_ratio > MAX_LOG_RATIO)
-    clipped = ((advantages > 0) & (rho > 1 + eps_high)) | ((advantages < 0) & ((rho < 1 - eps_low) | (rho > dual_clip)))
-    slope = torch.where(within & ~clipped, -advantages * rho, 0.0)
-    counts = policy_statistics(log_ratio, advantages, eps_low, eps_high, dual_clip=dual_clip)
+    if surrogate == "ppo":
+        below, above = rho < 1 - eps_low, rho > 1 + eps_high
+        clipped = ((advantages > 0) & above) | ((advantages < 0) & (below | (rho > dual_clip)))
+        slope = torch.where(within & ~clipped, -advantages * rho, 0.0)
+    else:
+        slope = -score_factor(rho, advantages, eps_high, surrogate)
+    counts = policy_statistics(log_ratio, advantages, eps_low, eps_high, dual_clip=dual_clip, surrogate=surrogate)
     sums = [counts["clip_low"], counts["clip_high"], counts["clip_dual"], counts["ratio_max"]]
     if ref_logprob is None:
         return loss, slope, torch.stack([*sums, rho.new_zeros(())])

@@ -1,4 +1,4 @@
-"""Loss, gradient and statistics of the clipped objective in one pass over the tokens, in float32."""
+"""Loss, gradient and statistics of the policy loss in one pass over the tokens, in float32."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .reference import MAX_LOG_RATIO
 BLOCK = 1024
 CUT = tl.constexpr(MAX_LOG_RATIO)
 KINDS = {"k1": 1, "k2": 2, "k3": 3, "k3_iw": 4}
+SURROGATES = {"ppo": 0, "cispo": 1, "reinforce": 2}
 
 
 @triton.jit
@@ -34,9 +35,10 @@ def _largest(a, b):
 
 @triton.jit(do_not_specialize=["T", "low", "high", "dual", "beta"])
 def _policy_loss_kernel(
-    logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, loss, through_ratio, direct, statistics,
-    T, low, high, dual, beta,
-    KIND: tl.constexpr, HAS_LOG_RATIO: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    logprob, old_logprob, advantages, log_ratio, ref_logprob, mask,
+    loss, through_ratio, through_kl, through_score, statistics, T, low, high, dual, beta,
+    KIND: tl.constexpr, SURROGATE: tl.constexpr, HAS_LOG_RATIO: tl.constexpr, HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """KIND 0: no reference. ``statistics`` gets a row a program: clips low, high and dual, largest ratio, sum of KL."""
     program = tl.program_id(0).to(tl.int64)
@@ -53,11 +55,22 @@ def _policy_loss_kernel(
     A = tl.load(advantages + t, mask=keep, other=0.0).to(tl.float32)
 
     rho = tl.exp(_least(lr, CUT))
-    plain, clipped = rho * A, _least(_largest(rho, low), high) * A
-    value = -_least(plain, clipped)
-    grad = tl.where(plain > clipped, 0.0, -A)  # by rho; where both are the same, rho is not clipped or A is 0
-    past_dual = (A < 0) & (rho > dual)
-    value, grad = tl.where(past_dual, -dual * A, value), tl.where(past_dual, 0.0, grad)
+    none = tl.zeros((BLOCK,), tl.int1)
+    if SURROGATE == 0:
+        plain, clipped = rho * A, _least(_largest(rho, low), high) * A
+        value = -_least(plain, clipped)
+        grad = tl.where(plain > clipped, 0.0, -A)  # by rho; where both are the same, rho is not clipped or A is 0
+        past_low, past_high, past_dual = (rho < low) & (A < 0), (rho > high) & (A > 0), (A < 0) & (rho > dual)
+        value, grad = tl.where(past_dual, -dual * A, value), tl.where(past_dual, 0.0, grad)
+    else:
+        past_low, past_high, past_dual = none, none, none
+        factor = A
+        if SURROGATE == 1:
+            past_high = rho > high
+            factor = tl.where(A == 0, 0.0, _least(rho, high) * A)
+        grad = tl.zeros((BLOCK,), tl.float32)
+        value = -factor * tl.where((factor == 0) & (lp == float("-inf")), 0.0, lp)
+        tl.store(through_score + t, tl.where(keep, -factor, 0.0), mask=inside)
     kl = tl.zeros((BLOCK,), tl.float32)
     if KIND > 0:
         d = tl.load(ref_logprob + t, mask=keep, other=0.0).to(tl.float32) - lp
@@ -75,13 +88,16 @@ def _policy_loss_kernel(
             else:
                 kl = k3
         value += beta * kl
-        tl.store(direct + t, tl.where(keep, beta * slope, 0.0), mask=inside)
+        tl.store(through_kl + t, tl.where(keep, beta * slope, 0.0), mask=inside)
     tl.store(loss + t, tl.where(keep, value, 0.0), mask=inside)
-    tl.store(through_ratio + t, tl.where(keep & ~(lr > CUT), grad * rho, 0.0), mask=inside)
+    moves = keep & ~(lr > CUT)
+    if SURROGATE > 0 and KIND < 4:
+        moves = none  # a ratio that is NaN would be NaN times 0
+    tl.store(through_ratio + t, tl.where(moves, grad * rho, 0.0), mask=inside)
 
     statistics += program * 5
-    tl.store(statistics, tl.sum((keep & (rho < low) & (A < 0)).to(tl.float32), 0))
-    tl.store(statistics + 1, tl.sum((keep & (rho > high) & (A > 0)).to(tl.float32), 0))
+    tl.store(statistics, tl.sum((keep & past_low).to(tl.float32), 0))
+    tl.store(statistics + 1, tl.sum((keep & past_high).to(tl.float32), 0))
     tl.store(statistics + 2, tl.sum((keep & past_dual).to(tl.float32), 0))
     tl.store(statistics + 3, tl.reduce(tl.where(keep, rho, 0.0), 0, _largest))
     tl.store(statistics + 4, tl.sum(tl.where(keep, kl, 0.0), 0))
@@ -100,29 +116,32 @@ def policy_loss(
     dual_clip: float,
     beta: float,
     kl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss and its derivatives by the log-ratio and, through the KL penalty alone, by the log-prob; all flat (T,).
+    surrogate: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, its derivatives by the log-ratio and, through the KL penalty and the score alone, by the log-prob.
 
-    ``dual_clip`` may be infinite. The last result is (5,): how many ratios were clipped low, high and past dual_clip,
-    the largest ratio, and the sum of the KL.
+    All are flat (T,), but that through the KL is empty without a reference, and that through the score, minus
+    `reference.score_factor`, in "ppo". ``dual_clip`` may be infinite. The last result is (5,): how many ratios were
+    clipped low, high and past dual_clip, the largest ratio, and the sum of the KL.
     """
     flat = [None if x is None else x.reshape(-1) for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob)]
     T, device = logprob.numel(), logprob.device
     loss, through_ratio = (torch.empty(T, dtype=torch.float32, device=device) for _ in range(2))
-    direct = torch.zeros(T if ref_logprob is not None else 0, dtype=torch.float32, device=device)
+    through_kl = torch.zeros(T if ref_logprob is not None else 0, dtype=torch.float32, device=device)
+    through_score = torch.empty(T if surrogate != "ppo" else 0, dtype=torch.float32, device=device)
     programs = triton.cdiv(T, BLOCK)
     parts = torch.empty(programs, 5, dtype=torch.float32, device=device)
     if T:
         _policy_loss_kernel[(programs,)](
-            *flat, None if mask is None else mask.reshape(-1), loss, through_ratio, direct, parts,
+            *flat, None if mask is None else mask.reshape(-1), loss, through_ratio, through_kl, through_score, parts,
             T, 1.0 - eps_low, 1.0 + eps_high, float(dual_clip), float(beta),
-            KIND=KINDS[kl] if ref_logprob is not None else 0, HAS_LOG_RATIO=log_ratio is not None,
-            HAS_MASK=mask is not None, BLOCK=BLOCK, num_warps=4,
+            KIND=KINDS[kl] if ref_logprob is not None else 0, SURROGATE=SURROGATES[surrogate],
+            HAS_LOG_RATIO=log_ratio is not None, HAS_MASK=mask is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     sums = parts.sum(0)
     if T:
         sums[3] = parts[:, 3].amax()
-    return loss, through_ratio, direct, sums
+    return loss, through_ratio, through_kl, through_score, sums
 
 
 def loss_and_slope(
@@ -135,9 +154,12 @@ def loss_and_slope(
     dual_clip: float,
     beta: float,
     kl: str,
+    surrogate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `policy_loss_torch.loss_and_slope`."""
-    loss, slope, direct, sums = policy_loss(
-        logprob, old_logprob, advantages, None, ref_logprob, None, eps_low, eps_high, dual_clip, beta, kl
+    loss, slope, through_kl, through_score, sums = policy_loss(
+        logprob, old_logprob, advantages, None, ref_logprob, None, eps_low, eps_high, dual_clip, beta, kl, surrogate
     )
-    return loss, slope if ref_logprob is None else slope + direct, sums
+    if ref_logprob is not None:
+        slope = slope + through_kl
+    return loss, slope if surrogate == "ppo" else slope + through_score, sums

@@ -72,10 +72,15 @@ def policy_loss(
     dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
+    surrogate: str = "ppo",
 ) -> Tensor:
-    """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) + beta KL, elementwise; 0 where ``mask`` is false.
+    """S + beta KL, elementwise; 0 where ``mask`` is false. By ``surrogate``, where sg stops the gradient, S is
 
-    With ``dual_clip`` the first part is at most -dual_clip A where A < 0.
+        ppo         -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)
+        cispo       -sg(min(rho, 1 + eps_high)) A logprob
+        reinforce   -A logprob
+
+    With ``dual_clip`` the S of ppo is at most -dual_clip A where A < 0.
     """
     logprob, old_logprob, advantages = widen(logprob), widen(old_logprob), widen(advantages)
     log_ratio = logprob - old_logprob if log_ratio is None else widen(log_ratio)
@@ -85,13 +90,26 @@ def policy_loss(
     log_ratio = torch.where(keep, log_ratio, 0.0)
     advantages = torch.where(keep, advantages, 0.0)
     rho = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    loss = -torch.minimum(rho * advantages, rho.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    if dual_clip is not None:
-        loss = torch.where((advantages < 0) & (rho > dual_clip), -dual_clip * advantages, loss)
+    if surrogate == "ppo":
+        loss = -torch.minimum(rho * advantages, rho.clamp(1 - eps_low, 1 + eps_high) * advantages)
+        if dual_clip is not None:
+            loss = torch.where((advantages < 0) & (rho > dual_clip), -dual_clip * advantages, loss)
+    else:
+        here, factor = torch.where(keep, logprob, 0.0), score_factor(rho, advantages, eps_high, surrogate)
+        loss = -factor * torch.where((factor == 0) & (here == -torch.inf), 0.0, here)
     if ref_logprob is not None and beta != 0.0:
         here, there = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
         loss = loss + beta * kl_penalty(here, there, kl, log_ratio)
     return loss
+
+
+def score_factor(rho: Tensor, advantages: Tensor, eps_high: float, surrogate: str) -> Tensor:
+    """What -logprob is multiplied by: sg(min(rho, 1 + eps_high)) A in "cispo", A in "reinforce"."""
+    if surrogate == "reinforce":
+        return advantages
+    weight = rho.detach().clamp(max=1 + eps_high)
+    # Two log-probs of -inf have no ratio; without an advantage none is needed.
+    return weight.masked_fill(weight.isnan() & (advantages == 0), 0.0) * advantages
 
 
 def linear_policy_loss(
@@ -119,14 +137,19 @@ def policy_statistics(
     eps_high: float,
     mask: Tensor | None = None,
     dual_clip: float | None = None,
+    surrogate: str = "ppo",
 ) -> dict[str, Tensor]:
     """How many ratios are clipped from below (A < 0) and from above (A > 0), and the largest ratio; scalars.
 
-    With ``dual_clip`` also how many are past it (A < 0).
+    With ``dual_clip`` also how many are past it (A < 0). In "cispo" only those above the cap count, whatever A's sign,
+    in "reinforce" none.
     """
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.bool()
     rho = torch.where(keep, log_ratio, -torch.inf).clamp(max=MAX_LOG_RATIO).exp()
-    low, high = keep & (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
+    if surrogate == "ppo":
+        low, high = keep & (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
+    else:
+        low, high = torch.zeros_like(keep), (rho > 1 + eps_high) & (surrogate == "cispo")
     largest = rho.amax() if rho.numel() else rho.new_zeros(())
     statistics = {"clip_low": low.sum().to(rho), "clip_high": high.sum().to(rho), "ratio_max": largest}
     if dual_clip is not None:

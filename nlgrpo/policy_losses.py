@@ -69,26 +69,35 @@ def packed_loss(
     dual_clip: float | None = None,
     beta: float = 0.0,
     kl: str = "k3",
+    surrogate: str = "ppo",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped loss summed over packed tokens, to be minimised, and the sums that its metrics are made of.
+    """Policy loss summed over packed tokens, to be minimised, and the sums that its metrics are made of.
 
-        L = sum_t weights_r(t) [-min(rho_t A_r(t), clip(rho_t, 1 - eps_low, 1 + eps_high) A_r(t)) + beta KL_t]
+        L = sum_t weights_r(t) [S_t + beta KL_t]
+
+    and S_t by ``surrogate``, where sg stops the gradient:
+
+        ppo         -min(rho_t A_r(t), clip(rho_t, 1 - eps_low, 1 + eps_high) A_r(t))
+        cispo       -sg(min(rho_t, 1 + eps_high)) A_r(t) log pi(t)
+        reinforce   -A_r(t) log pi(t)       off-policy, nothing corrects for the policy that sampled
 
     logprob, old_logprob, ref_logprob (T,); ``sequence`` (T,) int64, the response r(t) of each token; advantages and
     ``weights`` (R,), the latter from `token_weights`. ``old_logprob`` None says that the policy has not moved since it
     sampled: rho is 1, its gradient is not 0. ``level="sequence"`` gives all tokens of a response the ratio of
-    `sequence_log_ratio`. ``dual_clip`` and ``kl`` ("k1", "k2", "k3" or, importance-weighted, "k3_iw"): see
-    `nlgrpo.kernels.policy_loss`.
+    `sequence_log_ratio`. ``surrogate``, ``dual_clip`` (of "ppo" only) and ``kl`` ("k1", "k2", "k3" or, importance-
+    weighted, "k3_iw"): see `nlgrpo.kernels.policy_loss`.
 
-    With ``kl="k3"``, or "k3_iw" for TRL's use_bias_correction_kl, this is the loss of TRL's GRPOTrainer.
+    With ``kl="k3"``, or "k3_iw" for TRL's use_bias_correction_kl, this is the loss of TRL's GRPOTrainer; "cispo" with
+    the weights of "dapo" is that of its loss_type="cispo", where epsilon_high is the cap 1 + eps_high.
 
     Statistics, detached, to be summed over micro-batches and ranks (``ratio_max``: to be maximised):
     ``tokens``; ``ratios``, how many ratios there are (tokens, or responses); of these, ``clip_low`` with
     rho < 1 - eps_low and A < 0, ``clip_high`` with rho > 1 + eps_high and A > 0, ``clip_region`` with either, and with
-    ``dual_clip`` ``clip_dual`` with rho > dual_clip and A < 0;
+    ``dual_clip`` ``clip_dual`` with rho > dual_clip and A < 0; in "cispo" ``clip_high`` is every rho > 1 + eps_high and
+    ``clip_low`` 0, in "reinforce" both are 0;
     ``kl``, the sum over tokens of the estimate in the loss, when ``ref_logprob`` is given, whatever beta.
 
-    Raises ValueError for shapes that do not fit and for an unknown level or kl.
+    Raises ValueError for shapes that do not fit, for an unknown level, kl or surrogate, and as `policy_loss`.
     """
     _check_packed(logprob, old_logprob, advantages, sequence, weights, level)
     logprob = reference.widen(logprob)
@@ -102,9 +111,12 @@ def packed_loss(
     per_token, statistics = kernels.policy_loss_with_statistics(
         logprob, old_logprob, token_advantages, log_ratio=None if level == "token" else log_ratio,
         ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, beta=beta, kl=kl,
+        surrogate=surrogate,
     )  # fmt: skip
     if level == "sequence":
-        statistics |= reference.policy_statistics(ratios.detach(), advantages, eps_low, eps_high, dual_clip=dual_clip)
+        statistics |= reference.policy_statistics(
+            ratios.detach(), advantages, eps_low, eps_high, dual_clip=dual_clip, surrogate=surrogate
+        )
     return (weights.to(logprob)[sequence] * per_token).sum(), _counted(statistics, len(logprob), len(ratios))
 
 
@@ -123,7 +135,8 @@ def packed_loss_from_hidden(
     """`packed_loss` of the log-probs of ``targets`` (T,), and these and the entropies, detached, from hidden states.
 
     hidden (T, D) and weight (V, D): see `nlgrpo.kernels.linear_policy_loss`, which makes the gradient in the forward.
-    Token-level ratios only. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta and kl. Raises as both do.
+    Token-level ratios only. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta, kl and surrogate. Raises as
+    both do.
     """
     _check_packed(targets, old_logprob, advantages, sequence, weights, "token")
     loss, logprob, entropy, statistics = kernels.linear_policy_loss(

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nlgrpo.kernels import epilogue_triton, linearize_triton, policy_loss_triton
+from nlgrpo.kernels.policy_loss_triton import SURROGATES
 
 CAPABILITIES = (80, 90, 100)
 FLOATS = dict.fromkeys(("logprob", "entropy", "tops", "log_totals", "grad_logprob", "grad_entropy"), "*fp32")
@@ -33,12 +34,14 @@ def cases():
             constants = block | {"HAS_ENTROPY": entropy}
             name = f"gradient {kind}{' with entropy' * entropy}"
             yield name, epilogue_triton._gradient_kernel, row, constants, epilogue_triton.WARPS
-    terms = ("logprob", "old_logprob", "advantages", "log_ratio", "ref_logprob", "loss", "through_ratio", "direct")
-    types = dict.fromkeys((*terms, "statistics"), "*fp32") | {"mask": "*i1", "T": "i32"}
+    terms = ("logprob", "old_logprob", "advantages", "log_ratio", "ref_logprob", "loss", "through_ratio", "through_kl")
+    types = dict.fromkeys((*terms, "through_score", "statistics"), "*fp32") | {"mask": "*i1", "T": "i32"}
     types |= dict.fromkeys(("low", "high", "dual", "beta"), "fp32")
-    for kind, own in itertools.product(range(5), (False, True)):
-        constants = {"KIND": kind, "HAS_LOG_RATIO": own, "HAS_MASK": True, "BLOCK": policy_loss_triton.BLOCK}
-        yield f"policy_loss {kind}{' own ratio' * own}", policy_loss_triton._policy_loss_kernel, types, constants, 4
+    block = {"HAS_MASK": True, "BLOCK": policy_loss_triton.BLOCK}
+    for (surrogate, number), kind, own in itertools.product(SURROGATES.items(), range(5), (False, True)):
+        constants = block | {"KIND": kind, "SURROGATE": number, "HAS_LOG_RATIO": own}
+        name = f"policy_loss {surrogate} {kind}{' own ratio' * own}"
+        yield name, policy_loss_triton._policy_loss_kernel, types, constants, 4
     types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | dict.fromkeys(("P", "M", "chunks"), "i32")
     types |= dict.fromkeys(("stride_p", "stride_m"), "i32") | {"memory": "*i64"}
     most = linearize_triton.ELEMENTS

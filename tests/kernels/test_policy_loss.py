@@ -12,6 +12,7 @@ from nlgrpo.kernels import reference
 
 pytest.importorskip("triton")
 KINDS = ["none", "k1", "k2", "k3", "k3_iw"]
+SURROGATES = ["ppo", "cispo", "reinforce"]
 
 
 def tokens(T, device, seed=0):
@@ -67,7 +68,7 @@ def test_loss_gradients_and_statistics(impl, device, kind, T, with_mask, dual_cl
         assert statistics[name].item() == pytest.approx(expected[name], rel=1e-4), name
 
 
-def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip):
+def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip, surrogate="ppo"):
     """The statistics, one token at a time."""
     rows = torch.stack([logprob, old, A, ref], 1).tolist()
     rows = rows if mask is None else [row for row, kept in zip(rows, mask.tolist(), strict=True) if kept]
@@ -78,6 +79,9 @@ def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip):
         "clip_high": sum(rho > 1 + eps_high and a > 0 for rho, a in pairs),
         "ratio_max": max(ratios, default=0.0),
     }
+    if surrogate != "ppo":
+        above = sum(rho > 1 + eps_high for rho, _ in pairs)
+        found |= {"clip_low": 0, "clip_high": above if surrogate == "cispo" else 0}
     if dual_clip is not None:
         found["clip_dual"] = sum(rho > dual_clip and a < 0 for rho, a in pairs)
     if kind != "none":
@@ -87,6 +91,122 @@ def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip):
         terms = {"k1": [-x for x in d], "k2": [x * x / 2 for x in d], "k3": k3, "k3_iw": weighted}
         found["kl"] = sum(terms[kind])
     return found
+
+
+def formula(surrogate, kind, logprob, log_ratio, A, ref, mask, *, eps_high, beta):
+    """The definition of "cispo" and "reinforce" with a penalty, in float64, of the tokens of the mask."""
+    rho = log_ratio.clamp(max=20).exp()
+    weight = torch.minimum(rho.detach(), torch.tensor(1 + eps_high)) if surrogate == "cispo" else 1
+    loss, d = -weight * A * logprob, ref - logprob
+    k3 = d.clamp(max=20).exp() - d.clamp(max=20) - 1
+    penalty = {"none": 0 * d, "k1": -d, "k2": d * d / 2, "k3": k3, "k3_iw": rho * k3}[kind]
+    loss = loss + beta * penalty
+    return loss if mask is None else loss * mask
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("own_ratio", [False, True])
+def test_surrogates_of_the_score_by_their_formulas(impl, device, surrogate, kind, with_mask, own_ratio):
+    """Loss, the gradients of all four log-probs, and statistics; a third of the ratios is above the cap."""
+    T, eps_high, beta = 1025, 0.2, 0.7
+    logprob, old, A, ref = (x.float() for x in tokens(T, device))
+    mask = torch.arange(T, device=device) % 3 > 0 if with_mask else None
+    inputs, upstream = [logprob, old, ref, 1.1 * (logprob - old)], torch.randn(T, 2, device=device)[:, 0]
+
+    def ours(logprob, old, ref, log_ratio):
+        more = {} if kind == "none" else {"ref_logprob": ref, "beta": beta, "kl": kind}
+        return kernels.policy_loss_with_statistics(
+            logprob, old, A, mask=mask, eps_high=eps_high, surrogate=surrogate, impl=impl,
+            log_ratio=log_ratio if own_ratio else None, **more,
+        )  # fmt: skip
+
+    def truth(logprob, old, ref, log_ratio):
+        ratio = log_ratio if own_ratio else logprob - old
+        loss = formula(surrogate, kind, logprob, ratio, A.double(), ref, mask, eps_high=eps_high, beta=beta)
+        limits = {"mask": mask, "eps_low": 0.2, "eps_high": eps_high, "dual_clip": None}
+        before = logprob - ratio
+        return loss, counted(logprob, before, A.double(), ref, kind, surrogate=surrogate, **limits)
+
+    ours, statistics = evaluate(ours, inputs, upstream)
+    truth, expected = evaluate(truth, [x.double() for x in inputs], upstream.double())
+    close(ours, truth)
+    assert surrogate == "reinforce" or 0.2 * T < expected["clip_high"] * (1.5 if with_mask else 1) < 0.5 * T
+    assert statistics.keys() == expected.keys()
+    for name in statistics:
+        assert statistics[name].item() == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_cispo_caps_the_weight_where_ppo_drops_the_token(impl, device):
+    """A ratio of 2 and eps_high 0.5: ppo has no gradient for A = 1, and that of the whole ratio for A = -1."""
+    old, A = torch.full((2,), -3.0, device=device), torch.tensor([1.0, -1.0], device=device)
+    found = {}
+    for surrogate in SURROGATES:
+        logprob = (old + math.log(2)).requires_grad_()
+        loss = kernels.policy_loss(logprob, old, A, eps_high=0.5, surrogate=surrogate, impl=impl)
+        (found[surrogate],) = torch.autograd.grad(loss.sum(), logprob)
+    assert found["ppo"].tolist() == pytest.approx([0, 2])
+    assert found["cispo"].tolist() == pytest.approx([-1.5, 1.5])
+    assert found["reinforce"].tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+@pytest.mark.parametrize("kind", ["none", "k3", "k3_iw"])
+def test_gradients_of_the_score_by_finite_differences(surrogate, kind):
+    """With a ratio of its own the stopped gradient stops nothing that depends on the log-prob."""
+    logprob, old, A, ref = tokens(40, "cpu", seed=3)
+    ratio = (logprob - old)[3:]
+
+    def loss(logprob, A, ref):
+        more = {} if kind == "none" else {"ref_logprob": ref, "beta": 0.7, "kl": kind}
+        return kernels.policy_loss(logprob, old[3:], A, log_ratio=ratio, surrogate=surrogate, **more)
+
+    assert torch.autograd.gradcheck(loss, [x[3:].requires_grad_() for x in (logprob, A, ref)])
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+def test_a_logprob_of_minus_infinity_is_no_nan(impl, device, surrogate):
+    """Without an advantage it has no loss and no gradient, nor with a ratio of 0; REINFORCE's loss else is infinite."""
+    logprob = torch.full((4,), -math.inf, device=device).requires_grad_()
+    old = torch.tensor([-1.0, -math.inf, -1.0, -1.0], device=device)
+    A = torch.tensor([0.0, 0.0, 2.0, -2.0], device=device)
+    loss = kernels.policy_loss(logprob, old, A, surrogate=surrogate, impl=impl)
+    (grad,) = torch.autograd.grad(loss.sum(), logprob)
+    if surrogate == "cispo":
+        assert loss.tolist() == grad.tolist() == [0, 0, 0, 0]
+    else:
+        assert loss.tolist() == [0, 0, math.inf, -math.inf]
+        assert grad[:2].tolist() == [0, 0]
+
+
+def test_reinforce_does_not_read_the_policy_that_sampled(impl, device):
+    logprob, _, A, ref = (x.float() for x in tokens(20, device))
+    poison = torch.full_like(logprob, math.nan)
+    options = {"ref_logprob": ref, "beta": 0.1, "kl": "k2", "surrogate": "reinforce", "impl": impl}
+    leaf = logprob.requires_grad_()
+    loss = kernels.policy_loss(leaf, poison, A, **options)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    torch.testing.assert_close(loss, -A * logprob + 0.1 * (ref - logprob) ** 2 / 2)
+    torch.testing.assert_close(grad, -A - 0.1 * (ref - logprob))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"surrogate": "grpo"}, "surrogate='grpo' is not known; expected one of ppo, cispo, reinforce"),
+        ({"surrogate": None}, "surrogate=None is not known"),
+        ({"surrogate": "cispo", "dual_clip": 3.0}, "expected None with surrogate='cispo'"),
+        ({"surrogate": "reinforce", "dual_clip": 3.0}, "expected None with surrogate='reinforce'"),
+        ({"surrogate": "cispo", "eps_high": -0.1}, "eps_high=-0.1"),
+        ({"surrogate": "reinforce", "beta": 0.1}, "needs ref_logprob"),
+    ],
+)
+@pytest.mark.parametrize("function", [kernels.policy_loss, kernels.policy_loss_with_statistics])
+def test_surrogates_refuse(function, change, says):
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match=says):
+        function(x, x, x, **change)
 
 
 def test_a_ratio_of_its_own_has_its_own_gradient(device):
@@ -108,17 +228,20 @@ def test_a_ratio_of_its_own_has_its_own_gradient(device):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-def test_masked_tokens_may_hold_anything(device, poison):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_masked_tokens_may_hold_anything(impl, device, poison, surrogate):
     logprob, old, A, ref = (x.float() for x in tokens(50, device))
     mask = torch.arange(50, device=device) % 2 == 0
     bad = [x.masked_fill(~mask, poison).requires_grad_() for x in (logprob, old, ref)]
     loss, statistics = kernels.policy_loss_with_statistics(
-        bad[0], bad[1], A, ref_logprob=bad[2], mask=mask, beta=0.5, impl="triton"
+        bad[0], bad[1], A, ref_logprob=bad[2], mask=mask, beta=0.5, surrogate=surrogate, impl=impl
     )
     loss.sum().backward()
     assert (loss[~mask] == 0).all()
     assert loss.isfinite().all()
-    assert all(x.grad.isfinite().all() and (x.grad[~mask] == 0).all() for x in bad)
+    for x in bad:
+        assert x.grad is None or (x.grad.isfinite().all() and (x.grad[~mask] == 0).all())
+    assert bad[0].grad[mask].abs().min() > 0
     assert all(value.isfinite() for value in statistics.values())
 
 
@@ -135,11 +258,14 @@ def test_shapes_and_no_tokens(device):
     x = torch.randn(3, 5, device=device)
     loss = kernels.policy_loss(x.T, x.T - 0.1, x.T, mask=x.T > 0, impl="triton")
     torch.testing.assert_close(loss, reference.policy_loss(x.T, x.T - 0.1, x.T, mask=x.T > 0))
-    none = x[:0, 0].requires_grad_()
-    loss, statistics = kernels.policy_loss_with_statistics(none, none, none.detach(), impl="triton")
-    loss.sum().backward()
-    assert none.grad.shape == (0,)
-    assert statistics["ratio_max"] == 0
+    for surrogate in SURROGATES:
+        none = x[:0, 0].detach().requires_grad_()
+        loss, statistics = kernels.policy_loss_with_statistics(
+            none, none, none.detach(), surrogate=surrogate, impl="triton"
+        )
+        loss.sum().backward()
+        assert none.grad.shape == (0,)
+        assert statistics["ratio_max"] == 0
 
 
 def test_a_gradient_by_the_advantages_is_not_lost(device):
@@ -151,11 +277,15 @@ def test_a_gradient_by_the_advantages_is_not_lost(device):
         kernels.policy_loss(x, x, A, impl="triton")
 
 
-def test_a_nan_is_not_hidden(impl, device):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_nan_is_not_hidden(impl, device, surrogate, advantage):
     """A ratio that is NaN has a loss that is NaN, and so is the largest ratio; the others stay as they are."""
     x = torch.tensor([0.0, math.nan, 0.1], device=device, requires_grad=True)
-    old, A = torch.zeros(3, device=device), torch.ones(3, device=device)
-    loss, statistics = kernels.policy_loss_with_statistics(x, old, A, ref_logprob=old, beta=0.1, impl=impl)
+    old, A = torch.zeros(3, device=device), torch.full((3,), advantage, device=device)
+    loss, statistics = kernels.policy_loss_with_statistics(
+        x, old, A, ref_logprob=old, beta=0.1, surrogate=surrogate, impl=impl
+    )
     loss.sum().backward()
     assert loss.isnan().tolist() == [False, True, False]
     assert x.grad[[0, 2]].isfinite().all()
@@ -163,11 +293,12 @@ def test_a_nan_is_not_hidden(impl, device):
     assert statistics["kl"].isnan()
 
 
+@pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_types_are_read_as_they_are_and_computed_in_float32(impl, device, dtype):
+def test_narrow_types_are_read_as_they_are_and_computed_in_float32(impl, device, dtype, surrogate):
     inputs = [x.to(dtype).requires_grad_(i == 0) for i, x in enumerate(tokens(300, device))]
     wide = [x.detach().float().requires_grad_(i == 0) for i, x in enumerate(inputs)]
-    options = {"beta": 0.3, "kl": "k3", "dual_clip": 3.0}
+    options = {"beta": 0.3, "kl": "k3", "dual_clip": 3.0 if surrogate == "ppo" else None, "surrogate": surrogate}
     ours = kernels.policy_loss(*inputs[:3], ref_logprob=inputs[3], impl=impl, **options)
     truth = reference.policy_loss(*wide[:3], ref_logprob=wide[3], **options)
     assert ours.dtype == torch.float32
@@ -186,22 +317,35 @@ def test_a_second_derivative_is_refused_and_not_0(device):
         torch.autograd.grad(grad.sum(), x)
 
 
-def test_few_compilations_serve_every_length_and_beta():
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_few_compilations_serve_every_length_and_number(surrogate):
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter)
-    def loss(logprob, A, beta):
-        return kernels.policy_loss(logprob, logprob, A, ref_logprob=A, beta=beta, impl="triton").sum()
+    def loss(logprob, old, A, beta, eps_high):
+        options = {"ref_logprob": A, "beta": beta, "eps_high": eps_high, "surrogate": surrogate, "impl": "triton"}
+        return kernels.policy_loss(logprob, old, A, **options).sum()
 
     for T in range(5, 17):
-        x, A = torch.randn(2, T)
-        expected = reference.policy_loss(x, x, A, ref_logprob=A, beta=0.1 * T).sum()
-        torch.testing.assert_close(loss(x, A, 0.1 * T), expected, atol=1e-4, rtol=1e-5)
+        x, old, A = torch.randn(3, T, generator=torch.Generator().manual_seed(T))
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        beta, eps_high = 0.1 * T, T / 20
+        options = {"ref_logprob": A.double(), "beta": beta, "eps_high": eps_high, "surrogate": surrogate}
+        truth = reference.policy_loss(theirs, old.double(), A.double(), **options).sum()
+        value = loss(ours, old, A, beta, eps_high)
+        torch.testing.assert_close(value.double(), truth, atol=1e-4, rtol=1e-5)
+        grads = [torch.autograd.grad(y, leaf)[0].double() for y, leaf in ((value, ours), (truth, theirs))]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-5)
     assert counter.frame_count <= 2  # of a fixed length first
 
 
-def test_opcheck():
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("with_ref", [False, True])
+@pytest.mark.parametrize("own_ratio", [False, True])
+def test_opcheck(surrogate, with_ref, own_ratio):
     x, old, A, ref = (t.float() for t in tokens(20, "cpu"))
     half = torch.tensor(0.5, dtype=torch.float64)
     x.requires_grad_()
-    torch.library.opcheck(torch.ops.nlgrpo.policy_loss, (x, old, A, None, ref, None, half, half, 4 * half, half, "k3"))
+    ratio, ref = (x - old).detach().requires_grad_() if own_ratio else None, ref if with_ref else None
+    numbers = (half, half, 4 * half, half, "k3_iw", surrogate)
+    torch.library.opcheck(torch.ops.nlgrpo.policy_loss, (x, old, A, ratio, ref, None, *numbers))
