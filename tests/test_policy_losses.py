@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 
-from nlgrpo.policy_losses import packed_loss, sequence_log_ratio, token_weights
+from nlgrpo import kernels
+from nlgrpo.policy_losses import packed_loss, packed_loss_from_hidden, sequence_log_ratio, token_weights
 
 LENGTHS = torch.tensor([5, 1, 0, 7, 3])
 KINDS = ["grpo", "bnpo", "dapo", "dr_grpo"]
+SURROGATES = ["ppo", "cispo", "reinforce"]
 
 
 def batch(seed=1):
@@ -38,7 +40,8 @@ def normalised(kind, per_token):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "k3_iw"])
-def test_packed_loss_by_definition(kind, level, kl):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_packed_loss_by_definition(kind, level, kl, surrogate):
     inputs = batch()
     logprob, old, ref, A = (inputs[n].tolist() for n in ("logprob", "old_logprob", "ref_logprob", "advantages"))
     per_token, start = [], 0
@@ -51,20 +54,49 @@ def test_packed_loss_by_definition(kind, level, kl):
             d = ref[t] - logprob[t]
             k3 = math.exp(d) - d - 1
             penalty = {"k1": -d, "k2": d * d / 2, "k3": k3, "k3_iw": rho * k3}[kl]
-            row.append(-min(rho * A[r], min(max(rho, 0.9), 1.3) * A[r]) + 0.04 * penalty)
+            terms = {"ppo": -min(rho * A[r], min(max(rho, 0.9), 1.3) * A[r])}
+            terms |= {"cispo": -min(rho, 1.3) * A[r] * logprob[t], "reinforce": -A[r] * logprob[t]}
+            row.append(terms[surrogate] + 0.04 * penalty)
         per_token.append(row)
         start += length
     weights = token_weights(kind, LENGTHS, sequences=len(LENGTHS), tokens=int(LENGTHS.sum()), max_length=8)
-    loss, _ = packed_loss(**inputs, weights=weights, level=level, eps_low=0.1, eps_high=0.3, beta=0.04, kl=kl)
+    options = {"eps_low": 0.1, "eps_high": 0.3, "beta": 0.04, "kl": kl, "surrogate": surrogate}
+    loss, _ = packed_loss(**inputs, weights=weights, level=level, **options)
     assert loss.item() == pytest.approx(normalised(kind, per_token), abs=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+@pytest.mark.parametrize("kl", ["k1", "k3", "k3_iw"])
+def test_gradients_of_the_score_by_autograd(level, surrogate, kl):
+    """Of the padded loop's loss: the weight of a token stops the gradient, the ratio of the weighted k3 does not."""
+    inputs = batch()
+    truth = inputs["logprob"].detach().clone().requires_grad_()
+    rows = [x.split(LENGTHS.tolist()) for x in (truth, inputs["old_logprob"], inputs["ref_logprob"])]
+    loss = 0
+    for r, (logprob, old, ref) in enumerate(zip(*rows, strict=True)):
+        if not len(logprob):
+            continue
+        rho = ((logprob - old).mean() if level == "sequence" else logprob - old).exp()
+        weight = rho.clamp(max=1.3).detach() if surrogate == "cispo" else 1
+        d = ref - logprob
+        penalty = {"k1": -d, "k3": d.exp() - d - 1, "k3_iw": rho * (d.exp() - d - 1)}[kl]
+        loss = loss + (-weight * inputs["advantages"][r] * logprob + 0.3 * penalty).mean() / len(LENGTHS)
+    loss.backward()
+    weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
+    options = {"level": level, "eps_high": 0.3, "beta": 0.3, "kl": kl, "surrogate": surrogate}
+    packed_loss(**inputs, weights=weights, **options)[0].backward()
+    torch.testing.assert_close(inputs["logprob"].grad, truth.grad, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind, level):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind, level, surrogate):
     inputs = batch()
     weights = token_weights(kind, LENGTHS, sequences=5, tokens=16, max_length=8)
-    whole, stats = packed_loss(**inputs, weights=weights, level=level, beta=0.1)
+    options = {"level": level, "beta": 0.1, "surrogate": surrogate}
+    whole, stats = packed_loss(**inputs, weights=weights, **options)
     whole.backward()
     gradient, inputs["logprob"].grad = inputs["logprob"].grad, None
     sums = []
@@ -74,9 +106,7 @@ def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind,
         some = {n: inputs[n][tokens] for n in ("logprob", "old_logprob", "ref_logprob")}
         their_weights = token_weights(kind, LENGTHS[part], sequences=5, tokens=16, max_length=8)
         A = inputs["advantages"][part]
-        loss, part_stats = packed_loss(
-            **some, advantages=A, sequence=sequence, weights=their_weights, level=level, beta=0.1
-        )
+        loss, part_stats = packed_loss(**some, advantages=A, sequence=sequence, weights=their_weights, **options)
         loss.backward()
         sums.append({**part_stats, "loss": loss.detach()})
     torch.testing.assert_close(sum(s["loss"] for s in sums), whole.detach(), rtol=0, atol=1e-14)
@@ -87,11 +117,12 @@ def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind,
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_on_policy_gradient_is_that_of_the_score(level):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_on_policy_gradient_is_that_of_the_score(level, surrogate):
     """rho = 1 everywhere: the gradient is -weight A grad log pi, at sequence level with A spread over the tokens."""
     inputs = batch()
     weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
-    loss, stats = packed_loss(**{**inputs, "old_logprob": None}, weights=weights, level=level)
+    loss, stats = packed_loss(**{**inputs, "old_logprob": None}, weights=weights, level=level, surrogate=surrogate)
     loss.backward()
     truth = -(weights * inputs["advantages"])[inputs["sequence"]]
     torch.testing.assert_close(inputs["logprob"].grad, truth)
@@ -109,15 +140,34 @@ def test_sequence_level_gradient_by_finite_differences():
     )
 
 
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_from_hidden_states_it_is_the_same(surrogate):
+    inputs, g = batch(), torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 4, generator=g, dtype=torch.float64).requires_grad_() for n in (16, 7))
+    targets = torch.randint(7, (16,), generator=g)
+    logprob, _ = kernels.linear_logprob(hidden, weight, targets)
+    inputs |= {"logprob": logprob, "old_logprob": (logprob + 0.4 * torch.randn(16, generator=g)).detach()}
+    weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
+    options = {"beta": 0.3, "kl": "k3_iw", "surrogate": surrogate}
+    expected, expected_stats = packed_loss(**inputs, weights=weights, **options)
+    del inputs["logprob"]
+    loss, stats, *_ = packed_loss_from_hidden(hidden, weight, targets, **inputs, weights=weights, **options)
+    grads = [torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected)]
+    torch.testing.assert_close((loss, *grads[0]), (expected, *grads[1]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(stats, expected_stats)
+
+
 def test_sequence_log_ratio():
     mean = sequence_log_ratio(torch.tensor([1.0, 2.0, 6.0, 4.0]), torch.tensor([2, 0, 2, 0]), 4)
     assert mean.tolist() == [3.0, 0.0, 3.5, 0.0]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_statistics_by_counting(level):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_statistics_by_counting(level, surrogate):
     inputs = batch(seed=1)
-    _, stats = packed_loss(**inputs, weights=torch.ones(5), level=level, eps_low=0.1, eps_high=0.2)
+    options = {"level": level, "eps_low": 0.1, "eps_high": 0.2, "surrogate": surrogate}
+    _, stats = packed_loss(**inputs, weights=torch.ones(5), **options)
     log_ratio = (inputs["logprob"] - inputs["old_logprob"]).detach()
     A = inputs["advantages"]
     if level == "sequence":
@@ -129,6 +179,8 @@ def test_statistics_by_counting(level):
     high = sum(rho > 1.2 and a > 0 for rho, a in ratios)
     assert low > 0
     assert high > 0
+    if surrogate != "ppo":
+        low, high = 0, sum(rho > 1.2 for rho, _ in ratios) if surrogate == "cispo" else 0
     assert stats["clip_low"] == low
     assert stats["clip_high"] == high
     assert stats["clip_region"] == low + high
@@ -200,6 +252,9 @@ def test_token_weights_refuse(change, says):
         ({"ref_logprob": torch.ones(1)}, "ref_logprob"),
         ({"weights": torch.ones(4)}, r"\(5,\) and \(4,\)"),
         ({"kl": "kl"}, "k1, k2, k3, k3_iw"),
+        ({"surrogate": "grpo"}, "surrogate='grpo' is not known; expected one of ppo, cispo, reinforce"),
+        ({"surrogate": "cispo", "dual_clip": 2.0}, "dual_clip=2.0: expected None with surrogate='cispo'"),
+        ({"surrogate": "reinforce", "dual_clip": 2.0, "level": "sequence"}, "surrogate='reinforce'"),
         ({"beta": 0.1, "ref_logprob": None}, "needs ref_logprob"),
     ],
 )
@@ -212,10 +267,20 @@ def test_every_combination_is_finite_for_wild_ratios():
     """A response that the policy has all but forgotten, and one that only it would write."""
     logprob = torch.tensor([-1e4, -1e4, -1e-3, -1e-3], requires_grad=True)
     old, sequence = torch.tensor([-1.0, -1.0, -1e4, -1e4]), torch.tensor([0, 0, 1, 1])
-    for level, kl, sign in itertools.product(("token", "sequence"), ("k1", "k2", "k3", "k3_iw"), (1, -1)):
+    kls = ("k1", "k2", "k3", "k3_iw")
+    for level, kl, sign, surrogate in itertools.product(("token", "sequence"), kls, (1, -1), SURROGATES):
         A = sign * torch.tensor([1.0, -1.0])
         loss, stats = packed_loss(
-            logprob, old, A, sequence, torch.ones(2), ref_logprob=old, level=level, beta=0.1, kl=kl
+            logprob,
+            old,
+            A,
+            sequence,
+            torch.ones(2),
+            ref_logprob=old,
+            level=level,
+            beta=0.1,
+            kl=kl,
+            surrogate=surrogate,
         )
         (gradient,) = torch.autograd.grad(loss, logprob)
         assert loss.isfinite()

@@ -92,7 +92,7 @@ def theirs(trainer, inputs, loss_type, beta, bias_correction, level):
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 
-def ours(trainer, inputs, loss_type, beta, bias_correction, level, dual_clip=None):
+def ours(trainer, inputs, loss_type, beta, bias_correction, level, **options):
     keep = inputs["completion_mask"].bool()
     old, ref = inputs.get("old_per_token_logps"), inputs["ref_per_token_logps"]
     tokens = GENERATION_TOKENS / 2 if loss_type == "dapo" else int(LENGTHS.sum())
@@ -100,8 +100,42 @@ def ours(trainer, inputs, loss_type, beta, bias_correction, level, dual_clip=Non
     return packed_loss(
         completion_logprob(trainer.model, inputs, trainer.temperature)[keep], None if old is None else old[keep],
         inputs["advantages"], keep.nonzero()[:, 0], weights, ref_logprob=ref[keep], level=level, eps_low=0.1,
-        eps_high=0.2, dual_clip=dual_clip, beta=beta, kl="k3_iw" if bias_correction else "k3",
+        eps_high=0.2, beta=beta, kl="k3_iw" if bias_correction else "k3", **options,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("beta", "bias_correction"), [(0.0, False), (0.04, False), (0.04, True)])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("moved", [0, 1, 4])
+def test_cispo_is_that_of_trl(trainer, inputs, beta, bias_correction, level, moved, monkeypatch):
+    """On policy, off it, and as far off as many epochs on one batch lead; TRL's epsilon_high is the cap itself."""
+    monkeypatch.setattr(trainer, "epsilon_high", 1.2)
+    keep = inputs["completion_mask"].bool()
+    with torch.no_grad():
+        here = completion_logprob(trainer.model, inputs, trainer.temperature)
+    old = here + moved * (inputs["old_per_token_logps"] - here)
+    inputs = {**inputs, "old_per_token_logps": old if moved else None}
+    loss, metrics = theirs(trainer, inputs, "cispo", beta, bias_correction, level)
+    truth = gradients(trainer.model, loss)
+    our_loss, stats = ours(trainer, inputs, "dapo", beta, bias_correction, level, surrogate="cispo")
+    mine = gradients(trainer.model, our_loss)
+    assert our_loss.item() == pytest.approx(loss.item(), abs=1e-5, rel=1e-5)
+    for name, gradient in truth.items():
+        scale = gradient.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    ratio = (here - old).exp()[keep] if level == "token" else torch.stack(
+        [(row[kept].mean()).exp() for row, kept in zip(here - old, keep, strict=True)]
+    )  # fmt: skip
+    assert stats["clip_high"] == (ratio > 1.2).sum()
+    assert stats["clip_low"] == 0
+    assert not moved or level == "sequence" or stats["clip_high"] > 0
+    if level == "token":  # TRL counts those of A > 0 only
+        positive = inputs["advantages"][keep.nonzero()[:, 0]] > 0
+        share = ((ratio > 1.2) & positive).sum() / keep.sum()
+        assert metrics["cispo_clip_ratio"] == pytest.approx(share.item(), abs=1e-6)
+    if beta:
+        assert (stats["kl"] / stats["tokens"]).item() == pytest.approx(metrics["kl"], rel=1e-4)
 
 
 def gradients(model, loss):

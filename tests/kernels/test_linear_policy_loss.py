@@ -15,6 +15,7 @@ from nlgrpo.kernels import head as module
 from nlgrpo.kernels import reference
 
 KINDS = ["none", "k1", "k2", "k3", "k3_iw"]
+SURROGATES = ["ppo", "cispo", "reinforce"]
 
 
 @pytest.fixture
@@ -51,20 +52,21 @@ def plain(targets, old, ref, A, w, **options):
     return loss
 
 
-def options_of(kind):
-    return {} if kind == "none" else {"beta": 0.4, "kl": kind}
+def options_of(kind, surrogate="ppo"):
+    options = {"eps_low": 0.1, "eps_high": 0.3, "dual_clip": 1.8 if surrogate == "ppo" else None}
+    return options | {"surrogate": surrogate} | ({} if kind == "none" else {"beta": 0.4, "kl": kind})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_loss_and_gradients(impl, device, small_blocks, kind, dtype, temperature):
+@pytest.mark.parametrize(("surrogate", "temperature"), [("ppo", 1.0), ("ppo", 0.7), ("cispo", 0.7), ("reinforce", 0.7)])
+def test_loss_and_gradients(impl, device, small_blocks, kind, dtype, surrogate, temperature):
     if (impl, dtype) == ("triton", torch.float64):
         pytest.skip("Triton's kernels compute in float32")
     hidden, weight, bias, targets = head(150, 24, 300, dtype, device)
     old, ref, A, w = tokens(hidden, weight, bias, targets)
     ref = None if kind == "none" else ref
-    options = {"eps_low": 0.1, "eps_high": 0.3, "dual_clip": 1.8, "temperature": temperature} | options_of(kind)
+    options = {"temperature": temperature} | options_of(kind, surrogate)
 
     def ours(hidden, weight, bias):
         result = kernels.linear_policy_loss(
@@ -76,11 +78,41 @@ def test_loss_and_gradients(impl, device, small_blocks, kind, dtype, temperature
     theirs = plain(targets, old, ref, A, w, **options)
     truth = run(theirs, [x.double() for x in leaves])
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}[dtype]
+    if surrogate != "ppo" and dtype.itemsize == 2:
+        tolerance *= (
+            4  # the gradient is rounded in the logits, in the sum and scaled: seeds differ, and so do surrogates
+        )
     check_as_good_as_torch(run(ours, leaves), run(theirs, leaves), truth, tolerance + truncation(impl, device, dtype))
 
 
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+def test_surrogates_of_the_score_by_their_formulas(impl, device, small_blocks, surrogate):
+    """The whole loss from hidden states written out in float64, with the weighted k3."""
+    hidden, weight, bias, targets = head(150, 24, 300, torch.float32, device)
+    old, ref, A, w = tokens(hidden, weight, bias, targets)
+
+    def ours(hidden, weight, bias):
+        result = kernels.linear_policy_loss(
+            hidden, weight, targets, old, A, bias=bias, token_weights=w, ref_logprob=ref, impl=impl,
+            **options_of("k3_iw", surrogate),
+        )  # fmt: skip
+        return result.loss
+
+    def truth(hidden, weight, bias):
+        logprob = (hidden @ weight.T + bias).log_softmax(1)[torch.arange(150, device=device), targets]
+        rho, d = (logprob - old).exp(), ref - logprob
+        factor = rho.detach().where(rho < 1.3, 1.3) if surrogate == "cispo" else 1
+        return (w * (-factor * A * logprob + 0.4 * rho * (d.exp() - d - 1))).sum()
+
+    leaves = [hidden, weight, bias]
+    expected = run(truth, [x.double() for x in leaves])
+    for x, y in zip(run(ours, leaves), expected, strict=True):
+        assert (x - y).abs().max() < (1e-5 + truncation(impl, device, torch.float32)) * y.abs().max()
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("kind", ["none", "k3_iw"])
-def test_what_is_logged_is_what_the_two_ops_say(impl, device, small_blocks, kind):
+def test_what_is_logged_is_what_the_two_ops_say(impl, device, small_blocks, kind, surrogate):
     hidden, weight, bias, targets = head(150, 24, 300, torch.float32, device)
     targets[::3] = IGNORE
     kept = targets != IGNORE
@@ -88,7 +120,7 @@ def test_what_is_logged_is_what_the_two_ops_say(impl, device, small_blocks, kind
     for x in (old, ref, A, w, hidden):
         x[~kept] = math.nan  # nothing of such a token is read
     ref = None if kind == "none" else ref
-    options = {"eps_low": 0.1, "eps_high": 0.3, "dual_clip": 1.8} | options_of(kind)
+    options = options_of(kind, surrogate)
     with torch.no_grad():
         result = kernels.linear_policy_loss(
             hidden, weight, targets, old, A, bias=bias, token_weights=w, ref_logprob=ref, impl=impl, **options
@@ -116,6 +148,9 @@ def test_what_is_logged_is_what_the_two_ops_say(impl, device, small_blocks, kind
         "ratio_max": ratio.max(),
     }
     assert all(count > 0 for count in expected.values())
+    if surrogate != "ppo":
+        del expected["clip_dual"]
+        expected |= {"clip_low": A.new_zeros(()), "clip_high": (ratio > 1.3).sum() * (surrogate == "cispo")}
     if kind != "none":
         d = ref[kept] - logprob
         expected["kl"] = (ratio * (d.exp() - d - 1)).sum()
@@ -124,17 +159,41 @@ def test_what_is_logged_is_what_the_two_ops_say(impl, device, small_blocks, kind
         assert result.statistics[name].item() == pytest.approx(value.item(), rel=1e-4), name
 
 
-def test_on_policy_and_unweighted_it_is_the_policy_gradient(impl, device):
-    """The gradient is that of -sum_t A_t log pi(t), and the loss -sum_t A_t."""
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_on_policy_and_unweighted_it_is_the_policy_gradient(impl, device, surrogate):
+    """The gradient is that of -sum_t A_t log pi(t), and the loss that, or -sum_t A_t in "ppo"."""
     hidden, weight, bias, targets = head(30, 8, 50, torch.float32, device)
     A = torch.randn(30, generator=torch.Generator().manual_seed(0)).to(device)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    ours = kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias, impl=impl)
-    assert ours.loss.item() == pytest.approx(-A.sum().item(), abs=1e-5)
+    ours = kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias, surrogate=surrogate, impl=impl)
     truth = [x.detach().double().requires_grad_() for x in leaves]
     logprob, _ = reference.linear_logprob(*truth[:2], targets, bias=truth[2])
-    expected = torch.autograd.grad(-(A.double() * logprob).sum(), truth)
+    loss = -(A.double() * logprob).sum()
+    assert ours.loss.item() == pytest.approx(-A.sum().item() if surrogate == "ppo" else loss.item(), abs=1e-5)
+    expected = torch.autograd.grad(loss, truth)
     for x, y in zip(torch.autograd.grad(ours.loss, leaves), expected, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
+def test_an_impossible_token_without_an_advantage_is_no_nan(impl, device, surrogate):
+    """Its log-prob is -inf, and on policy its ratio has no value; the others' loss and gradients stay."""
+    hidden, weight, bias, targets = head(6, 4, 9, torch.float32, device)
+    targets = torch.tensor([3, 1, 2, 3, 0, 4], device=device)
+    bias[3], A = -math.inf, torch.tensor([0.0, 1, -1, 0, 2, 1], device=device)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    result = kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias, surrogate=surrogate, impl=impl)
+    assert result.logprob.isneginf().tolist() == [True, False, False, True, False, False]
+    kept = A != 0
+    truth = [x.detach().double().requires_grad_() for x in leaves]
+    logprob = (truth[0] @ truth[1].T + bias).log_softmax(1)[kept, targets[kept]]
+    loss = -(A[kept] * logprob).sum()
+    assert result.loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    finite = torch.arange(9, device=device) != 3
+    logits = (truth[0] @ truth[1][finite].T + bias[finite]).log_softmax(1)
+    column = torch.where(targets > 3, targets - 1, targets)
+    expected = torch.autograd.grad(-(A * logits.gather(1, column[:, None])[:, 0])[kept].sum(), truth)
+    for x, y in zip(torch.autograd.grad(result.loss, leaves), expected, strict=True):
         torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
 
 
@@ -237,6 +296,8 @@ def test_no_tensor_of_all_logits_exists(small_blocks):
         ({"ref_logprob": torch.ones(4)}, "ref_logprob"),
         ({"beta": 0.1}, "needs ref_logprob"),
         ({"kl": "k4"}, "k1, k2, k3, k3_iw"),
+        ({"surrogate": "CISPO"}, "surrogate='CISPO' is not known; expected one of ppo, cispo, reinforce"),
+        ({"surrogate": "cispo", "dual_clip": 3.0}, "dual_clip=3.0: expected None with surrogate='cispo'"),
         ({"eps_low": 1.5}, "eps_low=1.5"),
         ({"dual_clip": 1.1}, r"dual_clip=1\.1: expected None or a number > 1 \+ eps_high = 1\.2"),
         ({"temperature": 0.0}, r"temperature=0\.0"),
@@ -252,31 +313,35 @@ def test_it_refuses(change, says):
         kernels.linear_policy_loss(**{**good, **change})
 
 
-def test_opcheck():
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_opcheck(surrogate):
     hidden, weight, bias, targets = head(70, 4, 9, torch.float32)
     inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
     A, half = torch.ones(70), torch.tensor(0.5, dtype=torch.float64)
-    args = (targets, A, A, A, A, half, half, 4 * half, half, "k3_iw", half, False, "torch", [True] * 3)
+    args = (targets, A, A, A, A, half, half, 4 * half, half, "k3_iw", surrogate, half, False, "torch", [True] * 3)
     torch.library.opcheck(torch.ops.nlgrpo.linear_policy_loss.default, (*inputs, *args))
 
 
-def test_few_compilations_serve_all_lengths_and_settings(impl):
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_few_compilations_serve_all_lengths_and_settings(impl, surrogate):
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter)
-    def loss(hidden, weight, targets, A, temperature, beta):
+    def loss(hidden, weight, targets, A, temperature, beta, eps_high):
         result = kernels.linear_policy_loss(
-            hidden, weight, targets, A, A, token_weights=A, ref_logprob=A, beta=beta, temperature=temperature, impl=impl
-        )
+            hidden, weight, targets, A, A, token_weights=A, ref_logprob=A, beta=beta, eps_high=eps_high,
+            surrogate=surrogate, temperature=temperature, impl=impl,
+        )  # fmt: skip
         return result.loss
 
     for T in range(5, 17):
-        temperature, beta = 0.5 + T / 20, T / 50
+        temperature, beta, eps_high = 0.5 + T / 20, T / 50, T / 30
         hidden, weight, _, targets = head(T, 4, 9, torch.float32)
         A = torch.randn(T, generator=torch.Generator().manual_seed(T))
-        ours = loss(hidden.requires_grad_(), weight, targets, A, temperature, beta)
+        ours = loss(hidden.requires_grad_(), weight, targets, A, temperature, beta, eps_high)
         (grad,) = torch.autograd.grad(ours, hidden)
-        theirs = plain(targets, A, A, A, A, temperature=temperature, beta=beta)(hidden, weight, None)
+        options = {"temperature": temperature, "beta": beta, "eps_high": eps_high, "surrogate": surrogate}
+        theirs = plain(targets, A, A, A, A, **options)(hidden, weight, None)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(grad, torch.autograd.grad(theirs, hidden)[0], atol=1e-5, rtol=1e-4)
     assert counter.frame_count <= 2  # of a fixed length first
