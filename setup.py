@@ -113,7 +113,7 @@ extension = Extension(
 )
 
 setup(
-    packages=["nlgrpo", "nlgrpo.kernels"],
+    packages=["nlgrpo", "nlgrpo.integrations", "nlgrpo.kernels"],
     package_dir={"nlgrpo.kernels": "kernels"},
     package_data={"nlgrpo": ["assets/**/*"]},
     ext_modules=[] if WANTED == "0" else [extension],

@@ -1,7 +1,8 @@
-"""Best-of-4 training in TRL: its GRPOTrainer with a reward function wrapped by `linearized`.
+"""Best-of-4 training in TRL: its GRPOTrainer with reward functions wrapped by `linearized` or `aggregated`.
 
 pip install trl==1.16.0
 python examples/trl_best_of_n.py                       # nlgrpo's story model on a CPU, half a minute
+python examples/trl_best_of_n.py --two                 # two rewards at once, by a smooth minimum of what they reach
 python examples/trl_best_of_n.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --max-length 256
 """
 
@@ -18,7 +19,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from nlgrpo.hf_weights import locate
-from nlgrpo.trl_rewards import linearized
+from nlgrpo.integrations.trl import aggregated, linearized
 
 PROMPTS = locate("story-lm").parent / "prompts.jsonl"
 SAMPLES = 8  # completions of a prompt, TRL's num_generations
@@ -30,30 +31,42 @@ def short_sentence(completions: list[str], **_: Any) -> list[float]:
     return [-abs(n - 8) / 8 for n in words]
 
 
+def varied_words(completions: list[str], **_: Any) -> list[float]:
+    """How many of the words are said once, 0 to 1."""
+    each = [text.lower().split() for text in completions]
+    return [len(set(words)) / max(1, len(words)) for words in each]
+
+
 class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "objective/short_sentence" in logs:
-            mean, best = logs["rewards/short_sentence/mean"], logs["objective/short_sentence"]
-            print(f"step {state.global_step:3}   mean reward {mean:7.3f}   best of 4 {best:7.3f}", flush=True)
+        for name in ("short_sentence", "varied_words"):
+            if f"objective/{name}" in logs:
+                mean, best = logs[f"rewards/{name}/mean"], logs[f"objective/{name}"]
+                print(f"step {state.global_step:3}   {name}: mean {mean:7.3f}   best of 4 {best:7.3f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="story-lm", help="Hugging Face directory or hub name")
     parser.add_argument("--prompts", default=PROMPTS, type=Path, help='file with lines {"prompt": ...}')
+    parser.add_argument("--two", action="store_true", help="train for varied words too")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--max-length", default=32, type=int, help="of a completion, in tokens")
     parser.add_argument("--lr", default=1e-3, type=float)
     options = parser.parse_args()
+    if options.two:
+        reward = aggregated([short_sentence, varied_words], "bon:4", SAMPLES, "smooth_min:4")
+    else:
+        reward = linearized(short_sentence, "bon:4", SAMPLES)
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, learning_rate=options.lr,
         num_generations=SAMPLES, per_device_train_batch_size=8 * SAMPLES, max_completion_length=options.max_length,
-        scale_rewards="none",  # the advantage is then the linearised reward minus its group's mean
+        scale_rewards="none", loss_type="dr_grpo",  # the gradient is then that of the objective
         bf16=False, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none",
         disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        str(locate(options.model)), linearized(short_sentence, "bon:4", SAMPLES), args,
+        str(locate(options.model)), reward, args,
         train_dataset=Dataset.from_list([json.loads(line) for line in options.prompts.read_text("utf-8").splitlines()]),
         callbacks=[Progress()],
     )  # fmt: skip

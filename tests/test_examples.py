@@ -75,15 +75,20 @@ def test_a_text_without_anything_to_predict_is_refused(tmp_path, monkeypatch, ca
         )
 
 
-def test_trl_best_of_n(tmp_path):
-    """The best of four has at least the mean, and rewards are those of completions of 0 to 6 words."""
+@pytest.mark.parametrize("rewards", [["short_sentence"], ["short_sentence", "varied_words"]])
+def test_trl_best_of_n(tmp_path, rewards, monkeypatch, capsys):
+    """The best of four has more than the mean, and rewards are those of completions of 0 to 6 words."""
     tiny_model(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) for i in range(4, 12)))
-    printed = as_user(
-        "trl_best_of_n.py", "--model", tmp_path, "--prompts", prompts, "--steps", 3, "--max-length", 6, folder=tmp_path
-    )
-    lines = re.findall(r"^step +(\d)   mean reward +(\S+)   best of 4 +(\S+)$", printed, re.MULTILINE)
-    assert [int(step) for step, _, _ in lines] == [1, 2, 3]
-    for _, mean, best in lines:
-        assert -1 <= float(mean) < float(best) <= -2 / 8
+    arguments = ("--model", tmp_path, "--prompts", prompts, "--steps", 3, "--max-length", 6)
+    if len(rewards) == 1:
+        printed = as_user("trl_best_of_n.py", *arguments, folder=tmp_path)
+    else:
+        printed = here("trl_best_of_n.py", *arguments, "--two", monkeypatch=monkeypatch, capsys=capsys)
+    lines = re.findall(r"^step +(\d)   (\w+): mean +(\S+)   best of 4 +(\S+)$", printed, re.MULTILINE)
+    bounds = {"short_sentence": (-1, -2 / 8), "varied_words": (0, 1)}
+    assert [(int(step), name) for step, name, _, _ in lines] == [(step, name) for step in (1, 2, 3) for name in rewards]
+    for _, name, mean, best in lines:
+        least, most = bounds[name]
+        assert least <= float(mean) < float(best) <= most

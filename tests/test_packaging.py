@@ -12,7 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ASSETS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo" / "assets").rglob("*") if path.is_file()}
-MODULES = {f"nlgrpo/{path.name}" for path in (ROOT / "nlgrpo").glob("*.py")}
+MODULES = {
+    path.relative_to(ROOT).as_posix()
+    for folder in (ROOT / "nlgrpo", ROOT / "nlgrpo" / "integrations")
+    for path in folder.glob("*.py")
+}
 KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")}
 # Without the compiled ops, which take most of a minute and are what test_extension_build.py looks at.
 ENVIRONMENT = {
@@ -26,6 +30,7 @@ ENVIRONMENT.pop("PYTHONPATH", None)
 
 LOOK = """
 import json, nlgrpo, nlgrpo.kernels, torch
+import nlgrpo.integrations.trl
 from nlgrpo import cli
 print(json.dumps([nlgrpo.__file__, nlgrpo.kernels.__file__]))
 print(nlgrpo.kernels.linearize(torch.tensor([[1.0, 2.0]]), torch.ones(2)).tolist())

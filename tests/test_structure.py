@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[1]
 MODULES = {f"nlgrpo.{path.stem}": path for path in (ROOT / "nlgrpo").glob("*.py") if path.stem != "__init__"}
 KERNELS = {f"nlgrpo.kernels.{path.stem}": path for path in (ROOT / "kernels").glob("*.py") if path.stem != "__init__"}
 KERNELS["nlgrpo.kernels"] = ROOT / "kernels" / "__init__.py"
-FILES = MODULES | KERNELS | {"nlgrpo": ROOT / "nlgrpo" / "__init__.py"}
+INTEGRATIONS = {
+    f"nlgrpo.integrations.{path.stem}": path
+    for path in (ROOT / "nlgrpo" / "integrations").glob("*.py")
+    if path.stem != "__init__"
+}
+INTEGRATIONS["nlgrpo.integrations"] = ROOT / "nlgrpo" / "integrations" / "__init__.py"
+FILES = MODULES | INTEGRATIONS | KERNELS | {"nlgrpo": ROOT / "nlgrpo" / "__init__.py"}
 
 PURE = [
     "functional",
@@ -34,7 +40,8 @@ FRAMEWORKS = {"trl", "accelerate", "deepspeed", "ray", "lightning", "pytorch_lig
 @cache
 def imports(path):
     """Dotted names that a file imports, inside functions too; relative ones are resolved."""
-    package = "nlgrpo.kernels" if path.parent.name == "kernels" else "nlgrpo"
+    inner = path.parent.name in ("kernels", "integrations")
+    package = f"nlgrpo.{path.parent.name}" if inner else "nlgrpo"
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -116,8 +123,16 @@ def test_lower_rooms_do_not_know_the_loop():
     assert "nlgrpo.cli" not in {module for path in MODULES.values() for module in ours(path)}
 
 
-def test_no_circle_of_imports():
+def test_integrations_bring_no_trainer():
+    """Of ours neither: who trains elsewhere gets objectives, aggregates, and how functions are called."""
+    allowed = {*PURE, *KERNELS, *INTEGRATIONS, "nlgrpo.reward_calls"}
+    assert "nlgrpo.objectives" in reached("nlgrpo.integrations.trl") <= allowed
     for name, path in MODULES.items():
+        assert not ours(path) & INTEGRATIONS.keys(), name
+
+
+def test_no_circle_of_imports():
+    for name, path in (MODULES | INTEGRATIONS).items():
         for module in ours(path):
             assert name not in reached(module), f"{name} and {module} import each other"
 

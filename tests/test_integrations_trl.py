@@ -1,5 +1,7 @@
 """`linearized` in TRL 1.16's own trainer: its advantages against the first variation, by enumeration and autograd.
 
+`aggregated` on two ranks too; every kind of objective is in test_integrations_trl_training.py.
+
 The truth treats a group as a distribution over its M completions with probabilities p: R(p) is summed over all draws,
 and its first variation is autograd's gradient at p = 1/M.
 """
@@ -21,8 +23,8 @@ from helpers import environment, leave_group, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from nlgrpo.integrations.trl import aggregated, linearized
 from nlgrpo.objectives import BestOfN, SoftBestOfN
-from nlgrpo.trl_rewards import linearized
 
 M = 4
 ACCURACY = [0.3, 1.7, -0.4, 0.3, 2.0, 2.0, -1.0, 0.1, 5.0, 4.0, 4.5, -3.0]  # three groups; ties in two of them
@@ -303,12 +305,52 @@ def scored(rank, folder):
     rewards.values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
     output = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
     metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
-    said = ""
+    return {
+        "advantages": output["advantages"],
+        "metrics": metrics,
+        "together": together(trainer, rewards),
+        "whole": whole_groups(rank),
+        "few": refusal(linearized(lambda **_: [1.0] * 5, "mean", M), 5),
+        "kernel": refusal(linearized(lambda **_: None, "rao", M, "alike"), 6),
+    }
+
+
+AGGREGATED = {"accuracy": "bon:3", "judge": "soft:0.5", "slow": "mean"}
+
+
+def smooth_min(values):
+    return -(-0.7 * values).exp().mean().log() / 0.7
+
+
+def together(trainer, rewards):
+    """TRL's advantages with one aggregate of all three, and its value."""
+    functions = [getattr(rewards, name) for name in AGGREGATED]
+    some = [  # of weight 0: more collectives to mix up
+        aggregated([rewards.slow, rewards.judge], "mean", M, "min", name="other"),
+        linearized(rewards.slow, "bon:3", M),
+    ]
+    trainer.reward_funcs = [aggregated(functions, list(AGGREGATED.values()), M, "smooth_min:0.7"), *some]
+    trainer.reward_weights = torch.tensor([1.0, 0.0, 0.0])
+    trainer._metrics["train"].clear()
+    output = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
+    return output["advantages"], trainer._metrics["train"]["objective/aggregate"]
+
+
+def whole_groups(rank):
+    """One group on each rank; the second reward is given on rank 1 only."""
+    a, b = (values[4 * rank : 4 * rank + 4] for values in (ACCURACY, JUDGE))
+    logged = {}
+    functions = {"a": lambda **_: a, "b": lambda **_: b if rank else [None] * M}
+    function = aggregated(functions, ["bon:3", "soft:0.5"], M, "smooth_min:0.7")
+    ours = function(prompts=["p"] * M, completions=["c"] * M, log_metric=logged.__setitem__)
+    return ours, logged["objective/aggregate"]
+
+
+def refusal(function, count):
     try:
-        linearized(lambda **_: [1.0] * 5, "mean", M)(prompts=["p"] * 5, completions=["c"] * 5)
+        function(prompts=["p"] * count, completions=["c"] * count)
     except ValueError as error:
-        said = str(error)
-    return output["advantages"], metrics, said
+        return str(error)
 
 
 @pytest.fixture(scope="module")
@@ -324,14 +366,41 @@ def ranks(tmp_path_factory):
 def test_groups_on_two_ranks(ranks):
     parts = zip(WEIGHTS, ("bon:3", "soft:0.5", "mean"), (ACCURACY, JUDGE, SLOW), strict=True)
     truth = sum(w * expected(objective, values)[0] for w, objective, values in parts)
-    close(torch.cat([advantages for advantages, _, _ in ranks]).double(), truth)
+    close(torch.cat([rank["advantages"] for rank in ranks]).double(), truth)
 
 
 def test_metrics_and_refusals_on_two_ranks(ranks):
-    for _, metrics, said in ranks:
-        assert metrics["rewards/accuracy/mean"] == pytest.approx(sum(ACCURACY) / len(ACCURACY))
-        assert metrics["objective/judge"] == pytest.approx(expected("soft:0.5", JUDGE)[1])
-        assert "5 completions on each of 2 ranks are no whole groups of 4" in said
+    for rank in ranks:
+        assert rank["metrics"]["rewards/accuracy/mean"] == pytest.approx(sum(ACCURACY) / len(ACCURACY))
+        assert rank["metrics"]["objective/judge"] == pytest.approx(expected("soft:0.5", JUDGE)[1])
+        assert "5 completions on each of 2 ranks are no whole groups of 4" in rank["few"]
+        assert "'alike' needs all 4 samples of a prompt on one rank, which has 6 completions" in rank["kernel"]
+        assert "per_device_train_batch_size" in rank["kernel"]
+
+
+def aggregate_of(each):
+    """sum_i dg/dR_i (first variation of R_i) at the values, and g, of pairs of both."""
+    values = torch.tensor([value for _, value in each], requires_grad=True, dtype=torch.float64)
+    worth = smooth_min(values)
+    (gradient,) = torch.autograd.grad(worth, values)
+    return sum(w * x for w, (x, _) in zip(gradient, each, strict=True)), worth.item()
+
+
+def test_an_aggregate_of_groups_on_two_ranks(ranks):
+    values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
+    truth, worth = aggregate_of([expected(objective, values[name]) for name, objective in AGGREGATED.items()])
+    close(torch.cat([rank["together"][0] for rank in ranks]).double(), truth)
+    assert [rank["together"][1] for rank in ranks] == [[pytest.approx(worth)]] * 2
+
+
+def test_an_aggregate_takes_the_values_of_all_ranks(ranks):
+    """Groups that are whole on their ranks; the mean of a reward is over the ranks on which it is given."""
+    b = [None] * M + JUDGE[M : 2 * M]
+    truth, worth = aggregate_of([expected("bon:3", ACCURACY[: 2 * M]), expected("soft:0.5", b)])
+    close(torch.tensor([x for rank in ranks for x in rank["whole"][0]], dtype=torch.float64), truth)
+    alone, _ = aggregate_of([expected("bon:3", ACCURACY[M : 2 * M]), expected("soft:0.5", b[M:])])
+    assert (alone - truth[M:]).abs().max() > 0.01, "rank 1 would get something else by itself"
+    assert [rank["whole"][1] for rank in ranks] == [pytest.approx(worth)] * 2
 
 
 if __name__ == "__main__":

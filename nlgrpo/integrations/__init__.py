@@ -1,0 +1,1 @@
+"""Non-linear GRPO in other trainers. Nothing of theirs is imported."""

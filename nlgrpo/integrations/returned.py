@@ -1,0 +1,75 @@
+"""Reading what reward functions and kernel functions return. Legend: P prompts, M samples a prompt."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nlgrpo.diversity import check_kernel
+
+NO_NUMBERS = (TypeError, ValueError, RuntimeError)  # the last is float's of a tensor of several numbers
+
+
+def read_rewards(values: Any, count: int, name: str) -> Tensor:
+    """What a reward function returned, (count,) in float64, NaN where it abstained.
+
+    Raises ValueError for what is not one finite number or None for each completion.
+    """
+    try:
+        rewards = _numbers(values)
+    except NO_NUMBERS as error:
+        raise ValueError(
+            f"reward {name!r} returned {reprlib.repr(values)}; expected a list of one number or None a completion."
+        ) from error
+    if len(rewards) != count:
+        raise ValueError(f"reward {name!r} returned {len(rewards)} values for {count} completions; expected one each.")
+    infinite = [i for i, value in enumerate(rewards) if math.isinf(value)]
+    if infinite:
+        raise ValueError(
+            f"reward {name!r} is {rewards[infinite[0]]} for completion {infinite[0]}: its advantage would be infinite; "
+            "return a finite number, or None to abstain."
+        )
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def read_similarities(values: Any, count: int, samples: int, name: str) -> Tensor:
+    """What a kernel function returned, (P, M, M) in float64, NaN in row and column of those for which it abstained.
+
+    Raises ValueError, as does `read_rewards`, for another number of values, and for what is not finite or symmetric.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or len(values) != count:
+        raise ValueError(
+            f"kernel function {name!r} returned {reprlib.repr(values)} for {count} completions; expected a list of "
+            f"{samples} similarities, or None, for each."
+        )
+    rows = [[math.nan] * samples if row is None else _row(row, i, samples, name) for i, row in enumerate(values)]
+    kernel = torch.tensor(rows, dtype=torch.float64).view(-1, samples, samples)
+    there = ~kernel.diagonal(dim1=-2, dim2=-1).isnan()
+    both = there[:, :, None] & there[:, None, :]
+    check_kernel(kernel.masked_fill(~both, 0.0), f"kernel function {name!r}")
+    return kernel.masked_fill(~both, math.nan)
+
+
+def _row(row: Any, i: int, samples: int, name: str) -> list[float]:
+    expected = f"expected its {samples} similarities with the completions of its group, itself included, or None."
+    try:
+        numbers = _numbers(row)
+    except NO_NUMBERS as error:
+        raise ValueError(
+            f"kernel function {name!r} returned {reprlib.repr(row)} for completion {i}; {expected}"
+        ) from error
+    if len(numbers) != samples:
+        raise ValueError(f"kernel function {name!r} returned {len(numbers)} numbers for completion {i}; {expected}")
+    return numbers
+
+
+def _numbers(values: Any) -> list[float]:
+    """NaN for None. Raises one of NO_NUMBERS for what is no sequence of numbers."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [math.nan if value is None else float(value) for value in values]
