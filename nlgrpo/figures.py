@@ -106,9 +106,8 @@ def _lengths_of_models(
         for axes in panels if i == 0 else [panels[(i - 1) % len(panels)]]:
             _histogram(axes, sampled, edges, _colour(i), label, alpha=0.15 if i else 0.3)
     for i, axes in enumerate(panels):
-        _length_axes(axes, max_length, targets)
+        _length_axes(axes, max_length, targets, legend=len(panels) == 1)
         if len(panels) > 1:
-            axes.get_legend().remove()
             axes.set_ylabel("")
             axes.text(0.99, 0.9, labels[i + 1], transform=axes.transAxes, ha="right", va="top", color=_colour(i + 1))
             if axes is not panels[-1]:
@@ -154,14 +153,15 @@ def _histogram(axes: Axes, sampled: Sampled, edges: np.ndarray, colour: str, lab
     axes.stairs(percent, edges, color=colour, linewidth=1.6, label=label)
 
 
-def _length_axes(axes: Axes, max_length: int, targets: Sequence[float]) -> None:
+def _length_axes(axes: Axes, max_length: int, targets: Sequence[float], *, legend: bool = True) -> None:
     for i, target in enumerate(targets):
         label = None if i else "length targets"
         axes.axvline(target, color=mpl.rcParams["text.color"], linestyle="--", linewidth=1, label=label)
     axes.set_xlim(0, max_length + 0.5)
     axes.set_xlabel("completion length (tokens)")
     axes.set_ylabel("completions (% per token of length)")
-    axes.legend()
+    if legend:
+        axes.legend()
 
 
 def objective_label(sampled: Sampled) -> str:
