@@ -118,7 +118,7 @@ class LossConfig:
     eps_high: float = 0.2
     """And above at 1 + eps_high."""
     dual_clip: float | None = None
-    """In ppo, where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any ratio does."""
+    """Of ppo: where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any does."""
     beta: float = 1e-4
     """Weight of the KL divergence to the model that training starts from; 0 keeps no reference."""
     kl: Literal["k1", "k2", "k3"] = "k3"
