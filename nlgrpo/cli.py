@@ -33,6 +33,10 @@ COMMANDS = {
         "nlgrpo.commands:compare",
         "Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean",
     ),
+    "verify": (
+        "nlgrpo.verify:main",
+        "Check the mathematics against exact answers: nlgrpo verify [--out FOLDER] [--quick]",
+    ),
 }
 
 

@@ -1,0 +1,68 @@
+"""Functionals of a known distribution by their definitions: the truth that `nlgrpo verify` holds objectives against.
+
+None of them is computed as the objectives do it (ranks, weight tables, suffix sums): draws are listed, sums and maxima
+written out. All are differentiable in ``probs``. Legend: A atoms, of ``rewards`` (A,) and ``probs`` (A,), float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+
+def expectation(rewards: Tensor, probs: Tensor) -> Tensor:
+    """E r."""
+    return (probs * rewards).sum(-1)
+
+
+def best_of(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
+    """E max of n draws, over all A^n of them."""
+    draws = _draws(rewards, n)
+    return (probs[draws].prod(-1) * rewards[draws].amax(-1)).sum()
+
+
+def worst_of(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
+    """E min of n draws, over all A^n of them."""
+    draws = _draws(rewards, n)
+    return (probs[draws].prod(-1) * rewards[draws].amin(-1)).sum()
+
+
+def best_of_cells(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
+    """E max of n draws from P(max <= r) = C(r)^n: r_max - int C(r)^n dr (IAMA, H.3). ``probs`` (.., A), any A."""
+    order = rewards.argsort()
+    at_most = probs[..., order].cumsum(-1)[..., :-1]
+    return rewards[order[-1]] - (at_most**n * rewards[order].diff()).sum(-1)
+
+
+def best_of_poisson(rewards: Tensor, probs: Tensor, rate: float, most: int = 80) -> Tensor:
+    """E max of K draws, K ~ Poisson(rate), 0 where K = 0: the series of its first ``most`` terms."""
+    chances = [math.exp(k * math.log(rate) - rate - math.lgamma(k + 1)) for k in range(1, most)]
+    return torch.stack([chance * best_of_cells(rewards, probs, k) for k, chance in enumerate(chances, 1)]).sum()
+
+
+def lower_tail(rewards: Tensor, probs: Tensor, alpha: float) -> Tensor:
+    """Mean of the worst share alpha: max_t t - E (t - r)_+ / alpha, reached at an atom (Rockafellar and Uryasev)."""
+    return torch.stack([t - (probs * (t - rewards).clamp(min=0)).sum() / alpha for t in rewards]).max()
+
+
+def tilted(rewards: Tensor, probs: Tensor, tau: float) -> Tensor:
+    """E[r e^{r/tau}] / E e^{r/tau}."""
+    weights = probs * (rewards / tau).exp()
+    return (weights * rewards).sum() / weights.sum()
+
+
+def certainty_equivalent(rewards: Tensor, probs: Tensor, beta: float) -> Tensor:
+    """1/beta log E e^{beta r}."""
+    return (probs * (beta * rewards).exp()).sum().log() / beta
+
+
+def hump(rewards: Tensor, probs: Tensor) -> Tensor:
+    """The distortion f(z) = 6 z (1 - z): 3 times a best of 2 less 2 times a best of 3."""
+    return 3 * best_of(rewards, probs, 2) - 2 * best_of(rewards, probs, 3)
+
+
+def _draws(rewards: Tensor, n: int) -> Tensor:
+    return torch.tensor(list(itertools.product(range(len(rewards)), repeat=n)))
