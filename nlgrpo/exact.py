@@ -1,7 +1,8 @@
 """Functionals of a known distribution by their definitions: the truth that `nlgrpo verify` holds objectives against.
 
 None of them is computed as the objectives do it (ranks, weight tables, suffix sums): draws are listed, sums and maxima
-written out. All are differentiable in ``probs``. Legend: A atoms, of ``rewards`` (A,) and ``probs`` (A,), float64.
+written out. All are differentiable in ``probs``. Legend: A atoms, of ``rewards`` (A,) and ``probs`` (A,), float64, or
+of a ``kernel`` (A, A), the likeness of two atoms.
 """
 
 from __future__ import annotations
@@ -64,5 +65,17 @@ def hump(rewards: Tensor, probs: Tensor) -> Tensor:
     return 3 * best_of(rewards, probs, 2) - 2 * best_of(rewards, probs, 3)
 
 
-def _draws(rewards: Tensor, n: int) -> Tensor:
-    return torch.tensor(list(itertools.product(range(len(rewards)), repeat=n)))
+def rao(kernel: Tensor, probs: Tensor) -> Tensor:
+    """-E k(y, y'), over all pairs."""
+    return -(probs[:, None] * probs[None, :] * kernel).sum()
+
+
+def log_volume(kernel: Tensor, probs: Tensor, n: int, eps: float) -> Tensor:
+    """E log det(K + eps I) of n draws, over all A^n of them."""
+    draws = _draws(kernel, n)
+    minors = kernel[draws[:, :, None], draws[:, None, :]] + eps * torch.eye(n, dtype=kernel.dtype)
+    return (probs[draws].prod(-1) * torch.logdet(minors)).sum()
+
+
+def _draws(atoms: Tensor, n: int) -> Tensor:
+    return torch.tensor(list(itertools.product(range(len(atoms)), repeat=n)))

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from nlgrpo import exact, tabular
+from nlgrpo.advantages import Baseline
 from nlgrpo.claims import Proof, Result
 from nlgrpo.objectives import (
     BestOfN,
     BestOfPoisson,
     CVaR,
     Distortion,
+    DPPDiversity,
     EntropicRisk,
     Mean,
     Objective,
+    RaoDiversity,
     SoftBestOfN,
     WorstOfN,
 )
@@ -32,7 +35,7 @@ from nlgrpo.objectives import (
 
 @dataclass(frozen=True)
 class Case:
-    """An objective, the functional that it stands for, and the rewards (A,) of the policies that it is tried on."""
+    """An objective, the functional that it stands for, and the rewards (A,) that it is tried on, or kernels (A, A)."""
 
     objective: Objective
     truth: Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +54,14 @@ def _tensors(*rows: Sequence[float]) -> list[Tensor]:
 THREE, FOUR = _tensors((0.75, 0.1, 0.15), (0.3, 0.15, 0.45, 0.1))  # probabilities of the atoms
 THREE_REWARDS = _tensors((0.3, -1.0, 2.0), (0.3, 0.3, 2.0), (1.0, -2.0, -2.0))
 FOUR_REWARDS = _tensors((0.3, -1.0, 0.7, 2.0), (0.3, -1.0, 0.3, 2.0), (2.0, -1.0, 0.3, 2.0))
+
+
+def _kernels(*places: Tensor) -> list[Tensor]:
+    """Gaussian similarities of atoms at these places: two atoms at one place are the same response."""
+    return [(-(x[:, None] - x[None, :]).square()).exp() for x in places]
+
+
+FOUR_KERNELS = _kernels(*FOUR_REWARDS[:2])
 
 
 def hump(z: Tensor) -> Tensor:
@@ -74,37 +85,45 @@ def cases(values: Sequence[Tensor]) -> list[Case]:
     return [Case(objective, truth, values) for objective, truth in pairs]
 
 
+def diversities() -> list[Case]:
+    """The objectives of kernel matrices with their definitions."""
+    eps = 0.1
+    dpp = [Case(DPPDiversity(n, eps), partial(exact.log_volume, n=n, eps=eps), FOUR_KERNELS) for n in (2, 3)]
+    return [Case(RaoDiversity(), exact.rao, FOUR_KERNELS), *dpp]
+
+
 # --- estimators -------------------------------------------------------------------------------------------------------
 
 SIZES = ((2, 3), (2, 5), (3, 4), (3, 6), (4, 6), (3, 3), (4, 4))  # N, M
-KINDS: tuple[tuple[type[BestOfN] | type[WorstOfN], Callable[..., Tensor]], ...] = (
-    (BestOfN, exact.best_of),
-    (WorstOfN, exact.worst_of),
-)
+BASELINES: tuple[Baseline, ...] = ("mean", "loo", "none")
 
 
 def unbiased(quick: bool) -> Proof:
     """Expected gradient and value of the unbiased estimators, over all groups of M, against those of the functional."""
     sizes = [(n, M) for n, M in SIZES if not quick or M < 5]
-    results = []
-    for make, truth in KINDS:
-        tried = [(Case(make(n, "unbiased"), partial(truth, n=n), FOUR_REWARDS), M) for n, M in sizes]
-        errors = [_biases(case, values, FOUR, M) for case, M in tried for values in case.values]
-        where = f"(N, M) = {', '.join(f'({n}, {M})' for n, M in sizes)}; 4 atoms, all groups, with and without ties"
+    tried = {
+        make.__name__: [(Case(make(n, "unbiased"), partial(truth, n=n), FOUR_REWARDS), M) for n, M in sizes]
+        for make, truth in ((BestOfN, exact.best_of), (WorstOfN, exact.worst_of))
+    }
+    tried["Rao and DPP diversity"] = [(case, case.objective.fewest + more) for case in diversities() for more in (0, 1)]
+    results, text = [], f"(N, M) = {', '.join(f'({n}, {M})' for n, M in sizes)}, and all baselines"
+    for name, pairs in tried.items():
+        errors = [_biases(case, values, FOUR, M) for case, M in pairs for values in case.values]
         for what, error in zip(("gradient", "value"), map(max, zip(*errors, strict=True)), strict=True):
-            claim = f"{make.__name__}(N, unbiased): the {what} has no bias"
-            results.append(Result(claim, "`OfN`", "largest relative bias", error, at_most=1e-12, note=where))
+            claim, note = f"{name}: no bias of the {what}", text if name == "BestOfN" and what == "gradient" else ""
+            results.append(Result(claim, "max@k, U-statistics", "relative, largest", error, at_most=1e-12, note=note))
     return Proof(results)
 
 
 def _biases(case: Case, values: Tensor, probs: Tensor, M: int) -> tuple[float, float]:
-    """Of gradient and value over all groups, each relative to the truth's size."""
+    """Of gradient (the worst baseline's) and value over all groups, each relative to the truth's size."""
     atoms, chance = tabular.all_groups(probs, M)
     seen = tabular.seen(values, atoms)
-    step = tabular.expected_gradient(atoms, chance, case.objective.advantage(seen), probs)
+    given = [case.objective.advantage(seen, baseline) for baseline in BASELINES]
     truth, value = case.gradient(values, probs), case.truth(values, probs)
+    steps = [_relative(tabular.expected_gradient(atoms, chance, A, probs), truth) for A in given]
     expected = (chance * case.objective.value(seen)).sum()
-    return _relative(step, truth), (abs(expected - value) / abs(value)).item()
+    return max(steps), (abs(expected - value) / abs(value)).item()
 
 
 def _relative(ours: Tensor, truth: Tensor) -> float:
@@ -142,7 +161,8 @@ def _bias(case: Case, values: Tensor, atoms: Tensor, chance: Tensor) -> float:
 
 def first_variations(quick: bool) -> Proof:
     """`linearize` and `value` with ``probs`` against the functional: by autograd, and along mixtures of policies."""
-    tried = [(case, values) for case in cases(FOUR_REWARDS) for values in case.values]
+    every = [*cases(FOUR_REWARDS), *diversities()]
+    tried = [(case, values) for case in every for values in case.values]
     others = torch.rand(4 if quick else 20, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     towards = list(others / others.sum(1, keepdim=True))
     measured = {
@@ -154,7 +174,7 @@ def first_variations(quick: bool) -> Proof:
     results = []
     for (claim, errors), bound, source in zip(measured.items(), bounds, sources, strict=True):
         error, worst = max(zip(errors, (case.objective.name for case, _ in tried), strict=True))
-        note = f"{len(tried) // len(FOUR_REWARDS)} objectives, {len(FOUR_REWARDS)} sets of rewards; worst: {worst}"
+        note = f"{len(every)} objectives, rewards or kernels with and without ties; worst: {worst}"
         results.append(Result(claim, source, "largest error", error, at_most=bound, note=note))
     return Proof(results)
 

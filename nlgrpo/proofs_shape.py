@@ -24,6 +24,7 @@ from nlgrpo.objectives import (
     Mean,
     Objective,
     RankBased,
+    RaoDiversity,
     SoftBestOfN,
     WorstOfN,
 )
@@ -75,6 +76,8 @@ def lemma_5_4(quick: bool) -> Proof:
         value = partial(_value, objective, ATOMS[0])
         source = "App. C" if isinstance(objective, EntropicRisk) else "Lemma 5.4"
         results.append(_concave(objective.name, source, _excess(value, here, there)))
+    similarity = partial(_value, RaoDiversity(), (-(ATOMS[0][:, None] - ATOMS[0]).square()).exp())
+    results.append(_concave("rao, of a positive kernel", "App. C", _excess(similarity, here, there)))
     for aggregate in aggregates:
         text = f"{type(aggregate).__name__} of two bon:4"
         results.append(_concave(text, "Sec. 5.3", _excess(partial(_joint, aggregate, BestOfN(4)), here, there)))
@@ -91,8 +94,9 @@ def _negative(value: Callable[[Tensor], Tensor], probs: Tensor) -> Tensor:
     return -value(probs)
 
 
-def _value(objective: Objective, rewards: Tensor, probs: Tensor) -> Tensor:
-    return objective.value(rewards.expand_as(probs), probs)
+def _value(objective: Objective, values: Tensor, probs: Tensor) -> Tensor:
+    """Of rewards (A,) or a kernel (A, A), at policies (P, A): (P,)."""
+    return objective.value(values.expand(len(probs), *values.shape), probs)
 
 
 def _joint(aggregate: Aggregate, objective: Objective, probs: Tensor) -> Tensor:

@@ -100,10 +100,9 @@ def _record(found: Sequence[tuple[Check, Sequence[Result]]], quick: bool, second
 
 
 def _table(found: Sequence[tuple[Check, Sequence[Result]]]) -> Table:
-    """A row a claim, with what was measured under it, so that 80 columns are enough."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption="Sources are those of IAMA.", caption_justify="left")
-    table.add_column("claim, and what is measured")
-    table.add_column("source")
+    """A row a claim, with its source and what was measured under it, so that 80 columns are enough."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("claim (source in IAMA; what is measured)")
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("required", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -116,10 +115,10 @@ def _table(found: Sequence[tuple[Check, Sequence[Result]]]) -> Table:
 
 
 def _cells(result: Result) -> tuple[Text, ...]:
-    claim = Text(result.claim)
-    claim.append(f"\n{result.quantity}{'; ' if result.note else ''}{result.note}", style="dim")
+    claim, more = Text(result.claim), f"; {result.note}" if result.note else ""
+    claim.append(f"\n({result.source}; {result.quantity}{more})", style="dim")
     verdict = Text("ok", style="green") if result.holds else Text("FAILED", style="bold red")
-    return claim, Text(result.source), Text(f"{result.measured:.3g}"), Text(result.required), verdict
+    return claim, Text(f"{result.measured:.3g}"), Text(result.required), verdict
 
 
 def _verdict(found: Sequence[tuple[Check, Sequence[Result]]], out: Path, seconds: float, console: Console) -> int:

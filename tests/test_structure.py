@@ -31,6 +31,12 @@ PURE = [
     "advantages",
     "kl",
     "policy_losses",
+    "tabular",
+    "exact",
+    "claims",
+    "proofs_estimators",
+    "proofs_shape",
+    "proofs_training",
 ]
 PURE = [f"nlgrpo.{name}" for name in PURE]
 TOP = {f"nlgrpo.{name}" for name in ("train", "cli", "commands", "run", "plan")}
@@ -102,9 +108,9 @@ def test_kernels_import_nothing_of_nlgrpo():
 
 @pytest.mark.parametrize("name", PURE)
 def test_tensor_functions_stay_pure(name):
-    """Objectives, aggregation and losses: no config object, no distributed call, no logging."""
+    """Objectives, aggregation, losses and proofs: no config object, no distributed call, no logging."""
     allowed = {*PURE, *KERNELS}
-    assert reached(name) <= allowed, "objectives, aggregation and losses import each other and the kernels only"
+    assert reached(name) <= allowed, "what is pure imports what is pure, and the kernels"
     for module in reached(name):
         outside = {n for n in imports(FILES[module]) if n.split(".")[0] in ("logging", "rich", "tyro", "transformers")}
         assert not outside, module
@@ -113,6 +119,16 @@ def test_tensor_functions_stay_pure(name):
         source = FILES[module].read_text("utf-8")
         assert "dist." not in source, module
         assert "print(" not in source, module
+
+
+def test_what_is_verified_does_not_know_its_proofs():
+    """The truth is written by itself: nothing that trains uses it, and it uses nothing that is to be verified."""
+    proofs = {f"nlgrpo.{name}" for name in ("claims", "exact", "tabular", "verify", "verify_figures")}
+    proofs |= {f"nlgrpo.{name}" for name in ("proofs_estimators", "proofs_shape", "proofs_training")}
+    for name in MODULES.keys() - proofs:
+        assert not ours(MODULES[name]) & proofs, name
+    for name in ("exact", "tabular"):
+        assert not ours(MODULES[f"nlgrpo.{name}"]), name
 
 
 def test_lower_rooms_do_not_know_the_loop():
