@@ -43,7 +43,7 @@ def expected_gradient(atoms: Tensor, chance: Tensor, advantages: Tensor, probs: 
     d log pi(y) / d logits = onehot(y) - pi.
     """
     each = chance[:, None] * advantages / atoms.shape[1]
-    drawn = torch.zeros_like(probs).index_add(0, atoms.flatten(), each.flatten())
+    drawn = torch.stack([torch.where(atoms == a, each, 0.0).sum() for a in range(len(probs))])  # pairwise sums
     return drawn - each.sum() * probs
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,11 +75,23 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise ValueError(f"cannot write into {options.out}: {error.strerror}; give another folder by --out") from None
     console, start = Console(), time.perf_counter()
-    found = [_run(check, options, console) for check in CHECKS]
+    with _one_thread():
+        found = [_run(check, options, console) for check in CHECKS]
     seconds = time.perf_counter() - start
     atomic_write(options.out / FILE, json.dumps(_record(found, options.quick, seconds), indent=1) + "\n")
     console.print(_table(found))
     return _verdict(found, options.out, seconds, console)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors are small here: threads would wait for each other, and on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run(check: Check, options: Verify, console: Console) -> tuple[Check, Sequence[Result]]:

@@ -75,7 +75,7 @@ def no_baseline(self, rewards, probs):
 
 def of_eight(atoms, chance):
     """Whatever M is, eight samples are looked at."""
-    return torch.nn.functional.one_hot(atoms[:, :8], 3).double().mean(1), chance
+    return torch.nn.functional.one_hot(atoms[:, :8]).double().mean(1), chance
 
 
 def decreasing(self, z):
