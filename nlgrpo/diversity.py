@@ -79,7 +79,7 @@ class Diversity(Objective):
                 f"{self}: expected a kernel matrix a prompt, (P, M, M) with M >= 1, got {tuple(rewards.shape)}."
             )
         kernel = reference.widen(kernel.detach())
-        check_kernel(kernel, str(self))
+        check_kernel(kernel, str(self), "; groups with missing samples go through linearize_present and value_present")
         M = kernel.shape[1]
         if probs is None and self.order > M:
             raise ValueError(f"{self}: {self.order} of {M} samples cannot be compared; expected M >= {self.order}.")
@@ -190,10 +190,10 @@ class DPPDiversity(Diversity):
         return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-def check_kernel(kernel: Tensor, name: str) -> None:
-    """Refuse a kernel (P, M, M) that is not finite or not symmetric, with a ValueError."""
+def check_kernel(kernel: Tensor, name: str, advice: str = "") -> None:
+    """Refuse a kernel (P, M, M) that is not finite or not symmetric, with a ValueError; ``advice`` if not finite."""
     bad = ~kernel.isfinite()
-    what = "is not finite"
+    what = f"is not finite{advice}"
     if not bad.any():
         size = kernel.abs().amax((-2, -1), keepdim=True)
         bad = (kernel - kernel.mT).abs() > 1e-4 * size
@@ -201,8 +201,7 @@ def check_kernel(kernel: Tensor, name: str) -> None:
     if bad.any():
         group, j, i = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: the kernel of group {group}, samples {j} and {i} is {kernel[group, j, i].item():g} and {what}; "
-            "groups with missing samples go through linearize_present and value_present."
+            f"{name}: the kernel of group {group}, samples {j} and {i} is {kernel[group, j, i].item():g} and {what}."
         )
 
 

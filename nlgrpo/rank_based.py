@@ -283,8 +283,9 @@ class Distortion(RankBased):
 
     A function gets a float tensor of any shape and returns one of that shape; its integral need not be 1, nor f >= 0.
     R takes it over each atom's share of [0, 1] by Gauss-Legendre of 32 nodes, exact for polynomials up to degree 63 and
-    less so where f jumps. A table of K numbers is a step function, f(z) = table_k for (k-1)/K < z <= k/K; with K = M
-    it is the weights w_k themselves. Biased at order 1/M on a group, for a smooth f.
+    less so where f jumps or is steep without end, as the root of z at 0. A table of K numbers is a step function,
+    f(z) = table_k for (k-1)/K < z <= k/K; with K = M it is the weights w_k themselves. Biased at order 1/M on a group,
+    for a smooth f.
 
     ``named`` is what `name` calls a function, its own name unless given; a table is called by its numbers.
 
