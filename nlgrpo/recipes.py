@@ -49,14 +49,16 @@ def _length(recipe: str, objective: str) -> Config:
 
 def story_mix() -> Config:
     """Each reward has its own objective: joy in the best of 4, lengths in the worst of 4, unlike stories."""
-    limit = 128
+    plain = _length("story-mix", "mean")
     return dataclasses.replace(
-        _length("story-mix", "mean"),
+        plain,
         rewards={
             "joy": RewardConfig(r"regex(pattern=r'\b(happy|glad|smiled|laughed|fun)\b')", "bon:4", 1.0),
-            "length": RewardConfig(f"length(target=60, scale={limit})", "wor:4", 4.0),
+            "length": RewardConfig("length(target=60, scale=128)", "wor:4", 4.0),
             "diversity": RewardConfig("ngrams(n=1, of='words')", "rao", 1.0),
         },
+        loss=dataclasses.replace(plain.loss, beta=0.1),  # at 1e-4 the stories lose their words to be unlike others
+        train=dataclasses.replace(plain.train, steps=300),
     )
 
 
