@@ -1,34 +1,22 @@
 """What a model is worth under best-of-N: unbiased estimates from n samples a prompt, with intervals over prompts.
 
-Shapes: P prompts, n samples a prompt. All estimates are computed in float64. A run keeps the samples of its reference
-and of its trained model in ``evaluation.json``, so that a report or a comparison of runs can be made later.
+Plain tensors in, float64 out. Shapes: P prompts, n samples a prompt.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from numbers import Integral
-from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
-from nlgrpo.metrics import atomic_write
-from nlgrpo.objectives import is_pairwise
-from nlgrpo.rank_based import order_weights
-
-FILE = "evaluation.json"
-WEIGHTED_SUM = "weighted sum"
-
-
-# --- estimators ---------------------------------------------------------------------------------------------------
+from nlgrpo.functional import Objective
+from nlgrpo.rank_based import BestOfN, OfN, RankBased, WorstOfN, order_weights
+from nlgrpo.tilted import SoftBestOfN
 
 
 def best_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
@@ -67,17 +55,163 @@ def win_rate(a: Tensor, b: Tensor, n: int, worst: bool = False) -> Tensor:
 
     Raises ValueError for NaN, shapes that do not agree, and n below 1 or above n_a or n_b. Infinities are ordered.
     """
-    a, b = _group(a, "a"), _group(b, "b")
-    if len(a) != len(b):
-        raise ValueError(f"a has {len(a)} prompts and b has {len(b)}; both sides must answer the same prompts")
-    if worst:  # min A > min B exactly when max(-B) > max(-A)
-        a, b = -b, -a
+    a, b = _both(a, b)
+    for samples in (a, b):
+        _checked_n(n, samples.shape[1])
+    return _win_rate(a, b, (WorstOfN if worst else BestOfN)(int(n), "unbiased"))
+
+
+def procedure_win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
+    """`win_rate` when both sides choose a response as ``objective`` does, (P,) float64; ties count one half.
+
+    A response is chosen with the probability that `chosen_weights` gives it. Raises ValueError as that and `win_rate`.
+    """
+    return _win_rate(*_both(a, b), objective)
+
+
+def _win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
     a, b = a.sort(dim=1).values, b.sort(dim=1).values
-    weights_a = order_weights(a.shape[1], _checked_n(n, a.shape[1])).to(a.device)
-    weights_b = order_weights(b.shape[1], _checked_n(n, b.shape[1])).to(b.device)
-    cdf = torch.cat([weights_b.new_zeros(1), weights_b.cumsum(0)])
+    weights_a, weights_b = chosen_weights(a, objective), chosen_weights(b, objective)
+    cdf = torch.nn.functional.pad(weights_b.cumsum(1), (1, 0))
     below, upto = torch.searchsorted(b, a), torch.searchsorted(b, a, right=True)
-    return (weights_a * (cdf[below] + cdf[upto]) / 2).sum(1)
+    return (weights_a * (cdf.gather(1, below) + cdf.gather(1, upto)) / 2).sum(1)
+
+
+def chosen_weights(ordered: Tensor, objective: Objective) -> Tensor:
+    """Probability with which each of n samples is the response, for rewards (P, n) in ascending order: (P, n) float64.
+
+    For "bon:N" and "wor:N" over all subsets of N (without bias); for other rank-based objectives what F gives the k-th
+    of n, divided by its sum where that is below 1 (no draw of `BestOfPoisson`); for soft best-of-N e^{r/tau} / sum.
+
+    Raises ValueError for an objective that chooses no response: entropic risk, diversity, and distortions f < 0.
+    """
+    P, n = ordered.shape
+    match objective:
+        case SoftBestOfN(tau):
+            return ((ordered - ordered.amax(1, keepdim=True)) / tau).softmax(1)
+        case OfN():
+            weights = type(objective)(_checked_n(objective.n, n), "unbiased").shares(n)
+        case RankBased():
+            weights = objective.masses(n)
+        case _:
+            raise ValueError(f"{objective} chooses no response; expected best-of-N or another procedure.")
+    if (weights < 0).any() or not weights.sum() > 0:
+        raise ValueError(f"{objective} has negative weights, so that it chooses no response.")
+    return (weights / weights.sum()).to(ordered.device).expand(P, n)
+
+
+def procedure_value(rewards: Tensor, objective: Objective) -> Tensor:
+    """Value of the responses' rewards (P, n) under ``objective``, (P,) float64.
+
+    Best-of-N and worst-of-N are without bias (`best_of_n`), the others plug-in estimates. Raises ValueError as they do.
+    """
+    if isinstance(objective, BestOfN | WorstOfN):
+        return (best_of_n if isinstance(objective, BestOfN) else worst_of_n)(rewards, [objective.n])[0]
+    return objective.value(_group(rewards, "rewards"))
+
+
+def pass_at_k(correct: Tensor, ks: Sequence[int]) -> Tensor:
+    """Chance that one of k samples is correct, for every k in ``ks``: (P, n) of 0 and 1 -> (len(ks), P) float64.
+
+        1 - C(n - c, k) / C(n, k),   c of the n are correct      (Chen et al. 2021, Eq. 1), the best-of-k of 0 and 1
+
+    Raises ValueError as `best_of_n`, and for values other than 0 and 1.
+    """
+    return best_of_n(_zero_one(correct), ks)
+
+
+def maj_at_k(correct: Tensor, answers: Tensor, ks: Sequence[int]) -> Tensor:
+    """Chance that the most frequent answer among k samples is correct: (P, n), (P, n) -> (len(ks), P) float64.
+
+    ``answers`` holds integers, equal where two samples of a prompt gave the same answer, and -1 where one gave none: it
+    then votes for nothing. ``correct`` is 0 or 1. Of several most frequent answers each is taken as often; where no one
+    votes, the answer is wrong. Exact over all subsets of k of the n samples, by counting (self-consistency, Wang et
+    al. 2023).
+
+    Raises ValueError for shapes that do not agree, another ``correct``, an answer that is correct in one sample and
+    wrong in another, and k < 1 or > n.
+    """
+    correct = _zero_one(correct)
+    if answers.shape != correct.shape or answers.is_floating_point():
+        raise ValueError(f"expected integer answers {tuple(correct.shape)}, got {answers.dtype} {tuple(answers.shape)}")
+    n = correct.shape[1]
+    rows = [_votes(c, a) for c, a in zip(correct.tolist(), answers.tolist(), strict=True)]
+    table = [
+        [_majority(right, wrong, silent, _checked_n(k, n)) for right, wrong, silent in rows] for k in _sequence(ks)
+    ]
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def _votes(correct: list[float], answers: list[int]) -> tuple[list[int], list[int], int]:
+    """How often each correct answer and each wrong one was given, and how many gave none."""
+    verdicts: dict[int, float] = {}
+    for verdict, answer in zip(correct, answers, strict=True):
+        if answer >= 0 and verdicts.setdefault(answer, verdict) != verdict:
+            raise ValueError(f"answer {answer} of a prompt is correct in one sample and wrong in another")
+    counts = Counter(answer for answer in answers if answer >= 0)
+    right = [counts[answer] for answer, verdict in verdicts.items() if verdict]
+    wrong = [counts[answer] for answer, verdict in verdicts.items() if not verdict]
+    return right, wrong, len(answers) - sum(counts.values())
+
+
+def _majority(right: list[int], wrong: list[int], silent: int, k: int) -> float:
+    """Share of the subsets of k in which a correct answer wins the vote, a tie counting by its share."""
+    n = sum(right) + sum(wrong) + silent
+    won = 0.0
+    for most in range(1, k + 1):  # votes of the winner
+        # ways[t, u][j]: ways to draw j samples so that t correct and u wrong answers have ``most`` votes, none has more
+        ways = {(0, 0): np.array([float(math.comb(silent, j)) for j in range(k + 1)])}
+        for count, is_right in [*((c, True) for c in right), *((c, False) for c in wrong)]:
+            fewer = np.array([float(math.comb(count, j)) if j < most else 0.0 for j in range(k + 1)])
+            grown: dict[tuple[int, int], np.ndarray] = {}
+            for (t, u), row in ways.items():
+                _add(grown, (t, u), np.convolve(row, fewer)[: k + 1])
+                if count >= most and (t + u + 1) * most <= k:
+                    winner = np.concatenate((np.zeros(most), row[: k + 1 - most])) * float(math.comb(count, most))
+                    _add(grown, (t + is_right, u + (not is_right)), winner)
+            ways = grown
+        won += sum(row[k] * t / (t + u) for (t, u), row in ways.items() if t)
+    return won / math.comb(n, k)
+
+
+def _add(table: dict[tuple[int, int], np.ndarray], key: tuple[int, int], row: np.ndarray) -> None:
+    table[key] = table[key] + row if key in table else row
+
+
+def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
+    """Share of different ones among all runs of ``n`` tokens in the samples of a prompt (Li et al. 2016), in (0, 1].
+
+    NaN where no sample has n tokens. Raises ValueError for n < 1.
+    """
+    if n < 1:
+        raise ValueError(f"distinct-n needs n >= 1, got {n}")
+    runs = [tuple(row[i : i + n]) for row in sequences for i in range(len(row) - n + 1)]
+    return len(set(runs)) / len(runs) if runs else math.nan
+
+
+def paired_test(
+    a: Tensor, b: Tensor, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0
+) -> tuple[float, float, float, float]:
+    """Mean of a - b over prompts, (P,) each, its bootstrap interval, and the p-value of no difference (two-sided).
+
+    The p-value is that of the permutation test in which the two values of each prompt may change places: the share of
+    random signs with which the mean difference is as large, the observed one counted in. NaN for one prompt.
+
+    Raises ValueError for shapes that do not agree, and as `bootstrap`.
+    """
+    if a.shape != b.shape or a.dim() != 1:
+        raise ValueError(f"expected one value a prompt of both, (P,), got {tuple(a.shape)} and {tuple(b.shape)}")
+    difference = a.double().cpu() - b.double().cpu()
+    mean, low, high = (x.item() for x in bootstrap(difference, level=level, seed=seed))
+    if len(difference) == 1:
+        return mean, low, high, math.nan
+    generator, larger = torch.Generator().manual_seed(seed), 0
+    chunk = max(1, 2**22 // len(difference))
+    for start in range(0, resamples, chunk):
+        rows = min(chunk, resamples - start)
+        signs = torch.randint(2, (rows, len(difference)), generator=generator).double() * 2 - 1
+        larger += int(((signs @ difference).abs() >= difference.sum().abs() * (1 - 1e-12)).sum())
+    return mean, low, high, (1 + larger) / (1 + resamples)
 
 
 def bootstrap(
@@ -122,6 +256,20 @@ def _resampled_means(values: Tensor, resamples: int, generator: torch.Generator)
     return torch.cat(parts)
 
 
+def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = _group(a, "a"), _group(b, "b")
+    if len(a) != len(b):
+        raise ValueError(f"a has {len(a)} prompts and b has {len(b)}; both sides must answer the same prompts")
+    return a, b
+
+
+def _zero_one(correct: Tensor) -> Tensor:
+    correct = _group(correct, "correct")
+    if not ((correct == 0) | (correct == 1)).all():
+        raise ValueError("expected 0 for wrong and 1 for correct samples; other rewards have best-of-N instead")
+    return correct
+
+
 def _group(rewards: Tensor, name: str) -> Tensor:
     """``rewards`` in float64, refused unless (P, n) with n >= 1 and without NaN."""
     if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.shape[1] == 0:
@@ -147,175 +295,3 @@ def _checked_n(best_of: int, n: int) -> int:
     if not isinstance(best_of, Integral) or not 1 <= best_of <= n:
         raise ValueError(f"N must be an integer from 1 to the {n} samples a prompt, got {best_of!r}; draw more samples")
     return int(best_of)
-
-
-# --- what a model gave --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Sampled:
-    """What one model gave on the evaluation prompts.
-
-    ``rewards[name]`` is (P, n) with NaN where the reward abstained; of a kernel, each completion's share in the
-    diversity of its group. ``lengths`` (P, n) counts tokens. ``objectives`` and ``weights`` have an entry for each
-    reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` show the first few prompts only.
-
-    Raises ValueError where shapes or names do not agree, and for infinite rewards.
-    """
-
-    rewards: dict[str, Tensor]
-    lengths: Tensor
-    objectives: dict[str, str]
-    weights: dict[str, float]
-    max_length: int
-    prompts: list[str] = field(default_factory=list)
-    completions: list[list[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.rewards or any(set(d) != set(self.rewards) for d in (self.objectives, self.weights)):
-            raise ValueError(
-                f"every reward needs an objective and a weight: rewards {sorted(self.rewards)}, "
-                f"objectives {sorted(self.objectives)}, weights {sorted(self.weights)}"
-            )
-        for name, values in self.rewards.items():
-            if values.dim() != 2 or values.shape != self.lengths.shape:
-                raise ValueError(
-                    f"reward {name!r} is {tuple(values.shape)}, lengths {tuple(self.lengths.shape)}: not (P, n)"
-                )
-            if values.isinf().any():
-                raise ValueError(f"reward {name!r} holds infinite values; a reward is finite or NaN")
-
-    def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain lists for ``json.dump``; NaN becomes None."""
-        rewards = {
-            name: [[None if math.isnan(r) else r for r in row] for row in values.tolist()]
-            for name, values in self.rewards.items()
-        }
-        return {**vars(self), "rewards": rewards, "lengths": self.lengths.tolist()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Sampled:
-        """The inverse of `to_json`; rewards come back as float64."""
-        rewards = {
-            name: torch.tensor([[math.nan if r is None else r for r in row] for row in values], dtype=torch.float64)
-            for name, values in data["rewards"].items()
-        }
-        return cls(**{**data, "rewards": rewards, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
-
-
-def write_evaluation(run: Path, **sampled: Sampled) -> None:
-    """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``, no ``after`` in training."""
-    atomic_write(run / FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
-
-
-def read_evaluation(run: Path) -> dict[str, Sampled]:
-    """``{"before": ..., "after": ...}`` of a run. Raises ValueError where the file is missing or damaged."""
-    path = run / FILE
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: the run was stopped before its evaluation; resume it to finish")
-    try:
-        return {name: Sampled.from_json(data) for name, data in json.loads(path.read_text("utf-8")).items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); resume the run to evaluate again") from error
-
-
-# --- summary ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number with its interval: ``value`` of ``reward`` under ``procedure`` (``"mean"``, ``"best-of-4"``)."""
-
-    reward: str
-    procedure: str
-    value: float
-    low: float
-    high: float
-
-
-def weighted_best_of_n(sampled: Sampled, ns: Sequence[int]) -> Tensor:
-    """``sum_i w_i BoN_i`` of each prompt: (len(ns), P'), over the P' prompts on which no reward abstains.
-
-    Each reward picks its own best of N, as in the training objective ``sum_i w_i R_i``; from diversity nothing is
-    picked, it counts as it is.
-    """
-    picks = {name: "diversity" if is_pairwise(text) else "best" for name, text in sampled.objectives.items()}
-    return _weighted(sampled, ns, picks)
-
-
-def summarize(sampled: Sampled, ns: Sequence[int] = (1, 4)) -> list[Row]:
-    """Mean (N = 1) and best-of-N of each reward, then of the weighted sum if rewards are several, with 95% intervals.
-
-    A reward with the objective "wor:N" has its worst-of-N instead, and diversity its mean alone; in the weighted sum,
-    "each of N", every reward is taken as in its own rows. A prompt on which a reward abstains for any sample is left
-    out for that reward, and for the weighted sum; where no prompt is left the row is NaN. Raises ValueError for N above
-    the samples a prompt.
-    """
-    picks = {name: _pick(text) for name, text in sampled.objectives.items()}
-    per_prompt = {
-        name: (_picked(values[~values.isnan().any(1)], ns, picks[name]), picks[name])
-        for name, values in sampled.rewards.items()
-    }
-    if len(per_prompt) > 1:
-        of_all = picks.values() if len(set(picks.values())) == 1 else ["each"]
-        per_prompt[WEIGHTED_SUM] = _weighted(sampled, ns, picks), next(iter(of_all))
-    rows = []
-    for name, (values, pick) in per_prompt.items():
-        for number, value in zip(ns, values, strict=True):
-            if number > 1 and pick == "diversity":
-                continue
-            numbers = [x.item() for x in bootstrap(value)] if len(value) else [math.nan] * 3
-            of_n = f"each of {number}" if pick == "each" else f"{pick}-of-{number}"
-            rows.append(Row(name, "mean" if number == 1 else of_n, *numbers))
-    return rows
-
-
-def _pick(objective: str) -> str:
-    return "diversity" if is_pairwise(objective) else "worst" if objective.startswith("wor:") else "best"
-
-
-def _picked(rewards: Tensor, ns: Sequence[int], pick: str) -> Tensor:
-    """(len(ns), P) of one reward: its best or worst of N, or for diversity its mean whatever N is."""
-    if pick == "diversity":
-        return best_of_n(rewards, [1]).expand(len(ns), -1)
-    return (worst_of_n if pick == "worst" else best_of_n)(rewards, ns)
-
-
-def _weighted(sampled: Sampled, ns: Sequence[int], picks: Mapping[str, str]) -> Tensor:
-    """(len(ns), P') weighted sum over the P' prompts on which no reward abstains."""
-    scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
-    parts = [sampled.weights[name] * _picked(r[scored], ns, picks[name]) for name, r in sampled.rewards.items()]
-    return torch.stack(parts).sum(0)
-
-
-def format_interval(row: Row, gap: str = " ") -> str:
-    """``-0.1234 [-0.1301, -0.1170]``; no brackets where there is no interval, a dash where nothing was scored."""
-    if math.isnan(row.value):
-        return "-"
-    return f"{row.value:.4f}" if math.isnan(row.low) else f"{row.value:.4f}{gap}[{row.low:.4f}, {row.high:.4f}]"
-
-
-def format_change(old: Row, new: Row) -> str:
-    """``+0.0123``, or a dash where one of both was not scored."""
-    change = new.value - old.value
-    return "-" if math.isnan(change) else f"{change:+.4f}"
-
-
-def before_after_table(before: Sampled, after: Sampled, ns: Sequence[int] = (1, 4)) -> Table:
-    """The table that ends a run: every reward and procedure, before -> after, with 95% intervals over prompts.
-
-    Raises ValueError for N above the samples a prompt.
-    """
-    prompts, n = after.lengths.shape
-    title = f"before and after training ({prompts} prompts x {n} samples, 95% intervals)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("reward", "procedure", "before", "after", "change"):
-        table.add_column(heading, no_wrap=heading != "reward")
-    previous = None
-    for old, new in zip(summarize(before, ns), summarize(after, ns), strict=True):
-        # An interval goes under its value, the objective under its reward: the table fits 80 columns.
-        name = Text(f"{new.reward}\n{after.objectives.get(new.reward, '')}") if new.reward != previous else ""
-        cells = (format_interval(row, "\n") for row in (old, new))
-        table.add_row(name, new.procedure, *map(Text, cells), format_change(old, new))
-        previous = new.reward
-    return table

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nlgrpo.evaluation import Sampled
+from nlgrpo.sampled import Sampled
 
 DPI = 150
 # Okabe and Ito's palette: told apart by colour-blind readers, and on white as on black

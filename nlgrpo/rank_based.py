@@ -44,6 +44,10 @@ class RankBased(Objective):
         """w_k = f(k/M) for k = 1 .. M, (M,) in float64."""
         return self._f(_steps(M)[1:])
 
+    def masses(self, M: int) -> Tensor:
+        """Share of the k-th smallest of M rewards in R, F(k/M) - F((k-1)/M) for k = 1 .. M, (M,) in float64."""
+        return self._masses(_steps(M))
+
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if probs is None:
             return kernels.linearize(rewards, self.weights(rewards.shape[1]).to(rewards))
@@ -113,12 +117,12 @@ class OfN(RankBased):
         return self.n if self.estimator == "unbiased" else 1
 
     @abstractmethod
-    def _shares(self, M: int) -> Tensor:
+    def shares(self, M: int) -> Tensor:
         """How often the k-th smallest of M is chosen from a subset of n, for k = 1 .. M, (M,)."""
 
     def _gap_shares(self, M: int) -> Tensor:
         """w_k / M of the gap above the k-th smallest, (M,)."""
-        return self._shares(M)
+        return self.shares(M)
 
     @abstractmethod
     def _of_all(self, rewards: Tensor) -> Tensor:
@@ -142,7 +146,7 @@ class OfN(RankBased):
         if self.estimator == "plugin" or probs is not None:
             return super()._value(rewards, probs)
         self._check_samples(rewards.shape[1])
-        shares = self._shares(rewards.shape[1]).to(rewards)
+        shares = self.shares(rewards.shape[1]).to(rewards)
         return torch.where(shares == 0, 0.0, shares * rewards.sort(dim=-1).values).sum(-1)
 
     def _check_samples(self, M: int) -> None:
@@ -169,7 +173,7 @@ class BestOfN(OfN):
     def _integral(self, z: Tensor) -> Tensor:
         return z**self.n
 
-    def _shares(self, M: int) -> Tensor:
+    def shares(self, M: int) -> Tensor:
         return order_weights(M, self.n)
 
     def _of_all(self, rewards: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ class WorstOfN(OfN):
     def _integral(self, z: Tensor) -> Tensor:
         return 1 - (1 - z) ** self.n
 
-    def _shares(self, M: int) -> Tensor:
+    def shares(self, M: int) -> Tensor:
         return order_weights(M, self.n).flip(0)
 
     def _gap_shares(self, M: int) -> Tensor:
@@ -268,7 +272,7 @@ class CVaR(RankBased):
 
     def weights(self, M: int) -> Tensor:
         """M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
-        return M * self._masses(_steps(M))
+        return M * self.masses(M)
 
     def _f(self, z: Tensor) -> Tensor:
         return (z <= self.alpha).to(z.dtype) / self.alpha

@@ -22,17 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nlgrpo import evaluation, figures, metrics
-from nlgrpo.evaluation import (
-    Row,
-    Sampled,
-    bootstrap,
-    format_change,
-    format_interval,
-    read_evaluation,
-    summarize,
-    weighted_best_of_n,
-)
+from nlgrpo import figures, metrics
+from nlgrpo.evaluation import bootstrap
+from nlgrpo.sampled import FILE, Sampled, read_evaluation
+from nlgrpo.summary import Row, format_change, format_interval, summarize, weighted_best_of_n
 
 CONFIGS = ("config.json", "config.toml")
 TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
@@ -68,7 +61,7 @@ def write_report(run: Path) -> Path:
 
 
 def _check_run(run: Path) -> None:
-    files = (*CONFIGS, metrics.FILE, evaluation.FILE)
+    files = (*CONFIGS, metrics.FILE, FILE)
     if not any((run / name).is_file() for name in files):
         what = "has none of " + ", ".join(files) if run.is_dir() else "is not a folder"
         raise ValueError(f"{run} {what}; give the folder that `nlgrpo train` wrote, such as runs/default")

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo import engine, rewards
 from nlgrpo.data import Batch, Prompt, plain_text
 from nlgrpo.engine import Rollout
-from nlgrpo.evaluation import Sampled
 from nlgrpo.model import Decoder
 from nlgrpo.objectives import Objective, per_completion
 from nlgrpo.parallel import Ranks, gathered
 from nlgrpo.rewards import Scores
+from nlgrpo.sampled import Sampled
 from nlgrpo.sampling import Sampling
 
 

@@ -19,11 +19,11 @@ from nlgrpo import (
     config,
     config_checks,
     data,
-    evaluation,
     hf_weights,
     metrics,
     objectives,
     rewards,
+    sampled,
     user_code,
 )
 from nlgrpo import model as models
@@ -121,19 +121,19 @@ class Run:
         share = self.config.rollout.prompts // self.ranks.world
         return self.prompts.take(self.progress.cursor + self.ranks.rank * share, share)
 
-    def evaluated(self) -> dict[str, evaluation.Sampled]:
+    def evaluated(self) -> dict[str, sampled.Sampled]:
         """What the folder holds of an evaluation on as many prompts and samples as this configuration asks for."""
-        if not (self.folder / evaluation.FILE).is_file():
+        if not (self.folder / sampled.FILE).is_file():
             return {}
         shape = (min(self.config.evaluation.prompts, len(self.held_out)), self.config.evaluation.samples)
-        found = evaluation.read_evaluation(self.folder)
-        return {name: sampled for name, sampled in found.items() if tuple(sampled.lengths.shape) == shape}
+        found = sampled.read_evaluation(self.folder)
+        return {name: model for name, model in found.items() if tuple(model.lengths.shape) == shape}
 
-    def write_evaluation(self, **sampled: evaluation.Sampled) -> None:
+    def write_evaluation(self, **models: sampled.Sampled) -> None:
         if self.ranks.first:
-            evaluation.write_evaluation(self.folder, **sampled)
+            sampled.write_evaluation(self.folder, **models)
 
-    def evaluate(self, model: Decoder) -> evaluation.Sampled:
+    def evaluate(self, model: Decoder) -> sampled.Sampled:
         batch = self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
         return self.evaluator().evaluate(model, batch, self.ranks, self.objectives, self.weights())
 
@@ -361,5 +361,5 @@ def _clear(folder: Path) -> None:
     """Remove what a run writes, and nothing else that stands in its folder; its config.json is replaced afterwards."""
     for name in ("checkpoints", "model", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (metrics.FILE, metrics.SAMPLES_FILE, evaluation.FILE, "report.html", "lengths.png", "curves.png"):
+    for name in (metrics.FILE, metrics.SAMPLES_FILE, sampled.FILE, "report.html", "lengths.png", "curves.png"):
         (folder / name).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import evaluation, parallel, plan, report
+from nlgrpo import parallel, plan, report, summary
 from nlgrpo.advantages import subtract_baseline
 from nlgrpo.aggregation import combine
 from nlgrpo.config import Config
@@ -26,6 +26,7 @@ from nlgrpo.metrics import MetricsLogger
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError, Scores
 from nlgrpo.run import Run, build, open_folder
+from nlgrpo.sampled import Sampled
 from nlgrpo.seeding import random_state, seed_everything, set_random_state
 from nlgrpo.timing import Clock, StopSignal
 
@@ -94,7 +95,7 @@ def score(run: Run, learner: Learner, batch: Batch, rollout: Rollout) -> Scores:
     return scores
 
 
-def evaluate_before(run: Run, learner: Learner) -> evaluation.Sampled | None:
+def evaluate_before(run: Run, learner: Learner) -> Sampled | None:
     """What the untrained model is worth; taken from the folder where an earlier start of the run has measured it."""
     if run.config.evaluation.prompts == 0:
         return None
@@ -105,14 +106,14 @@ def evaluate_before(run: Run, learner: Learner) -> evaluation.Sampled | None:
     return before
 
 
-def finish(run: Run, learner: Learner, before: evaluation.Sampled | None, console: Console) -> None:
+def finish(run: Run, learner: Learner, before: Sampled | None, console: Console) -> None:
     """Export the model, evaluate it, and write the report."""
     exported = run.export(learner)
     if before is not None:
         after = run.evaluate(learner.model)
         run.write_evaluation(before=before, after=after)
         if run.ranks.first:
-            console.print(evaluation.before_after_table(before, after, run.config.evaluation.ns))
+            console.print(summary.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
         page = report.write_report(run.folder)
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nlgrpo import report, train
-from nlgrpo.evaluation import read_evaluation
+from nlgrpo.sampled import read_evaluation
 
 OBJECTIVES = ["mean", "bon:2", "bon:4", "bon:8", "bon:16", "soft:0.1", "soft:0.05"]
 

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from nlgrpo import figures, train
-from nlgrpo.evaluation import best_of_n, bootstrap, read_evaluation
+from nlgrpo.evaluation import best_of_n, bootstrap
+from nlgrpo.sampled import read_evaluation
 
 METHODS = {  # name: objective of both rewards, aggregate
     "mean of the weighted reward (GRPO)": ("mean", "sum"),

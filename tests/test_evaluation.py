@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -11,18 +12,21 @@ import torch
 from rich.console import Console
 
 from nlgrpo.evaluation import (
-    Sampled,
-    before_after_table,
     best_of_n,
     bootstrap,
+    distinct_n,
+    maj_at_k,
     order_weights,
-    read_evaluation,
-    summarize,
-    weighted_best_of_n,
+    paired_test,
+    pass_at_k,
+    procedure_value,
+    procedure_win_rate,
     win_rate,
     worst_of_n,
-    write_evaluation,
 )
+from nlgrpo.objectives import parse
+from nlgrpo.sampled import Sampled, read_evaluation, write_evaluation
+from nlgrpo.summary import before_after_table, summarize, weighted_best_of_n
 
 
 def group(prompts, n, seed=0, ties=False):
@@ -96,6 +100,138 @@ def test_win_rate_against_itself_is_half_and_best_of_n_beats_one_sample_as_theor
     assert win_rate(a, b, 4).item() == pytest.approx(0.5, abs=0.05)
     best = a.view(-1, 4).max(1).values[None]
     assert win_rate(best, b, 1).item() == pytest.approx(4 / 5, abs=0.02)  # N/(N+1)
+
+
+def chances(row, objective):
+    """Of each sample of one prompt to be chosen, ties sharing as they may, by the definition of the procedure."""
+    name, _, number = objective.partition(":")
+    n = len(row)
+    if name == "soft":
+        tilted = [math.exp(r / float(number)) for r in row]
+        return [x / sum(tilted) for x in tilted]
+    if name == "cvar":  # the lower tail holds alpha n samples, the last of them in part
+        tail, order = float(number) * n, sorted(range(n), key=lambda j: row[j])
+        share = [0.0] * n
+        for rank, j in enumerate(order):
+            share[j] = min(1.0, max(0.0, tail - rank)) / tail
+        return share
+    subsets = list(itertools.combinations(range(n), int(number)))
+    pick = max if name == "bon" else min
+    share = [0.0] * n
+    for subset in subsets:
+        share[pick(subset, key=lambda j: row[j])] += 1 / len(subsets)
+    return share
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("objective", ["bon:1", "bon:3", "wor:2", "soft:0.7", "cvar:0.35"])
+def test_value_and_win_rate_of_a_procedure(objective, ties):
+    a, b = group(4, 6, seed=1, ties=ties), group(4, 5, seed=2, ties=ties)
+    rates, values = procedure_win_rate(a, b, parse(objective)), procedure_value(a, parse(objective))
+    for p in range(4):
+        ours, theirs = chances(a[p].tolist(), objective), chances(b[p].tolist(), objective)
+        wins = sum(
+            u * v * ((x > y) + (x == y) / 2)
+            for u, x in zip(ours, a[p].tolist(), strict=True)
+            for v, y in zip(theirs, b[p].tolist(), strict=True)
+        )
+        assert rates[p].item() == pytest.approx(wins)
+        assert values[p].item() == pytest.approx(sum(u * x for u, x in zip(ours, a[p].tolist(), strict=True)))
+
+
+def test_best_of_poisson_wins_given_that_something_is_drawn():
+    """Samples with ranks k/n and independent draws: P(the k-th is the best | one is drawn) by the Poisson law."""
+    a = torch.tensor([[1.0, 2.0, 3.0]])
+    cdf = [math.exp(2 * (k / 3 - 1)) for k in range(4)]
+    mass = [(cdf[k + 1] - cdf[k]) / (1 - cdf[0]) for k in range(3)]
+    beat = procedure_win_rate(a, torch.tensor([[2.0, 2.0]]), parse("bop:2.0")).item()
+    assert beat == pytest.approx(mass[2] + mass[1] / 2)
+
+
+@pytest.mark.parametrize("objective", ["erm:1.0", "rao", "distortion:1,-1,2"])
+def test_what_chooses_no_response_has_no_win_rate(objective):
+    with pytest.raises(ValueError, match="chooses no response"):
+        procedure_win_rate(torch.rand(2, 4), torch.rand(2, 4), parse(objective))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pass_and_majority_over_all_subsets(seed):
+    generator = torch.Generator().manual_seed(seed)
+    answers = torch.randint(-1, 3 + seed, (5, 7), generator=generator)
+    right = torch.randint(0, 4, (5, 1), generator=generator)
+    correct = (answers == right) | ((answers == right + 1) & (seed == 3))  # there, two answers are correct
+    found = maj_at_k(correct, answers, range(1, 8))
+    passed = pass_at_k(correct, range(1, 8))
+    for p in range(5):
+        for k in range(1, 8):
+            wins, hits, subsets = 0.0, 0, list(itertools.combinations(range(7), k))
+            for subset in subsets:
+                counts = Counter(int(answers[p, j]) for j in subset if answers[p, j] >= 0)
+                winners = [a for a, c in counts.items() if c == max(counts.values())]
+                good = {int(answers[p, j]) for j in range(7) if correct[p, j]}
+                wins += sum(a in good for a in winners) / len(winners) if winners else 0
+                hits += any(bool(correct[p, j]) for j in subset)
+            assert found[k - 1, p].item() == pytest.approx(wins / len(subsets))
+            assert passed[k - 1, p].item() == pytest.approx(hits / len(subsets))
+
+
+def test_majority_of_many_samples():
+    """41 correct of 64 in two answers: a vote of 33 is won by more than half; all samples together decide alone."""
+    answers = torch.tensor([[0] * 41 + [1] * 23])
+    correct = answers == 0
+    best = maj_at_k(correct, answers, [1, 33, 64])[:, 0]
+    assert best[0].item() == pytest.approx(41 / 64)
+    ways = sum(math.comb(41, j) * math.comb(23, 33 - j) for j in range(17, 34)) / math.comb(64, 33)
+    assert best[1].item() == pytest.approx(ways)
+    assert best[2] == 1
+
+
+def test_distinct_n():
+    assert distinct_n([[1, 2, 1, 2], [1, 2]], 2) == 2 / 4
+    assert distinct_n([[1, 2, 1, 2], [1, 2]], 1) == 2 / 6
+    assert math.isnan(distinct_n([[1], []], 2))
+    with pytest.raises(ValueError, match="n >= 1"):
+        distinct_n([[1]], 0)
+
+
+def test_the_paired_test_is_scipys():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(30, generator=generator, dtype=torch.float64)
+    for shift in (0.1, 0.4):
+        b = a + shift + torch.randn(30, generator=generator, dtype=torch.float64)
+        theirs = scipy.stats.permutation_test(
+            (a.numpy(), b.numpy()), lambda x, y, axis: (x - y).mean(axis), permutation_type="samples", vectorized=True,
+            n_resamples=20_000, rng=1,
+        )  # fmt: skip
+        mean, low, high, p = paired_test(a, b, resamples=20_000)
+        assert low < mean < high
+        assert mean == pytest.approx((a - b).mean().item())
+        assert p == pytest.approx(theirs.pvalue, abs=4 * math.sqrt(theirs.pvalue / 20_000) + 1e-4)
+    assert paired_test(a, a)[3] == 1
+    assert math.isnan(paired_test(a[:1], b[:1])[3])
+    few = torch.tensor([1.0, 2.0, 3.0, 4.0])  # of 16 signs, 2 are as extreme
+    assert paired_test(few, torch.zeros(4))[3] == pytest.approx(2 / 16, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pass_at_k(torch.tensor([[0.0, 0.5]]), [1]), "0 for wrong and 1 for correct"),
+        (lambda: maj_at_k(torch.ones(1, 2), torch.ones(1, 2), [1]), "integer answers"),
+        (lambda: maj_at_k(torch.ones(1, 2), torch.ones(1, 3, dtype=torch.int64), [1]), "integer answers"),
+        (
+            lambda: maj_at_k(torch.tensor([[0, 1]]), torch.tensor([[3, 3]]), [1]),
+            "answer 3 of a prompt is correct in",
+        ),
+        (lambda: maj_at_k(torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), [3]), "from 1 to the 2 samples"),
+        (lambda: paired_test(torch.ones(2), torch.ones(3)), "one value a prompt of both"),
+        (lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(2, 3), parse("bon:4")), "from 1 to the 3 samples"),
+        (lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(3, 3), parse("bon:2")), "same prompts"),
+    ],
+)
+def test_refused_by_the_newer_estimators(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_infinite_rewards_have_an_order_but_no_mean():

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from nlgrpo import figures
-from nlgrpo.evaluation import Sampled, best_of_n, write_evaluation
+from nlgrpo.evaluation import best_of_n
 from nlgrpo.report import compare, length_targets, write_report
+from nlgrpo.sampled import Sampled, write_evaluation
 
 EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
 VOID = {"meta", "img", "source", "br"}
