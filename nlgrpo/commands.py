@@ -13,8 +13,8 @@ from tyro.conf import Positional
 
 from nlgrpo import engine, hf_weights, report
 from nlgrpo import model as models
+from nlgrpo.parts import load_tokenizer, stop_ids_of
 from nlgrpo.recipes import RECIPES
-from nlgrpo.run import load_tokenizer, stop_ids_of
 from nlgrpo.sampling import Sampling
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import (
     aggregation,
@@ -22,9 +21,8 @@ from nlgrpo import (
     hf_weights,
     metrics,
     objectives,
-    rewards,
+    parts,
     sampled,
-    user_code,
 )
 from nlgrpo import model as models
 from nlgrpo.aggregation import Aggregate, moving_average
@@ -36,10 +34,8 @@ from nlgrpo.learner import Learner, make_optimizer
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import Ranks, full_parameters, shard
 from nlgrpo.rollouts import Sampler
-from nlgrpo.sampling import Sampling
 from nlgrpo.timing import Clock, flops_utilisation
 
-EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 # What may differ when a run goes on: how long it is, and what it keeps and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "rollout.max_rows", "evaluation.prompts",
@@ -214,27 +210,10 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     config_checks.check(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)
     shape = shape_of(models.read_config(source))
-    tokenizer = load_tokenizer(source)
-    room = shape.context - cfg.rollout.max_new_tokens
-    if room < 1:
-        raise ValueError(
-            f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
-            f"{shape.context} tokens that {cfg.model.path} has"
-        )
-    prompts = load_prompts(cfg, cfg.data.source, tokenizer, room)
-    if cfg.data.evaluation:
-        held_out = load_prompts(cfg, cfg.data.evaluation, tokenizer, room)
-    else:
-        prompts, held_out = prompts.split(cfg.evaluation.prompts)
-    parsed = {name: objectives.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
-    loaded = [
-        rewards.load(
-            name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(ranks.device),
-            pairwise=parsed[name].pairwise,
-        )
-        for name, r in cfg.rewards.items()
-    ]  # fmt: skip
-    sampling = sampling_of(cfg, tokenizer, source)
+    tokenizer = parts.load_tokenizer(source)
+    prompts, held_out = parts.load_prompts(cfg, tokenizer, parts.room_for_prompts(cfg, shape))
+    parsed, loaded = parts.load_rewards(cfg, ranks.device)
+    sampling = parts.sampling_of(cfg, tokenizer, source)
     return Run(
         config=cfg,
         ranks=ranks,
@@ -246,67 +225,9 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         sampler=Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded),
         objectives=parsed,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        compute=compute_dtype(cfg.model.dtype, ranks.device),
+        compute=parts.compute_dtype(cfg.model.dtype, ranks.device),
         progress=Progress(beta=cfg.loss.beta),
     )
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
-
-
-def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The model directory's tokenizer; no code of it is run."""
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{source} has no tokenizer that transformers can read: {error}") from error
-
-
-def load_prompts(cfg: Config, name: str, tokenizer: PreTrainedTokenizerBase, room: int) -> data.PromptSet:
-    if not name:
-        raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
-    path = str(files("nlgrpo") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name
-    d = cfg.data
-    return data.load(
-        path,
-        tokenizer,
-        max_prompt_tokens=room,
-        split=d.split,
-        prompt_column=d.prompt_column,
-        template=d.template,
-        cut_after=d.cut_after,
-        separator=d.separator,
-        first_words=d.first_words,
-        seed=cfg.train.seed,
-        shuffle=d.shuffle,
-        limit=d.limit,
-        add_bos=d.add_bos,
-    )
-
-
-def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:
-    """The rollout's sampling; it stops at the ids of the model's generation config and the tokenizer's EOS too."""
-    r = cfg.rollout
-    return Sampling(
-        temperature=r.temperature,
-        top_k=r.top_k,
-        top_p=r.top_p,
-        min_p=r.min_p,
-        max_new_tokens=r.max_new_tokens,
-        stop_ids=tuple(dict.fromkeys((*r.stop_ids, *stop_ids_of(tokenizer, source)))),
-    )
-
-
-def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (source / name).is_file():
-            declared = json.loads((source / name).read_text("utf-8")).get("eos_token_id")
-            ids += declared if isinstance(declared, list) else [] if declared is None else [declared]
-    return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
