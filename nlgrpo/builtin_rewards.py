@@ -157,6 +157,10 @@ class Gsm8k:
         answers = [final_answer(text_of(completion)) for completion in completions]
         return [None if gold is None else float(gold == answer) for gold, answer in zip(golds, answers, strict=True)]
 
+    def answer(self, text: str) -> Decimal | None:
+        """What a completion votes for, when completions vote."""
+        return final_answer(text)
+
 
 # Digits with commas, a decimal part, a denominator. A minus is a sign unless it follows a term: "16-3" holds 16 and 3.
 # The decimal point needs digits behind it, so that a full stop is left out.

@@ -110,6 +110,26 @@ def procedure_value(rewards: Tensor, objective: Objective) -> Tensor:
     return objective.value(_group(rewards, "rewards"))
 
 
+def selected_value(rewards: Tensor, judged: Tensor, objective: Objective) -> Tensor:
+    """Expected ``judged`` (P, n) of the response that ``objective`` chooses by ``rewards`` (P, n): (P,) float64.
+
+    What users get who choose by a proxy: above some N it falls while the proxy's own value rises, which is
+    over-optimisation (Gao et al. 2023). Samples of equal reward are chosen as often, whatever they are judged.
+
+    Raises ValueError as `chosen_weights` and `win_rate`.
+    """
+    rewards, judged = _both(rewards, judged)
+    if judged.shape != rewards.shape:
+        raise ValueError(f"expected judged {tuple(rewards.shape)}, as rewards, got {tuple(judged.shape)}")
+    ordered, order = rewards.sort(dim=1)
+    weights, judged = chosen_weights(ordered, objective), judged.gather(1, order)
+    first = torch.searchsorted(ordered, ordered)  # of equal rewards all share the weight
+    last = torch.searchsorted(ordered, ordered, right=True)
+    total = torch.nn.functional.pad(weights.cumsum(1), (1, 0))
+    shared = (total.gather(1, last) - total.gather(1, first)) / (last - first)
+    return (shared * judged).sum(1)
+
+
 def pass_at_k(correct: Tensor, ks: Sequence[int]) -> Tensor:
     """Chance that one of k samples is correct, for every k in ``ks``: (P, n) of 0 and 1 -> (len(ks), P) float64.
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nlgrpo import kl
+from nlgrpo import kl, scoring
 from nlgrpo.config import LossConfig, OptimConfig
 from nlgrpo.engine import Rollout
-from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.parallel import Ranks, clip_gradients
@@ -63,14 +61,10 @@ class Learner:
         most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
         return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
 
-    @torch.no_grad()
     def score(self, model: Decoder, rollout: Rollout) -> Tensor:
         """Log-probs (R, L) of the completions under ``model``; 0 behind their ends."""
-        out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=_wide(model))
-        for batch in self.micro_batches(rollout, list(range(len(out)))):
-            logprob, _ = self.logprobs(model, batch)
-            out[batch.row, batch.offset] = logprob.to(out)
-        return out
+        rows = list(range(rollout.lengths.numel()))
+        return scoring.completion_logprobs(model, rollout, self.micro_batches(rollout, rows), self.temperature)
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
         return None if self.reference is None else self.score(self.reference, rollout)
@@ -175,18 +169,9 @@ class Learner:
 
             loss, stats, logprob, entropy = self.model(batch.tokens, batch.lengths, batch.select, head)
         else:
-            logprob, entropy = self.logprobs(self.model, batch)
+            logprob, entropy = scoring.logprobs(self.model, batch, self.temperature)
             loss, stats = packed_loss(logprob, *terms, level=self.loss.level, **options)
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
-
-    def logprobs(self, model: Decoder, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (S,) of the batch's targets under ``model``."""
-        head = partial(linear_logprob, targets=batch.targets, temperature=self.temperature)
-        return model(batch.tokens, batch.lengths, batch.select, head)
-
-
-def _wide(model: Decoder) -> torch.dtype:
-    return torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
 
 
 class _Totals:

@@ -100,9 +100,14 @@ def _nanstd(values: Tensor) -> Tensor:
 
 def atomic_write(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` (UTF-8): a reader, also after a kill, sees all of the old or of the new file."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """`atomic_write` of bytes."""
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

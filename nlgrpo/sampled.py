@@ -28,6 +28,10 @@ class Sampled:
     diversity of its group. ``lengths`` (P, n) counts tokens. ``objectives`` and ``weights`` have an entry for each
     reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` show the first few prompts only.
 
+    Where they were measured: ``kl``, by estimator ("k1", "k3"), is that of each completion to the reference, (P, n) in
+    nats; ``distinct["2"]`` (P,) the share of different pairs of tokens among a prompt's completions; ``answers`` of a
+    reward that reads one, (P, n), numbers that are equal where answers of a prompt are, -1 for none.
+
     Raises ValueError where shapes or names do not agree, and for infinite rewards.
     """
 
@@ -38,6 +42,9 @@ class Sampled:
     max_length: int
     prompts: list[str] = field(default_factory=list)
     completions: list[list[str]] = field(default_factory=list)
+    kl: dict[str, Tensor] = field(default_factory=dict)
+    distinct: dict[str, Tensor] = field(default_factory=dict)
+    answers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.rewards or any(set(d) != set(self.rewards) for d in (self.objectives, self.weights)):
@@ -45,30 +52,40 @@ class Sampled:
                 f"every reward needs an objective and a weight: rewards {sorted(self.rewards)}, "
                 f"objectives {sorted(self.objectives)}, weights {sorted(self.weights)}"
             )
-        for name, values in self.rewards.items():
+        for name, values in (self.rewards | self.kl | self.answers).items():
             if values.dim() != 2 or values.shape != self.lengths.shape:
                 raise ValueError(
                     f"reward {name!r} is {tuple(values.shape)}, lengths {tuple(self.lengths.shape)}: not (P, n)"
                 )
+        for name, values in self.rewards.items():
             if values.isinf().any():
                 raise ValueError(f"reward {name!r} holds infinite values; a reward is finite or NaN")
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain lists for ``json.dump``; NaN becomes None."""
-        rewards = {
-            name: [[None if math.isnan(r) else r for r in row] for row in values.tolist()]
-            for name, values in self.rewards.items()
-        }
-        return {**vars(self), "rewards": rewards, "lengths": self.lengths.tolist()}
+        measured = {part: {name: _plain(x) for name, x in getattr(self, part).items()} for part in MEASURED}
+        return {**vars(self), **measured, "lengths": self.lengths.tolist()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Sampled:
-        """The inverse of `to_json`; rewards come back as float64."""
-        rewards = {
-            name: torch.tensor([[math.nan if r is None else r for r in row] for row in values], dtype=torch.float64)
-            for name, values in data["rewards"].items()
-        }
-        return cls(**{**data, "rewards": rewards, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
+        """The inverse of `to_json`; numbers come back as float64, lengths and answers as integers."""
+        measured = {part: {name: _tensor(x) for name, x in data.get(part, {}).items()} for part in MEASURED}
+        measured["answers"] = {name: x.long() for name, x in measured["answers"].items()}
+        return cls(**{**data, **measured, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
+
+
+MEASURED = ("rewards", "kl", "distinct", "answers")
+
+
+def _plain(values: Tensor) -> Any:
+    if values.dim() > 1:
+        return [_plain(row) for row in values]
+    return [None if isinstance(x, float) and math.isnan(x) else x for x in values.tolist()]
+
+
+def _tensor(values: Any) -> Tensor:
+    rows = [[math.nan if x is None else x for x in row] if isinstance(row, list) else row for row in values]
+    return torch.tensor([math.nan if row is None else row for row in rows], dtype=torch.float64)
 
 
 def write_evaluation(run: Path, **sampled: Sampled) -> None:

@@ -1,0 +1,405 @@
+"""The command ``nlgrpo evaluate``: what models are worth under each procedure, how far they went, how sure that is.
+
+    nlgrpo evaluate runs/length-bon runs/length-mean --n 64 --ns 1,2,4,8,16
+    torchrun --nproc-per-node 8 -m nlgrpo.cli evaluate my-model --reference base --file evaluation.toml
+
+Every model draws n completions of the same prompts with the same noise; they are kept, and scored, under names that
+their content determines (`sample_store`), so that the same command goes on where it was stopped, and another one that
+needs the same completions finds them. Ranks share the work chunk by chunk, and the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo import (
+    config,
+    config_checks,
+    engine,
+    evaluation_tables,
+    hf_weights,
+    kl,
+    parallel,
+    parts,
+    recipes,
+    scoring,
+    user_code,
+)
+from nlgrpo import model as models
+from nlgrpo.arguments import override
+from nlgrpo.config import Config
+from nlgrpo.data import Batch, plain_text
+from nlgrpo.evaluation import distinct_n
+from nlgrpo.families import shape_of
+from nlgrpo.objectives import Objective, parse, per_completion
+from nlgrpo.packing import pack
+from nlgrpo.parallel import Ranks
+from nlgrpo.rewards import Reward, RewardError
+from nlgrpo.rollouts import Sampler, part_of
+from nlgrpo.sample_store import Store, chunk_name, digest_of, digest_of_function, from_rollout, to_rollout
+from nlgrpo.sampled import Sampled, write_evaluation
+from nlgrpo.sampling import Sampling
+
+Work = TypeVar("Work")
+
+REFERENCE = "reference"
+CHUNK = 4  # prompts in a file of completions
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for beside the configuration."""
+
+    models: tuple[str, ...]
+    reference: str
+    out: Path
+    procedures: tuple[str, ...]
+    ns: tuple[int, ...]
+    gold: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is evaluated, with its own tokens of the prompts, and where its completions are kept."""
+
+    label: str
+    source: Path
+    tokenizer: PreTrainedTokenizerBase
+    batch: Batch
+    sampling: Sampling
+    store: Store
+
+    def chunks(self, ranks: Ranks) -> list[Batch]:
+        """This rank's."""
+        count = len(self.batch.ids)
+        every = [part_of(self.batch, slice(start, start + CHUNK)) for start in range(0, count, CHUNK)]
+        return every[ranks.rank :: ranks.world]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that an evaluation needs."""
+
+    cfg: Config
+    options: Options
+    ranks: Ranks
+    candidates: list[Candidate]  # the reference first
+    objectives: dict[str, Objective]
+    rewards: list[Reward]
+    console: Console = field(default_factory=Console)
+
+    @property
+    def samples(self) -> int:
+        return self.cfg.evaluation.samples
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return parts.compute_dtype(self.cfg.model.dtype, self.ranks.device)
+
+    def sampler(self, candidate: Candidate, rewards: Sequence[Reward]) -> Sampler:
+        seed = self.cfg.train.seed ^ (1 << 62)  # that of a run's own evaluation
+        rows = self.cfg.rollout.max_rows
+        return Sampler(candidate.tokenizer, candidate.sampling, self.samples, rows, seed, rewards)
+
+    def progress(self, chunks: Sequence[Work], what: str) -> Iterator[Work]:
+        shown = self.ranks.first and self.console.is_terminal
+        return iter(track(chunks, what, console=self.console, transient=True, disable=not shown))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
+    """``MODEL... [--reference REF] [--file TOML] [--n 64] [--ns 1,2,4] [--procedures ..] [--gold ..] [--key value]``.
+
+    Begins at the configuration of the first model that is a run's folder, else at the blank recipe, or at the file.
+    Raises ValueError for what does not fit.
+    """
+    given = list(arguments)
+    named: list[str] = []
+    while given and not given[0].startswith("-"):
+        named.append(given.pop(0))
+    parser = argparse.ArgumentParser(prog="nlgrpo evaluate", allow_abbrev=False, description=ABOUT)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--reference", help="model that the others are held against; default: the one of the run")
+    parser.add_argument("--file", type=Path, help="TOML file with data, rewards, .. as for training")
+    parser.add_argument("--out", type=Path, default=Path("runs/evaluation"), help="folder of samples and results")
+    parser.add_argument("--n", type=int, default=64, help="completions of each prompt")
+    parser.add_argument("--ns", default="1,2,4,8,16", help="N of best-of-N and worst-of-N")
+    parser.add_argument(
+        "--procedures", default="bon,wor", help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", ..'
+    )
+    parser.add_argument("--gold", default="", help="rewards by which the choice of the others is judged")
+    known, rest = parser.parse_known_args(given)
+    if not named:
+        raise ValueError("there is no model to evaluate; name folders of runs or models first: nlgrpo evaluate runs/a")
+    cfg = _override(_base(named, known.file), rest, known.n)
+    ns = tuple(dict.fromkeys(_integers(known.ns)))
+    if not ns or not all(1 <= n <= known.n for n in ns):
+        raise ValueError(f"--ns {known.ns}: expected numbers between 1 and --n {known.n}, the completions of a prompt")
+    gold = tuple(name for name in known.gold.split(",") if name)
+    unknown = [name for name in gold if name not in cfg.rewards]
+    if unknown:
+        raise ValueError(f"--gold {unknown[0]}: there is no such reward; there are {', '.join(cfg.rewards)}")
+    procedures = tuple(_expanded(known.procedures.split(","), ns))
+    return Options(tuple(named), known.reference or cfg.model.path, known.out, procedures, ns, gold), cfg
+
+
+ABOUT = """What models are worth under each inference procedure, against a reference.
+
+Before the options stand the models: folders of runs, Hugging Face directories, or hub names; LABEL=PATH names one.
+Other options are those of a configuration, such as --data.source, --rewards.NAME.function, --rollout.temperature,
+--evaluation.prompts; they come on top of the run's own, where the first model is a run."""
+
+
+def _base(named: Sequence[str], file: Path | None) -> Config:
+    if file is not None:
+        return config.read_toml(file, recipes.recipe("blank"))
+    known = next((_path(name) / "config.json" for name in named if _is_run(_path(name))), None)
+    if known is None:
+        return recipes.recipe("blank")
+    return config.from_dict(json.loads(known.read_text("utf-8")), where=str(known))
+
+
+def _override(base: Config, rest: Sequence[str], n: int) -> Config:
+    evaluation = dataclasses.replace(base.evaluation, samples=n, ns=(1,))
+    cfg = override(dataclasses.replace(base, evaluation=evaluation), rest, program="nlgrpo evaluate")
+    if base.recipe == "blank" and not cfg.data.evaluation:  # nothing was trained on: all prompts may be taken
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, evaluation=cfg.data.source))
+    if cfg.evaluation.prompts < 1:
+        raise ValueError(f"evaluation.prompts = {cfg.evaluation.prompts}: an evaluation needs one prompt at least")
+    config_checks.check(cfg)
+    return cfg
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--ns {text}: expected whole numbers between commas, such as 1,2,4") from None
+
+
+def _expanded(procedures: Sequence[str], ns: Sequence[int]) -> list[str]:
+    """Names of objectives; "bon" and "wor" for every N, of which N = 1 is "mean" in both."""
+    found = []
+    for text in filter(None, map(str.strip, procedures)):
+        for name in [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]:
+            found.append("mean" if name in ("bon:1", "wor:1") else str(parse(name, user_code.function)))
+    return list(dict.fromkeys(found))
+
+
+def _path(name: str) -> Path:
+    return Path(name.partition("=")[2] or name)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "model" / "config.json").is_file()
+
+
+def _label(name: str) -> str:
+    label, given, path = name.partition("=")
+    return label if given and path else Path(name).name or name
+
+
+# --- what is evaluated ------------------------------------------------------------------------------------------------
+
+
+def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
+    """Read tokenizers, prompts and rewards; weights are read one model at a time, by `draw`."""
+    labels = [REFERENCE, *map(_label, options.models)]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"models need different labels, got {', '.join(labels)}; give one as LABEL=PATH")
+    named = [options.reference, *options.models]
+    candidates = [_candidate(label, name, options, cfg) for label, name in zip(labels, named, strict=True)]
+    first = candidates[0]
+    for other in candidates[1:]:
+        if other.batch.prompts != first.batch.prompts:
+            raise ValueError(
+                f"{other.label} cannot answer the same prompts as {first.label}: its context or tokenizer leaves out "
+                "others as too long. Lower rollout.max_new_tokens, or choose prompts that fit all models."
+            )
+    objectives, loaded = parts.load_rewards(cfg, ranks.device)
+    return Evaluation(cfg, options, ranks, candidates, objectives, loaded, Console(quiet=not ranks.first))
+
+
+def _candidate(label: str, name: str, options: Options, cfg: Config) -> Candidate:
+    path = _path(name) if label != REFERENCE else Path(name)
+    source = hf_weights.locate(path / "model" if _is_run(path) else str(path))
+    tokenizer = parts.load_tokenizer(source)
+    here = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
+    _, held_out = parts.load_prompts(
+        here, tokenizer, parts.room_for_prompts(here, shape_of(models.read_config(source)))
+    )
+    batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
+    sampling = parts.sampling_of(cfg, tokenizer, source)
+    drawn_by = {"model": digest_of(source), "sampling": dataclasses.asdict(sampling), "dtype": cfg.model.dtype}
+    identity = drawn_by | {"samples": cfg.evaluation.samples, "seed": cfg.train.seed}
+    return Candidate(label, source, tokenizer, batch, sampling, Store(options.out / "samples", identity))
+
+
+def tokenize_alike(a: Candidate, b: Candidate) -> bool:
+    """Whether both have the same tokens, so that one can tell how likely the other's completions are."""
+    return a.batch.ids == b.batch.ids and a.tokenizer.get_vocab() == b.tokenizer.get_vocab()
+
+
+# --- drawing and scoring ----------------------------------------------------------------------------------------------
+
+
+def draw(e: Evaluation, candidate: Candidate) -> None:
+    """Draw what is not kept yet of this rank's chunks."""
+    chunks = candidate.chunks(e.ranks)
+    missing = [c for c in chunks if not candidate.store.has(chunk_name(c.index, c.ids))]
+    if not missing:
+        return
+    model, sampler = models.load(candidate.source, dtype=e.dtype, device=e.ranks.device), e.sampler(candidate, [])
+    for chunk in e.progress(missing, f"{candidate.label}: completions"):
+        candidate.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(sampler.draw(model, chunk)))
+
+
+def rollout_of(candidate: Candidate, chunk: Batch) -> engine.Rollout:
+    tensors = candidate.store.read(chunk_name(chunk.index, chunk.ids))
+    if tensors is None:
+        raise ValueError(f"completions of {candidate.label} are damaged; run the same command again to draw them anew")
+    return to_rollout(tensors, chunk.ids)
+
+
+def measure_kl(e: Evaluation, candidates: Sequence[Candidate]) -> None:
+    """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
+    reference, device = e.candidates[0], e.ranks.device
+    work = [(c, chunk) for c in candidates for chunk in c.chunks(e.ranks) if not c.store.has(kl_name(e, chunk))]
+    if not work:
+        return
+    model, tokens = (
+        models.load(reference.source, dtype=e.dtype, device=device),
+        16384 if device.type == "cuda" else 1024,
+    )
+    for candidate, chunk in e.progress(work, "KL to the reference"):
+        rollout = rollout_of(candidate, chunk)
+        prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
+        batches = pack(prompts, rollout.completion_ids(), range(len(prompts)), tokens, device)
+        theirs = scoring.completion_logprobs(model, rollout, batches, candidate.sampling.temperature).cpu()
+        ours = rollout.logprobs.flatten(0, 1).to(theirs)
+        found = {kind: kl.estimate(ours, theirs, kind).sum(-1).view(rollout.lengths.shape) for kind in ("k1", "k3")}
+        candidate.store.write(kl_name(e, chunk), found)
+
+
+def kl_name(e: Evaluation, chunk: Batch) -> str:
+    return f"{chunk_name(chunk.index, chunk.ids)}.kl-{e.candidates[0].store.digest}"
+
+
+def score(e: Evaluation, candidate: Candidate, reward: Reward) -> None:
+    """What a reward gives to this rank's chunks, one number a completion."""
+    chunks = candidate.chunks(e.ranks)
+    missing = [c for c in chunks if not candidate.store.has(score_name(e, reward, c))]
+    sampler = e.sampler(candidate, [reward])
+    for chunk in e.progress(missing, f"{candidate.label}: {reward.name}"):
+        scores = sampler.score(chunk, rollout_of(candidate, chunk), first_prompt=chunk.index[0])
+        values = per_completion(e.objectives[reward.name], scores.values[reward.name])
+        candidate.store.write(score_name(e, reward, chunk), {"values": values})
+
+
+def score_name(e: Evaluation, reward: Reward, chunk: Batch) -> str:
+    asked = e.cfg.rewards[reward.name]
+    spec = f"{asked.function} x {asked.scale!r}" + f" in {asked.objective}" * reward.pairwise
+    return f"{chunk_name(chunk.index, chunk.ids)}.score-{digest_of_function(reward.function, spec)}"
+
+
+def collect(e: Evaluation, candidate: Candidate) -> Sampled:
+    """All chunks of a model, which all ranks have written, in the order of the prompts."""
+    alone = Ranks(0, 1, torch.device("cpu"))
+    chunks = candidate.chunks(alone)
+    rollouts = [rollout_of(candidate, chunk) for chunk in chunks]
+    texts = [e.sampler(candidate, []).texts(rollout) for rollout in rollouts]
+    read = candidate.store.read
+    rewards = {r.name: _joined(read(score_name(e, r, chunk)) for chunk in chunks)["values"] for r in e.rewards}
+    has_kl = all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
+    ids = [rollout.completion_ids() for rollout in rollouts]
+    groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
+    completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
+    return Sampled(
+        rewards=rewards,
+        lengths=torch.cat([rollout.lengths for rollout in rollouts]),
+        objectives={name: str(objective) for name, objective in e.objectives.items()},
+        weights={name: reward.weight for name, reward in e.cfg.rewards.items()},
+        max_length=e.cfg.rollout.max_new_tokens,
+        prompts=[plain_text(p) for p in candidate.batch.prompts][:8],
+        completions=[rows[:8] for rows in completions[:8]],
+        kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
+        distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
+        answers={r.name: _answers(r.function, completions) for r in e.rewards if hasattr(r.function, "answer")},
+    )
+
+
+def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
+    there = [chunk for chunk in chunks if chunk is not None]
+    return {name: torch.cat([chunk[name] for chunk in there]).double() for name in there[0]}
+
+
+def _answers(function: Any, completions: Sequence[Sequence[str]]) -> Tensor:
+    rows = []
+    for texts in completions:
+        known: dict[Any, int] = {}
+        given = [function.answer(text) for text in texts]
+        rows.append([-1 if answer is None else known.setdefault(answer, len(known)) for answer in given])
+    return torch.tensor(rows)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(e: Evaluation) -> dict[str, Sampled]:
+    """Draw, score and collect; the results by label, on the first rank. Collective.
+
+    Raises on every rank what one of them met.
+    """
+    reference, *others = e.candidates
+    alike = [c for c in others if tokenize_alike(reference, c)]
+    stages: list[list[Callable[[], None]]] = [
+        [partial(draw, e, c) for c in e.candidates],
+        [partial(measure_kl, e, alike)],
+        [partial(score, e, c, reward) for c in e.candidates for reward in e.rewards],
+    ]
+    for stage in stages:
+        fault: Exception | None = None
+        try:
+            for work in stage:
+                work()
+        except (ValueError, RewardError) as error:
+            fault = error
+        if e.ranks.any(fault is not None):
+            raise fault or ValueError("another rank failed; its message says why")
+    return {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluate, write the results and print them. Raises ValueError for what the user can mend."""
+    options, cfg = read_arguments(arguments)
+    with parallel.start() as ranks:
+        e = build(options, cfg, ranks)
+        try:
+            found = evaluate(e)
+        except RewardError as error:
+            raise ValueError(
+                f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
+            ) from error
+        if ranks.first:
+            write_evaluation(options.out, **found)
+            evaluation_tables.write(found, options.procedures, options.gold, cfg, options.out)
+            for table in evaluation_tables.tables(found, options.procedures, options.gold):
+                e.console.print(table)
+            e.console.print(f"results  {options.out}", highlight=False, soft_wrap=True)
+    return 0
