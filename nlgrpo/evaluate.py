@@ -138,7 +138,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     parser.add_argument("--reference", help="model that the others are held against; default: the one of the run")
     parser.add_argument("--file", type=Path, help="TOML file with data, rewards, .. as for training")
     parser.add_argument("--out", type=Path, default=Path("runs/evaluation"), help="folder of samples and results")
-    parser.add_argument("--n", type=int, default=64, help="completions of each prompt")
+    parser.add_argument(
+        "--n", "--samples", type=int, default=64, help="completions of a prompt; torchrun takes --samples"
+    )
     parser.add_argument("--ns", default="1,2,4,8,16", help="N of best-of-N and worst-of-N")
     parser.add_argument(
         "--procedures", default="bon,wor", help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", ..'
@@ -147,7 +149,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     known, rest = parser.parse_known_args(given)
     if not named:
         raise ValueError("there is no model to evaluate; name folders of runs or models first: nlgrpo evaluate runs/a")
-    cfg = _override(_base(named, known.file), rest, known.n)
+    base, of_run = _base(named, known.file)
+    cfg = _override(base, rest, known.n, of_run)
     ns = tuple(dict.fromkeys(_integers(known.ns)))
     if not ns or not all(1 <= n <= known.n for n in ns):
         raise ValueError(f"--ns {known.ns}: expected numbers between 1 and --n {known.n}, the completions of a prompt")
@@ -163,22 +166,24 @@ ABOUT = """What models are worth under each inference procedure, against a refer
 
 Before the options stand the models: folders of runs, Hugging Face directories, or hub names; LABEL=PATH names one.
 Other options are those of a configuration, such as --data.source, --rewards.NAME.function, --rollout.temperature,
---evaluation.prompts; they come on top of the run's own, where the first model is a run."""
+--evaluation.prompts; they come on top of the run's own, where the first model is a run. Under torchrun, which takes
+--n for one of its own, write --samples."""
 
 
-def _base(named: Sequence[str], file: Path | None) -> Config:
+def _base(named: Sequence[str], file: Path | None) -> tuple[Config, bool]:
+    """What the options are laid over, and whether it is that of a run."""
     if file is not None:
-        return config.read_toml(file, recipes.recipe("blank"))
+        return config.read_toml(file, recipes.recipe("blank")), False
     known = next((_path(name) / "config.json" for name in named if _is_run(_path(name))), None)
     if known is None:
-        return recipes.recipe("blank")
-    return config.from_dict(json.loads(known.read_text("utf-8")), where=str(known))
+        return recipes.recipe("blank"), False
+    return config.from_dict(json.loads(known.read_text("utf-8")), where=str(known)), True
 
 
-def _override(base: Config, rest: Sequence[str], n: int) -> Config:
+def _override(base: Config, rest: Sequence[str], n: int, of_run: bool) -> Config:
     evaluation = dataclasses.replace(base.evaluation, samples=n, ns=(1,))
     cfg = override(dataclasses.replace(base, evaluation=evaluation), rest, program="nlgrpo evaluate")
-    if base.recipe == "blank" and not cfg.data.evaluation:  # nothing was trained on: all prompts may be taken
+    if not of_run and not cfg.data.evaluation:  # nothing was trained on: all prompts may be taken
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, evaluation=cfg.data.source))
     if cfg.evaluation.prompts < 1:
         raise ValueError(f"evaluation.prompts = {cfg.evaluation.prompts}: an evaluation needs one prompt at least")
@@ -271,9 +276,10 @@ def draw(e: Evaluation, candidate: Candidate) -> None:
 
 
 def rollout_of(candidate: Candidate, chunk: Batch) -> engine.Rollout:
+    """The completions that `draw` has kept."""
     tensors = candidate.store.read(chunk_name(chunk.index, chunk.ids))
     if tensors is None:
-        raise ValueError(f"completions of {candidate.label} are damaged; run the same command again to draw them anew")
+        raise ValueError(f"completions of {candidate.label} are no longer in {candidate.store.folder}; run it again")
     return to_rollout(tensors, chunk.ids)
 
 
@@ -368,6 +374,9 @@ def evaluate(e: Evaluation) -> dict[str, Sampled]:
     """
     reference, *others = e.candidates
     alike = [c for c in others if tokenize_alike(reference, c)]
+    for c in others:
+        if c not in alike:
+            e.console.print(f"{c.label} has another tokenizer than the reference: no KL, and lengths in its own tokens")
     stages: list[list[Callable[[], None]]] = [
         [partial(draw, e, c) for c in e.candidates],
         [partial(measure_kl, e, alike)],

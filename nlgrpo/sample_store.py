@@ -38,17 +38,14 @@ class Store:
             self._writing(lambda: atomic_write(self.folder / "identity.json", text + "\n"))
 
     def has(self, name: str) -> bool:
-        return self._path(name).is_file()
+        """Whether there is such a file, and it is whole."""
+        return self.read(name) is not None
 
     def read(self, name: str) -> Tensors | None:
-        """None where there is no such file; one that is damaged is removed first."""
-        path = self._path(name)
+        """None where there is no such file, or it is damaged."""
         try:
-            return safetensors.torch.load(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except SafetensorError:
-            path.unlink()
+            return safetensors.torch.load(self._path(name).read_bytes())
+        except (FileNotFoundError, SafetensorError):
             return None
 
     def write(self, name: str, tensors: Tensors) -> None:

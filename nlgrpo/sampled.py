@@ -88,7 +88,7 @@ def _tensor(values: Any) -> Tensor:
     return torch.tensor([math.nan if row is None else row for row in rows], dtype=torch.float64)
 
 
-def write_evaluation(run: Path, **sampled: Sampled) -> None:
+def write_evaluation(run: Path, /, **sampled: Sampled) -> None:
     """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``, no ``after`` in training."""
     atomic_write(run / FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
 
