@@ -29,13 +29,13 @@ COMMANDS = {
         "nlgrpo.commands:write_report",
         "Write a run's report.html and pictures again: nlgrpo report runs/length-bon",
     ),
-    "evaluate": (
-        "nlgrpo.evaluate:main",
-        "What models are worth under each procedure: nlgrpo evaluate runs/length-bon runs/length-mean",
-    ),
     "compare": (
         "nlgrpo.commands:compare",
         "Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean",
+    ),
+    "evaluate": (
+        "nlgrpo.evaluate:main",
+        "What models are worth under each procedure: nlgrpo evaluate runs/length-bon runs/length-mean",
     ),
     "verify": (
         "nlgrpo.verify:main",
