@@ -19,8 +19,9 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildca
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
 
+# Files are shared out to as many processes as there are cores, up to four, of one thread each.
 test: $(VENV)/installed-test
-	NLGRPO_BUILD_EXT=1 $(RUN)python -m pytest
+	NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # Python is not linked with the sanitizers, so the loader brings them before it, and with them libstdc++, whose
 # exceptions they stand in front of. Leaks are not looked for: Python and torch keep memory until they end, and hide an

@@ -277,11 +277,18 @@ def _comparable(evaluated: Mapping[Path, Mapping[str, Sampled]]) -> dict[str, Sa
 
 
 def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Table:
+    """A column a model, or for more than three trained ones a line each, so that 80 columns are enough."""
     table = Table(title="weighted sum of best-of-N rewards, 95% intervals", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("N", justify="right")
-    for label in values:
+    many = len(values) > 4
+    for label in ("model", "value") if many else values:
         table.add_column(Text(label))
     for i, best_of in enumerate(ns):
         rows = [Row(label, "", *(x[i].item() for x in columns)) for label, columns in values.items()]
-        table.add_row(str(best_of), *(Text(format_interval(row, "\n")) for row in rows))
+        if many:
+            for row in rows:
+                table.add_row(str(best_of), Text(row.reward), Text(format_interval(row)))
+            table.add_section()
+        else:
+            table.add_row(str(best_of), *(Text(format_interval(row, "\n")) for row in rows))
     return table
