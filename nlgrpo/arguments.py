@@ -17,14 +17,15 @@ the keys below, or both; what is written here comes on top. --dry-run prints the
 --rewards.NAME.function adds the reward NAME to those of the recipe. To train for others instead, begin at the recipe
 `blank`, or give a file with a [rewards] table, which replaces them; a weight of 0 keeps one in the log only."""
 
-# the keys that are on or off
-SWITCHES = {
-    dashed(f"--{section}.{key}")
+# every key of a section as the command line has it, and its type
+KINDS = {
+    dashed(f"--{section}.{key}"): kind
     for section, keys in typing.get_type_hints(Config).items()
     if dataclasses.is_dataclass(keys)
     for key, kind in typing.get_type_hints(keys).items()
-    if kind is bool
 }
+SWITCHES = {name for name, kind in KINDS.items() if kind is bool}  # on or off
+LISTS = {name for name, kind in KINDS.items() if typing.get_origin(kind) is tuple}
 
 
 def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:

@@ -20,6 +20,10 @@ COMMANDS = {
         "nlgrpo.train:main",
         "Train: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists every key",
     ),
+    "sweep": (
+        "nlgrpo.sweep:main",
+        "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
+    ),
     "generate": (
         "nlgrpo.commands:generate",
         'Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4',

@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 import torch
-from length_objectives import finished
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo import figures, train
+from nlgrpo import figures, sweep
 from nlgrpo.evaluation import best_of_n, bootstrap
+from nlgrpo.manifest import read_manifest
 from nlgrpo.sampled import read_evaluation
 
 METHODS = {  # name: objective of both rewards, aggregate
@@ -78,17 +78,25 @@ def main() -> int:
     parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS, help="of the short taste")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     options, more = parser.parse_args(own), sys.argv[2 + len(own) :]
-    found: dict[str, dict[float, Tensor]] = {}
-    for method, (objective, aggregate) in METHODS.items():
-        for weight in options.weights:
-            folder = options.out / f"{objective}-{aggregate}-{weight:g}".replace(":", "_")
-            given = {"rewards.short.weight": weight, "rewards.long.weight": 1 - weight, "loss.aggregate": aggregate}
-            given |= {f"rewards.{name}.objective": objective for name in ("short", "long")} | {"train.out": folder}
-            if not finished(folder):
-                status = train.main(["length-bon", *(f"--{key}={value}" for key, value in given.items()), *more])
-                if status != 0 or not finished(folder):
-                    return status or 1
-            found.setdefault(method, {})[weight] = points(folder)
+    rows = [
+        {"objective": objective, "loss.aggregate": aggregate}
+        | {"rewards.short.weight": f"{weight:g}", "rewards.long.weight": f"{1 - weight:g}"}
+        for objective, aggregate in METHODS.values()
+        for weight in options.weights
+    ]
+    try:
+        status = sweep.run(["length-bon", *more], rows, options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    found: dict[str, dict[float, Tensor]] = {method: {} for method in METHODS}
+    methods = {how: method for method, how in METHODS.items()}
+    for run in sorted(read_manifest(options.out), key=lambda run: run.overrides["rewards.short.weight"]):
+        if run.state != "done":
+            return status or 1
+        weight, objective, aggregate = (
+            run.overrides[key] for key in ("rewards.short.weight", "objective", "loss.aggregate")
+        )
+        found[methods[objective, aggregate]][weight] = points(run.folder)
     (options.out / "pareto.png").write_bytes(figures.render(functools.partial(draw, found)))
     print(*beaten(found), options.out / "pareto.png", sep="\n")
     return 0
