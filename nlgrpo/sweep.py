@@ -30,10 +30,11 @@ from rich.text import Text
 from nlgrpo import config_checks, grid, metrics
 from nlgrpo import manifest as manifests
 from nlgrpo.config import differences, to_dict
-from nlgrpo.evaluation import Row, format_interval, read_evaluation, summarize
 from nlgrpo.grid import Setting
 from nlgrpo.manifest import Manifest, Point
 from nlgrpo.recipes import from_arguments
+from nlgrpo.sampled import read_evaluation
+from nlgrpo.summary import Row, format_interval, summarize
 from nlgrpo.timing import StopSignal
 
 LOCK = "sweep.lock"

@@ -1,5 +1,6 @@
 """Sweeps: which points a command makes, their names, what the manifest says, and a grid that is cut off and goes on."""
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -571,9 +572,8 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
     status, _, err = call(*command(work))
     assert (status, "a run that one left behind, is at work" in err) == (1, True)
     os.kill(running, signal.SIGKILL)
-    ends = time.monotonic() + 10
-    while Path(f"/proc/{running}").exists() and time.monotonic() < ends:
-        time.sleep(0.02)  # the lock goes with it
+    with (out / sweep.LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the run's goes with it
 
     def stop():
         wait_for(work / "held")
