@@ -20,10 +20,6 @@ COMMANDS = {
         "nlgrpo.train:main",
         "Train: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists every key",
     ),
-    "sweep": (
-        "nlgrpo.sweep:main",
-        "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
-    ),
     "generate": (
         "nlgrpo.commands:generate",
         'Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4',
@@ -40,6 +36,10 @@ COMMANDS = {
     "evaluate": (
         "nlgrpo.evaluate:main",
         "What models are worth under each procedure: nlgrpo evaluate runs/length-bon runs/length-mean",
+    ),
+    "sweep": (
+        "nlgrpo.sweep:main",
+        "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
     ),
     "verify": (
         "nlgrpo.verify:main",

@@ -219,9 +219,14 @@ def folder_name(overrides: Mapping[str, Any], taken: Collection[str] = ()) -> st
         f"{key}={'+'.join(map(shown, value)) if isinstance(value, list) else shown(value)}".replace(":", "-")
         for key, value in zip(short_names(list(overrides)), overrides.values(), strict=True)
     ]
-    names = [re.sub(r"[^A-Za-z0-9_=.+-]+", "-", text)[:LONGEST_PART].rstrip("-") for text in texts]
+    names = [_cut(re.sub(r"[^A-Za-z0-9_=.+-]+", "-", text).rstrip("-")) for text in texts]
     name = ",".join(names)
     if names == texts and len(name) <= LONGEST_NAME and name.casefold() not in map(str.casefold, taken):
         return name
     digest = hashlib.sha256(json.dumps(overrides, sort_keys=True).encode()).hexdigest()[:8]
     return f"{name[:LONGEST_NAME]},{digest}"
+
+
+def _cut(text: str) -> str:
+    """Without its middle where it is long: it is the end that tells paths apart."""
+    return text if len(text) <= LONGEST_PART else text[: LONGEST_PART // 2] + text[-LONGEST_PART // 2 :]

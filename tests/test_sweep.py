@@ -559,6 +559,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = work / "out"
@@ -578,8 +579,12 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
     def stop():
         wait_for(work / "held")
         os.kill(os.getpid(), signal.SIGTERM)
-        (work / "hold").unlink()
 
+    def terminate(process, original=subprocess.Popen.terminate):
+        original(process)
+        (work / "hold").unlink()  # the run is told before its step goes on
+
+    monkeypatch.setattr(subprocess.Popen, "terminate", terminate)
     monkeypatch.setattr(sweep, "_command", lambda given, _: [sys.executable, "-c", UNDRAWN, *given])
     thread = threading.Thread(target=stop)
     thread.start()
