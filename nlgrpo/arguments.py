@@ -6,10 +6,11 @@ import dataclasses
 import re
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
-from nlgrpo.config import Config, RewardConfig, dashed
+from nlgrpo.config import AnyConfig, Config, RewardConfig, dashed
 
 ABOUT = """Train a model. Before the options stand the name of a recipe (`nlgrpo recipes` lists them), a .toml file with
 the keys below, or both; what is written here comes on top. --dry-run prints the plan and trains nothing.
@@ -17,15 +18,18 @@ the keys below, or both; what is written here comes on top. --dry-run prints the
 --rewards.NAME.function adds the reward NAME to those of the recipe. To train for others instead, begin at the recipe
 `blank`, or give a file with a [rewards] table, which replaces them; a weight of 0 keeps one in the log only."""
 
-# every key of a section as the command line has it, and its type
-KINDS = {
-    dashed(f"--{section}.{key}"): kind
-    for section, keys in typing.get_type_hints(Config).items()
-    if dataclasses.is_dataclass(keys)
-    for key, kind in typing.get_type_hints(keys).items()
-}
-SWITCHES = {name for name, kind in KINDS.items() if kind is bool}  # on or off
-LISTS = {name for name, kind in KINDS.items() if typing.get_origin(kind) is tuple}
+
+def key_types(config: type) -> dict[str, Any]:
+    """Every key of a kind of configuration's sections as the command line has it, and its type."""
+    return {
+        dashed(f"--{section}.{key}"): kind
+        for section, keys in typing.get_type_hints(config).items()
+        if dataclasses.is_dataclass(keys)
+        for key, kind in typing.get_type_hints(keys).items()
+    }
+
+
+LISTS = {name for name, kind in key_types(Config).items() if typing.get_origin(kind) is tuple}
 
 
 def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:
@@ -41,23 +45,28 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
             rewards[named[1]] = RewardConfig()
     if not rewards and {"-h", "--help"} & set(arguments):
         rewards["NAME"] = RewardConfig()
-    default = dataclasses.replace(config, rewards=rewards)
+    return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=ABOUT)
+
+
+def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
+    """A configuration of any kind with ``--section.key value`` arguments laid over it."""
+    keys = key_types(type(config)).items()
     return tyro.cli(
-        Config,
-        default=default,
-        args=_switches(arguments),
+        type(config),
+        default=config,
+        args=_written_as_tyro_does(arguments, {name for name, kind in keys if kind is bool}),
         prog=program,
-        description=ABOUT,
+        description=about,
         config=(tyro.conf.SuppressFixed,),
     )
 
 
-def _switches(arguments: Sequence[str]) -> list[str]:
+def _written_as_tyro_does(arguments: Sequence[str], switches: set[str]) -> list[str]:
     """The arguments with ``--data.shuffle false`` (or ``=false``) as tyro writes it: ``--data.no-shuffle``."""
-    parts = [part for a in arguments for part in (a.split("=", 1) if dashed(a.split("=")[0]) in SWITCHES else [a])]
+    parts = [part for a in arguments for part in (a.split("=", 1) if dashed(a.split("=")[0]) in switches else [a])]
     found: list[str] = []
     for part in parts:
-        if found and dashed(found[-1]) in SWITCHES and part.lower() in ("true", "false"):
+        if found and dashed(found[-1]) in switches and part.lower() in ("true", "false"):
             found[-1] = found[-1] if part.lower() == "true" else found[-1].replace(".", ".no-", 1)
         else:
             found.append(part)

@@ -10,11 +10,13 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 
 from nlgrpo.advantages import Baseline
+
+AnyConfig = TypeVar("AnyConfig")  # of a run of any kind: a dataclass whose fields are sections
 
 
 @dataclass
@@ -220,10 +222,10 @@ def from_dict(values: Mapping[str, Any], base: Config | None = None, where: str 
 
     Raises ValueError for a key that does not exist, with the nearest one that does, and for a value of another type.
     """
-    return _overlay(base or Config(), values, where, "")
+    return overlay(base or Config(), values, where)
 
 
-def read_toml(path: Path, base: Config) -> Config:
+def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
     """``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for a file that cannot be read."""
     if not path.is_file():
         raise ValueError(f"there is no configuration file {path}")
@@ -233,27 +235,30 @@ def read_toml(path: Path, base: Config) -> Config:
         raise ValueError(f"{path} is not TOML: {error}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return from_dict(values, base, str(path))
+    return overlay(base, values, str(path))
 
 
-def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
+def overlay(base: AnyConfig, values: Mapping[str, Any], where: str) -> AnyConfig:
+    """`from_dict` for a configuration of any kind."""
+    return _overlay(base, values, where, "", type(base))
+
+
+def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root: type) -> Any:
     hints = typing.get_type_hints(type(base))
     changes = {}
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
-            raise ValueError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix)}")
+            raise ValueError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix, root)}")
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) or hints[key] == dict[str, RewardConfig]:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{where}: {name} is a table, and {value!r} came")
             if dataclasses.is_dataclass(current):
-                changes[key] = _overlay(current, value, where, f"{name}.")
+                changes[key] = _overlay(current, value, where, f"{name}.", root)
             else:
-                changes[key] = {
-                    k: _overlay(RewardConfig(), v if isinstance(v, Mapping) else {"function": v}, where, f"{name}.{k}.")
-                    for k, v in value.items()
-                }
+                tables = {k: v if isinstance(v, Mapping) else {"function": v} for k, v in value.items()}
+                changes[key] = {k: _overlay(RewardConfig(), v, where, f"{name}.{k}.", root) for k, v in tables.items()}
         else:
             changes[key] = _coerce(value, hints[key], where, name)
     return dataclasses.replace(base, **changes)
@@ -285,9 +290,9 @@ def _describe(kind: Any) -> str:
     return "none" if kind is type(None) else kind.__name__
 
 
-def _hint(key: str, known: Mapping[str, Any], prefix: str) -> str:
+def _hint(key: str, known: Mapping[str, Any], prefix: str, root: type) -> str:
     """What may have been meant: a key of this name in another section, or the nearest one in this section."""
-    sections = {name: kind for name, kind in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
+    sections = {name: kind for name, kind in typing.get_type_hints(root).items() if dataclasses.is_dataclass(kind)}
     meant = [f"{name}.{key}" for name, kind in sections.items() if key in kind.__dataclass_fields__]
     meant = meant or [prefix + near for near in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
     if meant:

@@ -4,32 +4,51 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from nlgrpo import aggregation, objectives, user_code
-from nlgrpo.config import Config, RewardConfig, dashed
+from nlgrpo.config import Config, OptimConfig, RewardConfig, dashed
 
 
 def check(config: Config, *, world: int = 1) -> None:
     """Refuse values out of range. Raises ValueError with every fault: what was given and what is allowed."""
-    faults = [fault for fault in _faults(config, world) if fault]
-    if faults:
-        raise ValueError("\n".join(["the configuration cannot be run:", *(f"  {fault}" for fault in faults)]))
+    refuse(_faults(config, world))
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """ValueError with those faults that are not empty, if there are any."""
+    lines = [f"  {fault}" for fault in faults if fault]
+    if lines:
+        raise ValueError("\n".join(["the configuration cannot be run:", *lines]))
+
+
+def need_of(config: Any, name: str, allowed: str, good: bool) -> str:
+    """The fault of the key ``name`` ("section.key") unless it is ``good`` and finite; "" for none."""
+    value = attrgetter(name)(config)
+    numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
+    if good and all(abs(v) < 2**63 for v in numbers):  # no NaN or infinity is
+        return ""
+    return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
+
+
+def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> list[str]:
+    return [
+        need("optim.lr", ">= 0", optim.lr >= 0),
+        need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
+        need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
+        need("optim.eps", "> 0", optim.eps > 0),
+        need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
+        need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+    ]
 
 
 def _faults(config: Config, world: int) -> list[str]:
     rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
 
-    def need(name: str, allowed: str, good: bool) -> str:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
-        if good and all(abs(v) < 2**63 for v in numbers):  # no NaN or infinity is
-            return ""
-        return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
-
+    need = partial(need_of, config)
     words, limit = config.data.first_words, config.data.limit
     faults = [
         need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
@@ -57,12 +76,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
         need("loss.epochs", ">= 1", loss.epochs >= 1),
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),
-        need("optim.lr", ">= 0", optim.lr >= 0),
-        need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
-        need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
-        need("optim.eps", "> 0", optim.eps > 0),
-        need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
-        need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+        *optim_faults(optim, need),
         need("train.steps", ">= 0", train.steps >= 0),
         need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
         need(

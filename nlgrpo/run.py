@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from nlgrpo import (
     metrics,
     objectives,
     parts,
+    run_folder,
     sampled,
 )
 from nlgrpo import model as models
@@ -40,6 +39,10 @@ from nlgrpo.timing import Clock, flops_utilisation
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "rollout.max_rows", "evaluation.prompts",
         "evaluation.samples", "evaluation.ns")  # fmt: skip
+
+# What a run writes into its folder besides config.json.
+WRITTEN = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, sampled.FILE, "report.html",
+           "lengths.png", "curves.png")  # fmt: skip
 
 
 @dataclass
@@ -235,52 +238,10 @@ def build(cfg: Config, ranks: Ranks) -> Run:
 
 def open_folder(run: Run) -> None:
     """Make the run's folder, or check that the run in it is this one; collective. ValueError where it is another."""
-    fault = ""
-    try:
-        fault = _open_folder(run) if run.ranks.first else ""
-    except OSError as error:
-        fault = f"{run.folder} cannot be the folder of a run: {error}"
-    fault = run.ranks.gather_objects(fault)[0]
-    if fault:
-        raise ValueError(fault)
-
-
-def _open_folder(run: Run) -> str:
-    """What is wrong with the folder, if anything is."""
-    folder, now = run.folder, _as_json(run.config)
-    known = folder / "config.json"
-    if run.config.train.restart and known.is_file():
-        _clear(folder)
-    elif known.is_file():
-        changed = config.differences(json.loads(known.read_text("utf-8")), now)
-        changed = [f"  {line}" for line in changed if not line.startswith(_free(run.config))]
-        if changed:
-            return "\n".join(
-                [
-                    f"{folder} holds a run with another configuration:",
-                    *changed,
-                    "  Choose another folder with --train.out, or begin anew in this one with --train.restart",
-                ]
-            )
-    elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.json.tmp"}):
-        return f"{folder} exists and holds no run; choose another folder with --train.out"
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics.atomic_write(known, json.dumps(now, indent=2) + "\n")
-    return ""
+    restart = run.config.train.restart
+    run_folder.claim(run.folder, run.config, run.ranks, free=_free(run.config), restart=restart, removed=WRITTEN)
 
 
 def _free(cfg: Config) -> tuple[str, ...]:
     """`FREE`, but for the number of evaluation prompts where these are held out of the training data."""
     return FREE if cfg.data.evaluation else tuple(name for name in FREE if name != "evaluation.prompts")
-
-
-def _as_json(cfg: Config) -> dict[str, Any]:
-    return json.loads(json.dumps(config.to_dict(cfg)))
-
-
-def _clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else that stands in its folder; its config.json is replaced afterwards."""
-    for name in ("checkpoints", "model", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (metrics.FILE, metrics.SAMPLES_FILE, sampled.FILE, "report.html", "lengths.png", "curves.png"):
-        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""The folder of a run: whose it is, and whether a command may go on in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nlgrpo import config, metrics
+from nlgrpo.parallel import Ranks
+
+FILE = "config.json"
+
+
+def claim(
+    folder: Path, cfg: Any, ranks: Ranks, *, free: Sequence[str], restart: bool, removed: Sequence[str] = ()
+) -> None:
+    """Make the folder of a run of ``cfg``, or check that the run in it is this one; collective.
+
+    Keys that begin with one of ``free`` may differ. With ``restart``, what a run writes there (``removed``, files and
+    folders) is taken away first, and nothing else. Raises ValueError where the folder is another run's, or none's.
+    """
+    fault = ""
+    try:
+        fault = _claim(folder, cfg, free, restart, removed) if ranks.first else ""
+    except OSError as error:
+        fault = f"{folder} cannot be the folder of a run: {error}"
+    fault = ranks.gather_objects(fault)[0]
+    if fault:
+        raise ValueError(fault)
+
+
+def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str]) -> str:
+    """What is wrong with the folder, if anything is."""
+    now = json.loads(json.dumps(asdict(cfg)))
+    known = folder / FILE
+    if restart and known.is_file():
+        _clear(folder, removed)
+    elif known.is_file():
+        changed = config.differences(json.loads(known.read_text("utf-8")), now)
+        changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
+        if changed:
+            return "\n".join(
+                [
+                    f"{folder} holds a run with another configuration:",
+                    *changed,
+                    "  Choose another folder with --train.out, or begin anew in this one with --train.restart",
+                ]
+            )
+    elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {f"{FILE}.tmp"}):
+        return f"{folder} exists and holds no run; choose another folder with --train.out"
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics.atomic_write(known, json.dumps(now, indent=2) + "\n")
+    return ""
+
+
+def _clear(folder: Path, names: Sequence[str]) -> None:
+    """Remove what a run writes, and nothing else that stands in its folder; its config.json is replaced afterwards."""
+    for name in names:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
