@@ -1,4 +1,4 @@
-"""The rewards that come with the package: length, word list, pattern, GSM8K answer, Hugging Face classifier.
+"""The rewards that come with the package: length, word list, pattern, GSM8K answer, Hugging Face classifiers.
 
 Each is a class; ``nlgrpo.rewards.load`` builds it once from the arguments in its spec. The instance is called at every
 step as a function of the user is (TRL's signature: lists over the P*M completions in, one float or None each out).
@@ -6,6 +6,7 @@ step as a function of the user is (TRL's signature: lists over the P*M completio
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -267,16 +268,10 @@ class Classifier:
     def _tokenize(self, prompt: Any, completion: Any) -> list[int]:
         chat = self.include_prompt and not isinstance(prompt, str) and self.tokenizer.chat_template is not None
         if chat:
-            # The template writes the special tokens itself, the closing one included.
             text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
         else:
             text = self._join(prompt, completion)
-        eos = self.tokenizer.eos_token_id if self.append_eos and not chat else None
-        limit = None if self.max_length is None else self.max_length - (eos is not None)
-        ids = self.tokenizer(
-            text, add_special_tokens=not chat, truncation=limit is not None, max_length=limit
-        ).input_ids
-        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+        return ids_to_score(self.tokenizer, text, self.max_length, templated=chat, append_eos=self.append_eos)
 
     def _join(self, prompt: Any, completion: Any) -> str:
         if not self.include_prompt:
@@ -292,6 +287,57 @@ class Classifier:
         if not self.probability:
             return logits[:, self.output]
         return logits.sigmoid()[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, self.output]
+
+
+class Ensemble:
+    """Several classifiers as one reward: the ``mean`` of their outputs, or the ``min``, which trusts the most doubtful.
+
+    Coste et al. (2024), "Reward model ensembles help mitigate overoptimization", 3: mean optimisation and worst-case
+    optimisation. ``options`` are those of ``classifier`` and hold for every member. Outputs are not brought to one
+    scale: members are best trained alike, with other seeds (``nlgrpo reward-model train --train.seed``).
+
+    A text from which one member abstains is abstained from (None). Raises ValueError for no paths, another ``how``, and
+    as ``classifier`` does.
+    """
+
+    def __init__(self, paths: Sequence[str], how: Literal["mean", "min"] = "mean", **options: Any) -> None:
+        if isinstance(paths, str) or not isinstance(paths, list | tuple) or not paths:
+            raise ValueError(f"paths must be a list of model folders, such as ['a', 'b'], got {paths!r}")
+        if how not in ("mean", "min"):
+            raise ValueError(f"how must be 'mean' or 'min', got {how!r}")
+        taken = [name for name in inspect.signature(Classifier).parameters if name != "path"]
+        unknown = [name for name in options if name not in taken]
+        if unknown:
+            raise ValueError(f"ensemble does not take {unknown[0]!r}; it takes: paths, how, {', '.join(taken)}")
+        self.members = [Classifier(path, **options) for path in paths]
+        self.how = how
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
+        found = zip(*(member(prompts, completions) for member in self.members), strict=True)
+        return [self._together([score for score in scores if score is not None]) for scores in found]
+
+    def _together(self, scores: list[float]) -> float | None:
+        if len(scores) < len(self.members):
+            return None
+        return min(scores) if self.how == "min" else math.fsum(scores) / len(scores)
+
+
+def ids_to_score(
+    tokenizer: Any, text: str, max_length: int | None, *, templated: bool, append_eos: bool = True
+) -> list[int]:
+    """Token ids of a text as classifiers read it, in training and in use: closed by EOS, its beginning cut off if long.
+
+    A chat template has written the special tokens itself (``templated``), the closing one included. The tokenizer's
+    ``truncation_side`` is "left".
+    """
+    eos = tokenizer.eos_token_id if append_eos and not templated else None
+    limit = None if max_length is None else max_length - (eos is not None)
+    ids = list(
+        tokenizer(
+            text, add_special_tokens=not templated, truncation=limit is not None, max_length=limit, verbose=False
+        ).input_ids
+    )
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
 def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -318,7 +364,15 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise ValueError(f"cannot read a classifier and its tokenizer from {str(path)!r}: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
-        raise ValueError(f"{str(path)!r} is no trained classifier: its weights lack {missing}, which would be random")
+        advice = ""
+        if "score.weight" not in missing:  # trained, but transformers does not find all of it
+            advice = (
+                "\n  A tied model that is stored by the name of its lm_head is read by nlgrpo reward-model train "
+                "--model.path, which writes it whole."
+            )
+        raise ValueError(
+            f"{str(path)!r} is no trained classifier: its weights lack {missing}, which would be random{advice}"
+        )
     return model, tokenizer
 
 
@@ -346,4 +400,5 @@ def _length_limit(config: Any, tokenizer: Any, asked: int | None) -> int | None:
 
 BUILTIN: dict[str, type] = {
     "length": Length, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "classifier": Classifier,
+    "ensemble": Ensemble,
 }  # fmt: skip

@@ -117,6 +117,33 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return saved["state"]
 
 
+def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
+    """Fill ``parameters`` (whole tensors, by name) in place from one checkpoint; the names that were read.
+
+    No collective, and nothing but the model is read. The one named ``optional`` is left as it is where the checkpoint
+    does not hold it in this shape. Raises ValueError for a damaged checkpoint and for one of another model.
+    """
+    damage = verify(path)
+    if damage is not None:
+        raise ValueError(f"checkpoint {path} is damaged: {damage}")
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    stored = {name.removeprefix("model/"): entry for name, entry in tensors.items()}
+    shapes = {name: tuple(entry.size) for name, entry in stored.items()}
+    taken = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
+    wrong = [name for name in parameters if name not in taken and name != optional]
+    if wrong:
+        here = tuple(parameters[wrong[0]].shape)
+        raise ValueError(f"{path} does not fit: {wrong[0]} is {shapes.get(wrong[0])} there and {here} here")
+    read = {f"model/{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in taken.items()}
+    with _single_process_is_fine():
+        dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with torch.no_grad():
+        for name, parameter in taken.items():
+            parameter.copy_(read[f"model/{name}"])
+    return set(taken)
+
+
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint, None if there is none; a damaged one is reported and the one before it taken."""
     folder = Path(folder)

@@ -41,6 +41,10 @@ COMMANDS = {
         "nlgrpo.sweep:main",
         "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
     ),
+    "reward-model": (
+        "nlgrpo.reward_model_training:main",
+        "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
+    ),
     "verify": (
         "nlgrpo.verify:main",
         "Check the mathematics against exact answers: nlgrpo verify [--out FOLDER] [--quick]",
@@ -50,7 +54,7 @@ COMMANDS = {
 
 def usage() -> str:
     lines = [f"nlgrpo {__version__}", "", "usage: nlgrpo COMMAND [--help]", ""]
-    return "\n".join(lines + [f"  {name:<10} {about}" for name, (_, about) in COMMANDS.items()])
+    return "\n".join(lines + [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

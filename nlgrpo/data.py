@@ -108,7 +108,7 @@ class PromptSet:
 
     def _place(self, number: int) -> int:
         epoch, position = divmod(number, len(self))
-        return int(_order(len(self), self.seed, epoch)[position]) if self.shuffle else position
+        return int(order(len(self), self.seed, epoch)[position]) if self.shuffle else position
 
 
 def plain_text(prompt: Prompt) -> str:
@@ -117,8 +117,8 @@ def plain_text(prompt: Prompt) -> str:
 
 
 @lru_cache(maxsize=4)
-def _order(length: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``range(length)``.
+def order(length: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of ``range(length)``, another one for every epoch.
 
     It sorts raw PCG64 words: NumPy promises that their stream stays the same between versions, which it does not for
     ``Generator.permutation``, and a run may be resumed under another NumPy.
@@ -264,7 +264,7 @@ class _PromptMaker:
     def _text(self, row: Row, field: str, where: str) -> str | None:
         value = row.get(field)
         if not isinstance(value, str | int | float):
-            raise ValueError(f"{where}: column {field!r} holds {_brief(value)} instead of a text.")
+            raise ValueError(f"{where}: column {field!r} holds {brief(value)} instead of a text.")
         return self._shorten(str(value)) if field == self.column else str(value)
 
     def _shorten(self, text: str) -> str | None:
@@ -284,7 +284,7 @@ class _PromptMaker:
         messages = list(value)
         if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
             expected = "a list of {'role': .., 'content': ..}"
-            raise ValueError(f"{where}: column {self.column!r} holds {_brief(value)} instead of {expected}.")
+            raise ValueError(f"{where}: column {self.column!r} holds {brief(value)} instead of {expected}.")
         while self.column == "messages" and messages and messages[-1]["role"] == "assistant":
             messages.pop()  # the answer on record, which is for the model to find
         if not messages:
@@ -292,7 +292,8 @@ class _PromptMaker:
         return messages
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
+    """A value's type and the beginning of it, for messages."""
     text = repr(value)
     return f"a {type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"
 
@@ -371,5 +372,5 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
             messages, add_generation_prompt=not begun, continue_final_message=begun, tokenize=True, return_dict=False
         )
     except (TemplateError, ValueError) as error:
-        raise ValueError(f"{where}: the chat template refuses the conversation {_brief(messages)}: {error}") from error
+        raise ValueError(f"{where}: the chat template refuses the conversation {brief(messages)}: {error}") from error
     return list(cast(list[int], ids))

@@ -30,7 +30,7 @@ SAMPLES_FILE = "samples.jsonl"
 PLAIN_WIDTH = 120  # columns of a log file; a terminal knows its own
 PLAIN_LINES = 40  # about as many progress lines for a whole run in a log file
 
-# what the progress line shows, in an order and a width that keep the most wanted within 80 columns
+# what the progress line of the main job shows, in an order and a width that keep the most wanted within 80 columns
 SHOWN = (
     ("reward", "reward {:.4f}"),
     ("objective/aggregate", "obj {:.4f}"),
@@ -164,7 +164,8 @@ class MetricsLogger:
 
     Steps count from 0; ``resume_step`` is the first that this process runs, and what an earlier process logged from
     there on is removed. ``tensorboard=None`` uses TensorBoard where it is installed. On a terminal the progress is one
-    live line; else (a file, a pipe) it is about 40 plain lines a run, without control codes.
+    live line; else (a file, a pipe) it is about 40 plain lines a run, without control codes. ``shown`` names what is
+    in it, with formats.
 
     Raises ValueError where ``tensorboard=True`` and it is not installed.
     """
@@ -178,8 +179,9 @@ class MetricsLogger:
         tensorboard: bool | None = None,
         resume_step: int = 0,
         console: Console | None = None,
+        shown: Sequence[tuple[str, str]] = SHOWN,
     ) -> None:
-        self.enabled = enabled
+        self.enabled, self._shown = enabled, shown
         if not enabled:
             return
         run.mkdir(parents=True, exist_ok=True)
@@ -235,7 +237,7 @@ class MetricsLogger:
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         parts = [f"{_clock(self._seconds_left())} left"]
-        parts += [text.format(values[name]) for name, text in SHOWN if name in values]
+        parts += [text.format(values[name]) for name, text in self._shown if name in values]
         shown = f"{step + 1}/{self._total}  {'  '.join(parts)}"
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step + 1, shown=shown)

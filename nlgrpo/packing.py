@@ -1,8 +1,11 @@
-"""Micro-batches of packed tokens: prompt and completion end to end, sequence after sequence, without padding."""
+"""Micro-batches of packed tokens: sequence after sequence, end to end, without padding.
+
+For the policy a sequence is a prompt and its completion; for a reward model two of them make a pair.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,18 +40,23 @@ def pack(
     ``prompt_ids`` has a prompt for each completion. Sequences are taken longest first into the first micro-batch with
     room, which leaves little of it empty; one that is longer than ``max_tokens`` goes alone.
     """
-    size = {r: len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in rows}
-    bins: list[list[int]] = []
+    sizes = {r: len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in rows}
+    return [_micro_batch(prompt_ids, completion_ids, part, device) for part in bins(sizes, max_tokens)]
+
+
+def bins(sizes: Mapping[int, int], max_tokens: int) -> list[list[int]]:
+    """Rows (keys) put into as few bins of ``max_tokens`` as first fit finds, longest first; too long a one is alone."""
+    found: list[list[int]] = []
     space: list[int] = []
-    for r in sorted(rows, key=lambda r: (-size[r], r)):
-        fitting = next((i for i, left in enumerate(space) if left >= size[r]), None)
+    for row in sorted(sizes, key=lambda row: (-sizes[row], row)):
+        fitting = next((i for i, left in enumerate(space) if left >= sizes[row]), None)
         if fitting is None:
-            bins.append([])
+            found.append([])
             space.append(max_tokens)
-            fitting = len(bins) - 1
-        bins[fitting].append(r)
-        space[fitting] -= size[r]
-    return [_micro_batch(prompt_ids, completion_ids, sorted(b), device) for b in bins]
+            fitting = len(found) - 1
+        found[fitting].append(row)
+        space[fitting] -= sizes[row]
+    return [sorted(part) for part in found]
 
 
 def _micro_batch(
@@ -84,3 +92,59 @@ def empty_micro_batch(device: torch.device | str = "cpu") -> MicroBatch:
     """One token and nothing to predict: what a rank runs while others, with more of them, need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return MicroBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing, nothing, nothing)
+
+
+# --- pairs of sequences, each with one place where it is scored ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """n pairs, packed: the preferred sequence of a pair, then the other one. T tokens."""
+
+    tokens: Tensor  # (T,)
+    lengths: list[int]  # (2n), their sum is T
+    select: Tensor  # (2n,) index in `tokens` of the token at which each sequence is scored
+    row: Tensor  # (n,) number of each pair
+
+
+def pack_pairs(
+    chosen: Sequence[Sequence[int]],
+    rejected: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    max_tokens: int,
+    pad: int | None = None,
+    device: torch.device | str = "cpu",
+) -> list[PairBatch]:
+    """Pack the pairs numbered ``rows`` into micro-batches of at most ``max_tokens``; a longer pair goes alone.
+
+    A pair is never parted, because its loss needs both scores. ``pad``: see `scored_at`.
+    """
+    parts = bins({r: len(chosen[r]) + len(rejected[r]) for r in rows}, max_tokens)
+    return [_pair_batch([ids for r in part for ids in (chosen[r], rejected[r])], part, pad, device) for part in parts]
+
+
+def _pair_batch(
+    sequences: list[Sequence[int]], rows: list[int], pad: int | None, device: torch.device | str
+) -> PairBatch:
+    tokens: list[int] = []
+    select: list[int] = []
+    for ids in sequences:
+        select.append(len(tokens) + scored_at(ids, pad))
+        tokens += ids
+    placed = [torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (tokens, select, rows)]
+    return PairBatch(placed[0], [len(ids) for ids in sequences], placed[1], placed[2])
+
+
+def empty_pair_batch(device: torch.device | str = "cpu") -> PairBatch:
+    """One token and no pair: what a rank runs while others, with more of them, need its collectives."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    return PairBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing)
+
+
+def scored_at(ids: Sequence[int], pad: int | None) -> int:
+    """Where transformers' sequence classifiers of decoders read the score: at the last token that is not ``pad``.
+
+    Its rule looks at ids and not at a mask, so that a padding id in the text itself counts as padding too; of nothing
+    but padding it takes the first token. Without a padding id (None) it is the last token.
+    """
+    return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] != pad), 0)

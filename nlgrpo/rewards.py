@@ -100,11 +100,11 @@ def load(
 ) -> Reward:
     """The reward that ``spec`` names: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
-    Targets: a built-in (``length lexicon regex gsm8k classifier``, of ``pairwise`` ones the kernels ``ngrams length
-    equal``), a function ``package.module:function`` or ``path/to/file.py:function`` (relative to the current folder),
-    or a model folder, as ``classifier(path=...)``. The arguments are bound to a function at every call and come before
-    a column of the same name; a class is called with them once, and its instance scores. ``device`` is where a
-    classifier runs.
+    Targets: a built-in (``length lexicon regex gsm8k classifier ensemble``, of ``pairwise`` ones the kernels ``ngrams
+    length equal``), a function ``package.module:function`` or ``path/to/file.py:function`` (relative to the current
+    folder), or a model folder, as ``classifier(path=...)``. The arguments are bound to a function at every call and
+    come before a column of the same name; a class is called with them once, and its instance scores. ``device`` is
+    where classifiers run.
 
     Raises ValueError for a spec that is none of these, and for arguments that its target does not take.
     """
@@ -122,10 +122,11 @@ def load(
 
 
 def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
-    """A model folder as ``classifier(path=...)``, and a classifier on its device; others as they are."""
+    """A model folder as ``classifier(path=...)``, and classifiers on their device; others as they are."""
     if target not in BUILTIN and os.path.isfile(Path(target) / "config.json"):
         target, arguments = "classifier", {"path": target, **arguments}
-    return target, {"device": str(device), **arguments} if target == "classifier" else arguments
+    on_device = target in ("classifier", "ensemble")
+    return target, {"device": str(device), **arguments} if on_device else arguments
 
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:

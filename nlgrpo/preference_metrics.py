@@ -1,0 +1,127 @@
+"""How good scores of preference pairs are: accuracy with its interval, calibration, and the distribution of margins.
+
+The margin of a pair is m = r_chosen - r_rejected, and the model's probability that the preferred answer wins is
+sigmoid(m) (Bradley and Terry 1952). Everything is computed in float64 from the scores (n,) of both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+Z95 = 1.959963984540054  # of the normal distribution, 97.5%
+
+
+def evaluate_pairs(chosen: Tensor, rejected: Tensor, *, bins: int = 10) -> dict[str, Any]:
+    """All of it as plain numbers and lists, for a table and for ``reward_model.json``.
+
+    ``accuracy``    share of pairs with m > 0, a tie counts half; ``low`` and ``high`` are `wilson`'s 95% interval
+    ``log_loss``    mean of -log sigmoid(m), in nats; log 2 for a model that cannot tell
+    ``brier``       mean of (1 - sigmoid(m))^2; 1/4 for such a model
+    ``ece``, ``reliability``  of `reliability`
+    ``margin``      mean, std (with Bessel's correction) and quantiles of m
+    ``reward``      mean and std of the scores of both sides
+
+    Raises ValueError for no pairs, sides of unequal length, and scores that are not finite.
+    """
+    chosen, rejected = (torch.as_tensor(x).double().cpu() for x in (chosen, rejected))
+    if chosen.shape != rejected.shape or chosen.dim() != 1 or not len(chosen):
+        raise ValueError(f"need scores (n,) of both sides, n >= 1, got {tuple(chosen.shape)}, {tuple(rejected.shape)}")
+    margin = chosen - rejected
+    if not margin.isfinite().all():
+        raise ValueError(f"{int((~margin.isfinite()).sum())} of {len(margin)} pairs have scores that are not finite")
+    right = _right(margin)
+    low, high = wilson(float(right.mean()), len(margin))
+    table = reliability(margin, bins)
+    gaps = [row["pairs"] * abs(row["accuracy"] - row["confidence"]) for row in table]
+    return {
+        "pairs": len(margin),
+        "accuracy": float(right.mean()),
+        "low": low,
+        "high": high,
+        "log_loss": float(F.softplus(-margin).mean()),
+        "brier": float((1 - margin.sigmoid()).square().mean()),
+        "ece": sum(gaps) / len(margin),
+        "reliability": table,
+        "margin": _spread(margin) | {"quantiles": _quantiles(margin)},
+        "reward": _spread(torch.cat([chosen, rejected])),
+    }
+
+
+def wilson(share: float, n: int, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval (1927) for a share of n independent trials; 95% for the default z.
+
+        (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Taken instead of a bootstrap because it has its coverage for few pairs and for shares near 0 and 1 too, where a
+    bootstrap's interval shrinks to a point.
+    """
+    if n < 1 or not 0 <= share <= 1:
+        raise ValueError(f"need a share in [0, 1] of n >= 1 trials, got {share} of {n}")
+    center = share + z * z / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
+
+
+def reliability(margin: Tensor, bins: int = 10) -> list[dict[str, float]]:
+    """Confidence against accuracy, in ``bins`` of equal width over [1/2, 1]; empty ones are left out.
+
+    The model says that the answer with the higher score wins, with confidence sigmoid(|m|); it is right where m > 0.
+    (Which side is called "chosen" is known before, so sigmoid(m) itself against "chosen wins" would show nothing.)
+    A calibrated model is right as often as it says. ECE, the expected calibration error, is the mean over pairs of the
+    distance of both in their bin (Naeini et al. 2015; Guo et al. 2017, eq. 3).
+    """
+    confidence, right = margin.abs().sigmoid(), _right(margin)
+    place = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    rows = []
+    for number in place.unique().tolist():
+        here = place == number
+        rows.append(
+            {
+                "from": 0.5 + number / (2 * bins),
+                "to": 0.5 + (number + 1) / (2 * bins),
+                "pairs": int(here.sum()),
+                "confidence": float(confidence[here].mean()),
+                "accuracy": float(right[here].mean()),
+            }
+        )
+    return rows
+
+
+def _right(margin: Tensor) -> Tensor:
+    return ((margin > 0).double() + (margin >= 0).double()) / 2
+
+
+def _spread(values: Tensor) -> dict[str, Any]:
+    return {"mean": float(values.mean()), "std": float(values.std()) if len(values) > 1 else 0.0}
+
+
+def _quantiles(values: Tensor) -> dict[str, float]:
+    found = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64))
+    return {f"{q:.0%}": float(value) for q, value in zip(QUANTILES, found, strict=True)}
+
+
+def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """The table that ends a run: what `evaluate_pairs` found before and after training."""
+    table = Table(title=f"{after['pairs']} pairs held out (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, shown in (
+        ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
+        ("log loss", lambda e: f"{e['log_loss']:.4f}"),
+        ("Brier score", lambda e: f"{e['brier']:.4f}"),
+        ("calibration error", lambda e: f"{e['ece']:.4f}"),
+        ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
+        ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
+        ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
+    ):
+        table.add_row(name, shown(before), shown(after))
+    return table
