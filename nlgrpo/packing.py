@@ -117,9 +117,11 @@ def pack_pairs(
 ) -> list[PairBatch]:
     """Pack the pairs numbered ``rows`` into micro-batches of at most ``max_tokens``; a longer pair goes alone.
 
-    A pair is never parted, because its loss needs both scores. ``pad``: see `scored_at`.
+    A pair is never parted, because its loss needs both scores. A row may come twice, as the last of one epoch and the
+    first of the next. ``pad``: see `scored_at`.
     """
-    parts = bins({r: len(chosen[r]) + len(rejected[r]) for r in rows}, max_tokens)
+    sizes = {place: len(chosen[row]) + len(rejected[row]) for place, row in enumerate(rows)}
+    parts = [[rows[place] for place in part] for part in bins(sizes, max_tokens)]
     return [_pair_batch([ids for r in part for ids in (chosen[r], rejected[r])], part, pad, device) for part in parts]
 
 

@@ -70,12 +70,13 @@ def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int =
 
 @dataclass
 class Job:
-    """One run of the trainer. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``."""
+    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``."""
 
     arguments: list[str]
     function: str = ""
     at: int = 1
     signal: int = signal.SIGKILL
+    main: str = "nlgrpo.train:main"
 
 
 @dataclass
@@ -112,7 +113,7 @@ def _serve() -> None:
             os.dup2(writer, 1)
             os.dup2(writer, 2)
             os.close(reader)
-            _run(job, train.main)
+            _run(job)
         os.close(writer)
         with os.fdopen(reader, errors="replace") as pipe:
             output = pipe.read()
@@ -120,8 +121,10 @@ def _serve() -> None:
     print(json.dumps(results))
 
 
-def _run(job: Job, main) -> None:
+def _run(job: Job) -> None:
     status = 70
+    module, _, name = job.main.partition(":")
+    main = getattr(importlib.import_module(module), name)
     try:
         if job.function:
             _signal_at(job)

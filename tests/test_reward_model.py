@@ -239,8 +239,8 @@ def test_the_place_of_the_score(ids, pad, place):
 
 def test_pairs_stay_together_and_fill_the_batches():
     chosen, rejected = [[5] * n for n in (4, 9, 2, 30)], [[6] * n for n in (3, 1, 8, 30)]
-    batches = pack_pairs(chosen, rejected, [3, 0, 1, 2], 20, PAD)
-    assert [batch.row.tolist() for batch in batches] == [[3], [1, 2], [0]]
+    batches = pack_pairs(chosen, rejected, [3, 0, 1, 2, 0], 20, PAD)  # 0 twice, where two epochs meet
+    assert [batch.row.tolist() for batch in batches] == [[3], [1, 2], [0, 0]]
     for batch in batches:
         parts = iter(batch.tokens.split(batch.lengths))
         assert [(c.tolist(), r.tolist()) for c, r in zip(parts, parts, strict=True)] == [
