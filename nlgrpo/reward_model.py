@@ -36,25 +36,6 @@ CLASSES = {
 }
 
 
-# --- the loss -----------------------------------------------------------------------------------------------------
-
-
-def bradley_terry_loss(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centering: float = 0.0
-) -> Tensor:
-    """Loss of each pair, (n,), from the scores (n,) of the preferred and of the other answer.
-
-        -log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2
-
-    The first term is the negative log-likelihood of Bradley and Terry (1952), in which an answer wins with probability
-    sigmoid(r_chosen - r_rejected), as in InstructGPT (Ouyang et al. 2022, eq. 1, with two answers a prompt); with a
-    margin it is Llama 2's (Touvron et al. 2023, eq. 2). It does not see a constant that is added to all scores of a
-    prompt; the second term (Eisenstein et al. 2023, "Helping or herding?", 3) fixes it near zero.
-    """
-    lost = F.softplus(margin - (chosen - rejected))
-    return lost if centering == 0 else lost + centering * (chosen + rejected).square()
-
-
 def scores(model: Decoder, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Scores (n,) of the preferred and of the other answers, in float32 at least: bfloat16 has 8 bits for a margin."""
     found = model(batch.tokens, batch.lengths, batch.select, _score)

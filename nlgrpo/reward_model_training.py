@@ -26,13 +26,13 @@ from transformers.utils.logging import disable_progress_bar
 from nlgrpo import checkpoint, metrics, parallel, preferences, reward_model, run_folder
 from nlgrpo import model as models
 from nlgrpo.attention import implementation
+from nlgrpo.bradley_terry import bradley_terry_loss, evaluate_pairs
 from nlgrpo.families import shape_of
 from nlgrpo.learner import learning_rate, make_optimizer
 from nlgrpo.model import Decoder
 from nlgrpo.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.parallel import Ranks, clip_gradients, full_parameters
 from nlgrpo.parts import compute_dtype, load_tokenizer
-from nlgrpo.preference_metrics import evaluate_pairs, held_out_table
 from nlgrpo.preferences import PairSet
 from nlgrpo.reward_model_config import RewardModelConfig, check, from_arguments
 from nlgrpo.seeding import seed_everything
@@ -125,7 +125,7 @@ class Run:
         for batch in self.batches(self.pairs, rows):
             chosen, rejected = reward_model.scores(self.model, batch)
             margin, centering = margins[batch.row].to(chosen), self.config.loss.centering
-            losses = reward_model.bradley_terry_loss(chosen, rejected, margin, centering=centering)
+            losses = bradley_terry_loss(chosen, rejected, margin, centering=centering)
             (losses.sum() / len(rows) * self.ranks.world).backward()
             totals.add(losses.detach(), chosen.detach(), rejected.detach(), len(batch.tokens))
         grad_norm = clip_gradients(self.model, self.config.optim.max_grad_norm)
@@ -316,6 +316,24 @@ def _padding(run: Run) -> str:
     if run.pad == run.tokenizer.eos_token_id:
         return f"padding is EOS itself (id {run.pad}, {token}): the score is read one token before it"
     return f"padding id {run.pad} ({token})"
+
+
+def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """The table that ends a run: what `evaluate_pairs` found before and after training."""
+    table = Table(title=f"{after['pairs']} pairs held out (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, shown in (
+        ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
+        ("log loss", lambda e: f"{e['log_loss']:.4f}"),
+        ("Brier score", lambda e: f"{e['brier']:.4f}"),
+        ("calibration error", lambda e: f"{e['ece']:.4f}"),
+        ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
+        ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
+        ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
+    ):
+        table.add_row(name, shown(before), shown(after))
+    return table
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------

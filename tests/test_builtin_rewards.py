@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -356,6 +357,56 @@ def test_models_that_are_no_trained_classifier_are_refused(classifier, tmp_path)
         load("r", str(folder))
     with pytest.raises(ValueError, match="no Hugging Face model folder"):
         load("r", f"classifier(path={str(tmp_path / 'nowhere')!r})")
+
+
+def test_embeddings_under_the_name_of_the_head_are_refused(classifier):
+    """transformers 5.23 would read such a tied model with random embeddings and only log it."""
+    folder, _ = classifier(tie_word_embeddings=True)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack model.embed_tokens.weight, .* random\n.*reward-model train"):
+        load("r", str(folder))
+
+
+@pytest.mark.parametrize("options", ["batch_size=1", "append_eos=False, probability=True"])
+@pytest.mark.parametrize("how", ["mean", "min"])
+def test_an_ensemble_is_its_members_together(classifier, how, options):
+    (first, _), (second, other) = classifier(), classifier(pad=0)
+    with torch.no_grad():
+        other.score.weight.neg_()
+    other.save_pretrained(second)
+    prompts = [p + " " for p in PROMPTS]
+    alone = [load("r", f"{folder}({options})").function(prompts, TEXTS) for folder in (first, second)]
+    scores = torch.tensor(alone)
+    assert 0 < (scores[0] < scores[1]).sum() < 5  # each is the lower one somewhere
+    truth = scores.mean(0) if how == "mean" else scores.amin(0)
+    reward = load("r", f"ensemble(paths=[{str(first)!r}, {str(second)!r}], how={how!r}, {options})").function
+    torch.testing.assert_close(torch.tensor(reward(prompts, TEXTS)), truth, atol=1e-5, rtol=1e-5)
+    assert reward([], []) == []
+
+
+def test_an_ensemble_abstains_with_its_members(classifier):
+    folder, _ = classifier()
+    reward = load("r", f"ensemble(paths=[{str(folder)!r}], append_eos=False)").function
+    assert [value is None for value in reward(["", "a"], ["", ""])] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "ensemble needs paths"),
+        ("paths=[]", r"paths must be a list of model folders, such as \['a', 'b'\], got \[\]"),
+        ("paths='a'", "paths must be a list"),
+        ("paths=['a'], how='max'", "how must be 'mean' or 'min', got 'max'"),
+        ("paths=['a'], batchsize=3", "does not take 'batchsize'; it takes: paths, how, batch_size"),
+        ("paths=['a'], path='b'", "does not take 'path'"),
+        ("paths=['nowhere']", "no Hugging Face model folder"),
+    ],
+)
+def test_ensemble_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load("r", f"ensemble({arguments})")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ PURE = [
     "advantages",
     "kl",
     "policy_losses",
+    "bradley_terry",
     "tabular",
     "exact",
     "claims",
@@ -39,7 +40,7 @@ PURE = [
     "proofs_training",
 ]
 PURE = [f"nlgrpo.{name}" for name in PURE]
-TOP = {f"nlgrpo.{name}" for name in ("train", "cli", "commands", "run", "plan")}
+TOP = {f"nlgrpo.{name}" for name in ("train", "cli", "commands", "run", "plan", "reward_model_training")}
 FRAMEWORKS = {"trl", "accelerate", "deepspeed", "ray", "lightning", "pytorch_lightning", "verl", "vllm"}
 
 

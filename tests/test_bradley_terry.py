@@ -1,12 +1,33 @@
-"""Accuracy, intervals, calibration and margins of preference pairs, against SciPy and counting by hand."""
+"""The loss of preference pairs; accuracy, intervals, calibration and margins: SciPy, autograd, counting by hand."""
 
 import math
 
 import pytest
 import torch
 from scipy.stats import binomtest
+from torch.nn.functional import logsigmoid
 
-from nlgrpo.preference_metrics import evaluate_pairs, held_out_table, reliability, wilson
+from nlgrpo.bradley_terry import bradley_terry_loss, evaluate_pairs, reliability, wilson
+from nlgrpo.reward_model_training import held_out_table
+
+
+def test_the_loss_is_the_likelihood_of_the_choice():
+    generator = torch.Generator().manual_seed(0)
+    chosen, rejected, margin = torch.randn(3, 50, generator=generator, dtype=torch.float64).requires_grad_()
+    win = chosen.exp() / (chosen.exp() + rejected.exp())  # Bradley and Terry: strengths exp(r)
+    torch.testing.assert_close(bradley_terry_loss(chosen, rejected), -win.log())
+    asked = bradley_terry_loss(chosen, rejected, margin, centering=0.3)
+    torch.testing.assert_close(asked, -logsigmoid(chosen - rejected - margin) + 0.3 * (chosen + rejected) ** 2)
+    (gradient,) = torch.autograd.grad(bradley_terry_loss(chosen, rejected).sum(), chosen)
+    torch.testing.assert_close(gradient, win.detach() - 1)
+
+
+def test_the_loss_of_far_scores_is_finite():
+    far = torch.tensor([1e4, -1e4], requires_grad=True)
+    loss = bradley_terry_loss(far, torch.zeros(2))
+    assert loss.tolist() == [0, 1e4]
+    loss.sum().backward()
+    assert far.grad.tolist() == [0, -1]
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (0, 7), (7, 7), (160, 312), (311, 312), (3, 4)])

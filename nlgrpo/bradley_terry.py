@@ -1,7 +1,7 @@
-"""How good scores of preference pairs are: accuracy with its interval, calibration, and the distribution of margins.
+"""Scores of preference pairs: their loss, and how good they are: accuracy with its interval, calibration, margins.
 
 The margin of a pair is m = r_chosen - r_rejected, and the model's probability that the preferred answer wins is
-sigmoid(m) (Bradley and Terry 1952). Everything is computed in float64 from the scores (n,) of both sides.
+sigmoid(m) (Bradley and Terry 1952).
 """
 
 from __future__ import annotations
@@ -11,16 +11,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from torch import Tensor
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 Z95 = 1.959963984540054  # of the normal distribution, 97.5%
 
 
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centering: float = 0.0
+) -> Tensor:
+    """Loss of each pair, (n,), from the scores (n,) of the preferred and of the other answer.
+
+        -log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2
+
+    The first term is the negative log-likelihood of Bradley and Terry (1952), in which an answer wins with probability
+    sigmoid(r_chosen - r_rejected), as in InstructGPT (Ouyang et al. 2022, eq. 1, with two answers a prompt); with a
+    margin it is Llama 2's (Touvron et al. 2023, eq. 2). It does not see a constant that is added to all scores of a
+    prompt; the second term (Eisenstein et al. 2023, "Helping or herding?", 3) fixes it near zero.
+    """
+    lost = F.softplus(margin - (chosen - rejected))
+    return lost if centering == 0 else lost + centering * (chosen + rejected).square()
+
+
 def evaluate_pairs(chosen: Tensor, rejected: Tensor, *, bins: int = 10) -> dict[str, Any]:
-    """All of it as plain numbers and lists, for a table and for ``reward_model.json``.
+    """How good the scores (n,) of both sides are, as plain numbers and lists; computed in float64.
 
     ``accuracy``    share of pairs with m > 0, a tie counts half; ``low`` and ``high`` are `wilson`'s 95% interval
     ``log_loss``    mean of -log sigmoid(m), in nats; log 2 for a model that cannot tell
@@ -107,21 +121,3 @@ def _spread(values: Tensor) -> dict[str, Any]:
 def _quantiles(values: Tensor) -> dict[str, float]:
     found = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64))
     return {f"{q:.0%}": float(value) for q, value in zip(QUANTILES, found, strict=True)}
-
-
-def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The table that ends a run: what `evaluate_pairs` found before and after training."""
-    table = Table(title=f"{after['pairs']} pairs held out (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, shown in (
-        ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
-        ("log loss", lambda e: f"{e['log_loss']:.4f}"),
-        ("Brier score", lambda e: f"{e['brier']:.4f}"),
-        ("calibration error", lambda e: f"{e['ece']:.4f}"),
-        ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
-        ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
-        ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
-    ):
-        table.add_row(name, shown(before), shown(after))
-    return table
