@@ -6,337 +6,24 @@ On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli reward-model train
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import checkpoint, metrics, parallel, preferences, reward_model, run_folder
-from nlgrpo import model as models
+from nlgrpo import metrics, parallel, run_folder
 from nlgrpo.attention import implementation
-from nlgrpo.bradley_terry import bradley_terry_loss, evaluate_pairs
-from nlgrpo.families import shape_of
-from nlgrpo.learner import learning_rate, make_optimizer
-from nlgrpo.model import Decoder
-from nlgrpo.packing import PairBatch, empty_pair_batch, pack_pairs
-from nlgrpo.parallel import Ranks, clip_gradients, full_parameters
-from nlgrpo.parts import compute_dtype, load_tokenizer
-from nlgrpo.preferences import PairSet
-from nlgrpo.reward_model_config import RewardModelConfig, check, from_arguments
+from nlgrpo.parallel import Ranks
+from nlgrpo.reward_model_config import RewardModelConfig, from_arguments
+from nlgrpo.reward_model_run import FREE, RESULTS, WRITTEN, Run, build
 from nlgrpo.seeding import seed_everything
 from nlgrpo.timing import Clock, StopSignal, flops_utilisation
-
-RESULTS = "reward_model.json"
-WRITTEN = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, RESULTS)
-# What may differ when a run goes on: what it keeps and shows. Its length is part of it, as the schedule depends on it.
-FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
-        "train.micro_batch_tokens", "evaluation.every")  # fmt: skip
-SHOWN = (("loss", "loss {:.4f}"), ("accuracy", "acc {:.3f}"), ("margin", "margin {:.3f}"),
-         ("held_out/accuracy", "held out {:.3f}"), ("perf/tokens_per_s", "{:,.0f} tok/s"))  # fmt: skip
-
-
-@dataclass
-class Progress:
-    """How far a run is: all that a checkpoint holds besides tensors and random states."""
-
-    step: int = 0
-    num_tokens: int = 0  # of the pairs trained on so far
-
-
-@dataclass
-class Run:
-    """Everything that the loop works with."""
-
-    config: RewardModelConfig
-    ranks: Ranks
-    tokenizer: PreTrainedTokenizerBase
-    pairs: PairSet
-    held_out: PairSet | None
-    model: Decoder
-    optimizer: torch.optim.Optimizer
-    compute: torch.dtype
-    pad: int | None
-    trained: bool  # the head is not a new one
-    max_length: int
-    progress: Progress = field(default_factory=Progress)
-
-    @property
-    def folder(self) -> Path:
-        return self.config.run
-
-    @property
-    def visits(self) -> int:
-        """Pairs in all epochs together."""
-        return max(1, round(self.config.train.epochs * len(self.pairs)))
-
-    @property
-    def steps(self) -> int:
-        return math.ceil(self.visits / self.config.train.pairs)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        on_device = 16384 if self.ranks.device.type == "cuda" else 1024
-        return self.config.train.micro_batch_tokens or on_device
-
-    def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
-        """This rank's share of ``rows``, packed; as many micro-batches on every rank, as each one is a collective."""
-        own, device = rows[self.ranks.share(len(rows))], self.ranks.device
-        packed = pack_pairs(pairs.chosen, pairs.rejected, own, self.micro_batch_tokens, self.pad, device)
-        most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
-        return packed + [empty_pair_batch(device) for _ in range(most - len(packed))]
-
-    @torch.no_grad()
-    def scores(self, pairs: PairSet) -> Tensor:
-        """(2, n) of the preferred and the other answers, on the CPU, the same on all ranks."""
-        found = torch.zeros(2, len(pairs), dtype=torch.float64, device=self.ranks.device)
-        for batch in self.batches(pairs, range(len(pairs))):
-            found[:, batch.row] = torch.stack(reward_model.scores(self.model, batch)).double()
-        return self.ranks.sum(found).cpu()
-
-    def evaluate(self) -> dict[str, Any]:
-        """What the model is worth on the held-out pairs; empty without them."""
-        return {} if self.held_out is None else evaluate_pairs(*self.scores(self.held_out))
-
-    def update(self, rows: Sequence[int]) -> dict[str, float]:
-        """One step of the optimiser on the pairs ``rows`` of all ranks; what was measured.
-
-        The loss is the mean over these pairs, whose number is known first, and FSDP's mean over ranks is undone, so
-        that neither ranks nor micro-batches change it.
-        """
-        lr = learning_rate(self.config.optim, self.progress.step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        margins = torch.tensor(self.pairs.margins, dtype=torch.float64, device=self.ranks.device)
-        margins = margins + self.config.loss.margin
-        totals = _Totals(self.ranks)
-        self.optimizer.zero_grad()
-        for batch in self.batches(self.pairs, rows):
-            chosen, rejected = reward_model.scores(self.model, batch)
-            margin, centering = margins[batch.row].to(chosen), self.config.loss.centering
-            losses = bradley_terry_loss(chosen, rejected, margin, centering=centering)
-            (losses.sum() / len(rows) * self.ranks.world).backward()
-            totals.add(losses.detach(), chosen.detach(), rejected.detach(), len(batch.tokens))
-        grad_norm = clip_gradients(self.model, self.config.optim.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return totals.metrics() | {"grad_norm": grad_norm, "learning_rate": lr}
-
-    def save(self) -> None:
-        state = vars(self.progress) | {"config": asdict(self.config)}
-        keep = self.config.train.keep_checkpoints
-        where = self.folder / "checkpoints"
-        checkpoint.save(where, self.progress.step, model=self.model, optimizer=self.optimizer, state=state, keep=keep)
-
-    def restore(self) -> bool:
-        """Go on from the newest whole checkpoint; False where there is none."""
-        state = checkpoint.load(self.folder / "checkpoints", model=self.model, optimizer=self.optimizer)
-        if state is not None:
-            self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
-        return state is not None
-
-    def export(self) -> Path:
-        """Write the model as a Hugging Face classifier, in the type that it computes in; collective."""
-        folder = self.folder / "model"
-        parameters = full_parameters(self.model, self.compute)
-        if self.ranks.first:
-            reward_model.save(
-                self.model,
-                folder,
-                tokenizer=self.tokenizer,
-                pad=self.pad,
-                max_length=self.max_length,
-                parameters=parameters,
-            )
-        return folder
-
-    def write_results(self, **results: dict[str, Any]) -> None:
-        if self.ranks.first:
-            metrics.atomic_write(self.folder / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
-
-    def logger(self) -> metrics.MetricsLogger:
-        return metrics.MetricsLogger(
-            self.folder,
-            total_steps=self.steps,
-            enabled=self.ranks.first,
-            tensorboard=self.config.train.tensorboard,
-            resume_step=self.progress.step,
-            shown=SHOWN,
-        )
-
-
-class _Totals:
-    """Sums and extremes over micro-batches, reduced over ranks once at the end of a step."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.sums = torch.zeros(6, dtype=torch.float64, device=ranks.device)
-        self.largest = torch.full((2,), -math.inf, dtype=torch.float64, device=ranks.device)
-
-    def add(self, losses: Tensor, chosen: Tensor, rejected: Tensor, tokens: int) -> None:
-        if not len(losses):
-            return
-        both, margin = torch.cat([chosen, rejected]).double(), (chosen - rejected).double()
-        right = ((margin > 0).double() + (margin >= 0).double()) / 2
-        parts = [losses.double().sum(), right.sum(), margin.sum(), both.sum()]
-        self.sums += torch.stack([*parts, *self.sums.new_tensor([len(losses), tokens])])
-        self.largest = torch.maximum(self.largest, torch.stack([both.max(), -both.min()]))
-
-    def metrics(self) -> dict[str, float]:
-        """TRL's names where its RewardTrainer has the metric."""
-        loss, right, margin, reward, pairs, tokens = self.ranks.sum(self.sums).tolist()
-        largest, smallest = self.ranks.max(self.largest).tolist()
-        return {
-            "loss": loss / pairs,
-            "accuracy": right / pairs,
-            "margin": margin / pairs,
-            "mean_reward": reward / (2 * pairs),
-            "min_reward": -smallest,
-            "max_reward": largest,
-            "tokens": tokens,
-        }
-
-
-# --- building -----------------------------------------------------------------------------------------------------
-
-
-def build(cfg: RewardModelConfig, ranks: Ranks) -> Run:
-    """Read tokenizer, pairs and weights. Raises ValueError for whatever of the configuration cannot be run."""
-    check(cfg)
-    source, _ = reward_model.locate(cfg.model.path)
-    hf_config = models.read_config(source)
-    tokenizer = load_tokenizer(source)
-    max_length = _max_length(cfg, shape_of(hf_config).context)
-    pairs, held_out = load_pairs(cfg, tokenizer, max_length)
-    compute = compute_dtype(cfg.model.dtype, ranks.device)
-    stored = torch.float32 if compute == torch.bfloat16 else compute
-    model, trained = reward_model.load(cfg.model.path, seed=cfg.train.seed, dtype=stored, device=ranks.device)
-    model.activation_checkpointing = cfg.model.activation_checkpointing
-    model = parallel.shard(model, ranks, compute)
-    return Run(
-        config=cfg,
-        ranks=ranks,
-        tokenizer=tokenizer,
-        pairs=pairs,
-        held_out=held_out,
-        model=model,
-        optimizer=make_optimizer(model, cfg.optim),
-        compute=compute,
-        pad=reward_model.padding_id(hf_config, tokenizer, trained),
-        trained=trained,
-        max_length=max_length,
-    )
-
-
-def _max_length(cfg: RewardModelConfig, context: int) -> int:
-    asked = cfg.data.max_length
-    if asked is not None and asked > context:
-        raise ValueError(f"data.max_length = {asked}: {cfg.model.path} has a context of {context} tokens")
-    return asked or context
-
-
-def load_pairs(
-    cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[PairSet, PairSet | None]:
-    """The pairs to train on, and those held out (None without any), whose prompts the former do not have."""
-    data = cfg.data
-
-    def read(source: str, limit: int | None) -> PairSet:
-        return preferences.load(
-            source,
-            tokenizer,
-            max_length=max_length,
-            split=data.split,
-            prompt_column=data.prompt_column,
-            chosen_column=data.chosen_column,
-            rejected_column=data.rejected_column,
-            margin_column=data.margin_column,
-            limit=limit,
-        )
-
-    pairs = read(data.source, data.limit)
-    if data.evaluation:
-        held_out = read(data.evaluation, None)
-    else:
-        pairs, held_out = pairs.split(cfg.evaluation.pairs)
-    if cfg.evaluation.pairs == 0 or not len(held_out):
-        return pairs, None
-    kept = pairs.without(held_out.prompts)
-    if not len(kept):
-        raise ValueError(
-            f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out too; "
-            "name another data.evaluation, or evaluation.pairs = 0"
-        )
-    return kept, held_out
-
-
-def plan(run: Run) -> Table:
-    """What is going to happen; what ``--dry-run`` prints."""
-    cfg, shape = run.config, run.model.shape
-    count = sum(p.numel() for p in run.model.parameters())
-    head = "the classifier's head" if run.trained else f"a new head, seed {cfg.train.seed}"
-    terms = ["-log sigmoid(r_chosen - r_rejected" + (f" - {cfg.loss.margin:g}" if cfg.loss.margin else "") + ")"]
-    terms += [f"{cfg.loss.centering:g} (r_chosen + r_rejected)^2"] if cfg.loss.centering else []
-    rows = {
-        "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
-        f"{str(run.compute).removeprefix('torch.')})",
-        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, attention by "
-        f"{implementation(run.ranks.device.type, run.compute)}",
-        "data": f"{run.pairs!r}",
-        "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
-        "texts": f"up to {run.max_length} tokens; {_padding(run)}",
-        "loss": " + ".join(terms),
-        "training": f"{cfg.train.epochs:g} epochs in {run.steps} steps of {cfg.train.pairs} pairs; learning rate "
-        f"{cfg.optim.lr:g} {cfg.optim.schedule}",
-        "folder": str(run.folder),
-    }
-    table = Table(box=SIMPLE_HEAD, show_header=False, title="plan", title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in rows.items():
-        table.add_row(name, Text(text))
-    return table
-
-
-def _padding(run: Run) -> str:
-    if run.pad is None:
-        return "no padding id, so transformers can score single texts only"
-    token = run.tokenizer.convert_ids_to_tokens(run.pad)
-    if run.pad == run.tokenizer.eos_token_id:
-        return f"padding is EOS itself (id {run.pad}, {token}): the score is read one token before it"
-    return f"padding id {run.pad} ({token})"
-
-
-def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The table that ends a run: what `evaluate_pairs` found before and after training."""
-    table = Table(title=f"{after['pairs']} pairs held out (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, shown in (
-        ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
-        ("log loss", lambda e: f"{e['log_loss']:.4f}"),
-        ("Brier score", lambda e: f"{e['brier']:.4f}"),
-        ("calibration error", lambda e: f"{e['ece']:.4f}"),
-        ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
-        ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
-        ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
-    ):
-        table.add_row(name, shown(before), shown(after))
-    return table
-
-
-# --- the loop -----------------------------------------------------------------------------------------------------
 
 
 def train(run: Run, stop: StopSignal, log: metrics.MetricsLogger) -> bool:
@@ -418,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """``reward-model train ...``. Exit status: 0 when done, or saved on SIGTERM; 1, with a message, for bad input."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if list(arguments) in (["-h"], ["--help"]):
+            arguments = ["train", "--help"]
         if list(arguments[:1]) != ["train"]:
             came = f", got {arguments[0]!r}" if arguments else ""
             raise ValueError(f"expected: nlgrpo reward-model train [file.toml] [--section.key value ...]{came}")
@@ -428,3 +117,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def plan(run: Run) -> Table:
+    """What is going to happen; what ``--dry-run`` prints."""
+    cfg, shape = run.config, run.model.shape
+    count = sum(p.numel() for p in run.model.parameters())
+    head = "the classifier's head" if run.trained else f"a new head, seed {cfg.train.seed}"
+    terms = ["-log sigmoid(r_chosen - r_rejected" + (f" - {cfg.loss.margin:g}" if cfg.loss.margin else "") + ")"]
+    terms += [f"{cfg.loss.centering:g} (r_chosen + r_rejected)^2"] if cfg.loss.centering else []
+    rows = {
+        "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
+        f"{str(run.compute).removeprefix('torch.')})",
+        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, attention by "
+        f"{implementation(run.ranks.device.type, run.compute)}",
+        "data": f"{run.pairs!r}",
+        "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
+        "texts": f"up to {run.max_length} tokens; {_padding(run)}",
+        "loss": " + ".join(terms),
+        "training": f"{cfg.train.epochs:g} epochs in {run.steps} steps of {cfg.train.pairs} pairs; learning rate "
+        f"{cfg.optim.lr:g} {cfg.optim.schedule}",
+        "folder": str(run.folder),
+    }
+    table = Table(box=SIMPLE_HEAD, show_header=False, title="plan", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, Text(text))
+    return table
+
+
+def _padding(run: Run) -> str:
+    if run.pad is None:
+        return "no padding id, so transformers can score single texts only"
+    token = run.tokenizer.convert_ids_to_tokens(run.pad)
+    if run.pad == run.tokenizer.eos_token_id:
+        return f"padding is EOS itself (id {run.pad}, {token}): the score is read one token before it"
+    return f"padding id {run.pad} ({token})"
+
+
+def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """The table that ends a run: what `evaluate_pairs` found before and after training."""
+    table = Table(title=f"{after['pairs']} pairs held out (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, shown in (
+        ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
+        ("log loss", lambda e: f"{e['log_loss']:.4f}"),
+        ("Brier score", lambda e: f"{e['brier']:.4f}"),
+        ("calibration error", lambda e: f"{e['ece']:.4f}"),
+        ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
+        ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
+        ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
+    ):
+        table.add_row(name, shown(before), shown(after))
+    return table

@@ -207,7 +207,7 @@ def test_a_run_learns_and_its_model_is_a_reward(work, capsys):
 
 def test_a_run_goes_on_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "optim__warmup_steps": 2, **LOSS}
-    update = "nlgrpo.reward_model_training:Run.update"
+    update = "nlgrpo.reward_model_run:Run.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
     command = {"main": "nlgrpo.reward_model_training:main"}
     jobs = [Job(arguments(work, name, **more), *order, **command) for name, order in orders.items()]
@@ -373,10 +373,19 @@ def test_what_cannot_be_run_ends_in_a_message(work, capsys, more, message):
     assert not (work / "bad").exists()
 
 
-@pytest.mark.parametrize(("command", "came"), [([], r"\.\]$"), (["serve"], "got 'serve'")])
-def test_other_subcommands(capsys, command, came):
+@pytest.mark.parametrize(("command", "said"), [([], r"value \.\.\.\]$"), (["serve"], "got 'serve'$")])
+def test_other_subcommands(capsys, command, said):
     assert training.main(command) == 1
-    assert re.search(came if command else r"value \.\.\.\]", capsys.readouterr().err)
+    assert re.search(said, capsys.readouterr().err.strip())
+
+
+def test_help_lists_the_keys(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        training.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(
+        f"--{key} " in shown for key in ("data.chosen-column", "loss.centering", "train.pairs", "evaluation.every")
+    )
 
 
 def test_seeds_are_of_the_head_and_the_order(work):

@@ -40,7 +40,10 @@ PURE = [
     "proofs_training",
 ]
 PURE = [f"nlgrpo.{name}" for name in PURE]
-TOP = {f"nlgrpo.{name}" for name in ("train", "cli", "commands", "run", "plan", "reward_model_training")}
+TOP = {
+    f"nlgrpo.{name}"
+    for name in ("train", "cli", "commands", "run", "plan", "reward_model_run", "reward_model_training")
+}
 FRAMEWORKS = {"trl", "accelerate", "deepspeed", "ray", "lightning", "pytorch_lightning", "verl", "vllm"}
 
 
