@@ -50,9 +50,8 @@ def evaluate_pairs(chosen: Tensor, rejected: Tensor, *, bins: int = 10) -> dict[
         raise ValueError(f"need scores (n,) of both sides, n >= 1, got {tuple(chosen.shape)}, {tuple(rejected.shape)}")
     margin = chosen - rejected
     if not margin.isfinite().all():
-        raise ValueError(
-            f"{int((~margin.isfinite()).sum())} of {len(margin)} pairs have scores that are not finite; has training diverged?"
-        )
+        bad = int((~margin.isfinite()).sum())
+        raise ValueError(f"{bad} of {len(margin)} pairs have scores that are not finite; has training diverged?")
     right = _right(margin)
     low, high = wilson(float(right.mean()), len(margin))
     table = reliability(margin, bins)
