@@ -61,7 +61,7 @@ class PairSet:
         return len(self.chosen)
 
     def __repr__(self) -> str:
-        text = f"{len(self):,} pairs, {self.tokens:,} tokens"
+        text = f"{len(self):,} pair{'s' * (len(self) != 1)}, {self.tokens:,} tokens"
         notes = [
             (self.truncated, "too long, their beginning cut off"),
             (self.cut, "of these within an answer"),

@@ -138,8 +138,8 @@ def plan(run: Run) -> Table:
         "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
         "texts": f"up to {run.max_length} tokens; {_padding(run)}",
         "loss": " + ".join(terms),
-        "training": f"{cfg.train.epochs:g} epochs in {run.steps} steps of {cfg.train.pairs} pairs; learning rate "
-        f"{cfg.optim.lr:g} {cfg.optim.schedule}",
+        "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.pairs} pairs, {cfg.train.epochs:g} epochs; "
+        f"learning rate {cfg.optim.lr:g} {cfg.optim.schedule}",
         "folder": str(run.folder),
     }
     table = Table(box=SIMPLE_HEAD, show_header=False, title="plan", title_justify="left")
