@@ -5,6 +5,7 @@ Plain tensors in, float64 out. Shapes: P prompts, n samples a prompt.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -225,11 +226,9 @@ def paired_test(
     mean, low, high = (x.item() for x in bootstrap(difference, level=level, seed=seed))
     if len(difference) == 1:
         return mean, low, high, math.nan
-    generator, larger = torch.Generator().manual_seed(seed), 0
-    chunk = max(1, 2**22 // len(difference))
+    larger, chunk = 0, _rows_at_a_time(len(difference))
     for start in range(0, resamples, chunk):
-        rows = min(chunk, resamples - start)
-        signs = torch.randint(2, (rows, len(difference)), generator=generator).double() * 2 - 1
+        signs = _signs(len(difference), min(chunk, resamples - start), seed + start)
         larger += int(((signs @ difference).abs() >= difference.sum().abs() * (1 - 1e-12)).sum())
     return mean, low, high, (1 + larger) / (1 + resamples)
 
@@ -256,24 +255,41 @@ def bootstrap(
     mean, prompts = values.mean(-1), values.shape[-1]
     if prompts == 1:
         return mean, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
-    means = _resampled_means(values, resamples, torch.Generator().manual_seed(seed))
+    means = _resampled_means(values, resamples, seed)
     edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.quantile(means, edges, dim=0)
     return mean, low, high
 
 
-def _resampled_means(values: Tensor, resamples: int, generator: torch.Generator) -> Tensor:
+def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
     """Means over prompts drawn with replacement: (..., P) -> (resamples, ...)."""
     prompts = values.shape[-1]
-    chunk = max(1, 2**22 // prompts)  # 32 MiB of counts at a time, however many prompts
-    parts = []
+    chunk, parts = _rows_at_a_time(prompts), []
     for start in range(0, resamples, chunk):
-        rows = min(chunk, resamples - start)
-        drawn = torch.randint(prompts, (rows, prompts), generator=generator)
-        counts = torch.zeros(rows, prompts, dtype=torch.float64)
-        counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+        counts = _counts(prompts, min(chunk, resamples - start), seed + start)
         parts.append(torch.tensordot(counts, values, dims=([1], [values.dim() - 1])) / prompts)
     return torch.cat(parts)
+
+
+def _rows_at_a_time(prompts: int) -> int:
+    return max(1, 2**22 // prompts)  # 32 MiB, however many prompts
+
+
+# A table of results asks for the same draws hundreds of times, and they take longer than what is done with them.
+
+
+@functools.lru_cache(maxsize=2)
+def _counts(prompts: int, rows: int, seed: int) -> Tensor:
+    """How often each prompt is drawn, (rows, prompts)."""
+    drawn = torch.randint(prompts, (rows, prompts), generator=torch.Generator().manual_seed(seed))
+    return torch.zeros(rows, prompts, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _signs(prompts: int, rows: int, seed: int) -> Tensor:
+    return torch.randint(2, (rows, prompts), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
 
 
 def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,14 +72,14 @@ def entries(found: Mapping[str, Sampled], procedures: Sequence[str], gold: Seque
                 base[quantity, procedure] = values
                 rows.append(Entry(label, quantity, procedure, Estimate.of(values)))
             else:
-                rows.append(_entry(label, quantity, procedure, values, wins, base.get((quantity, procedure))))
+                rows.append(compared(label, quantity, procedure, values, wins, base.get((quantity, procedure))))
     return rows
 
 
-def _entry(
+def compared(
     label: str, quantity: str, procedure: str, values: Tensor, wins: Tensor | None, base: Tensor | None
 ) -> Entry:
-    """Of a model that is held against the reference's values ``base`` (P,), where it has some."""
+    """The entry of a model that is held against the reference's values ``base`` (P,), where it has some."""
     estimate, won = Estimate.of(values), None if wins is None else Estimate.of(wins)
     both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
     if base is None or not both.any():
