@@ -95,15 +95,18 @@ def _nothing() -> None:
 
 @dataclass
 class Report:
-    """Write report.html and its pictures for a run."""
+    """Write one HTML file, and pictures beside it, about runs, evaluations and sweeps."""
 
-    run: Positional[Path]
-    """Folder of the run."""
+    folders: Positional[tuple[Path, ...]]
+    """What `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep` wrote; several may be given."""
+    out: Path | None = None
+    """The page; none: report.html in the folder, or for several folders in the current one."""
 
 
 def write_report(arguments: Sequence[str]) -> int:
     """Write the page and print where it is."""
-    print(report.write_report(tyro.cli(Report, args=list(arguments), prog="nlgrpo report").run))
+    options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
+    print(report.write_report(options.folders, options.out))
     return 0
 
 

@@ -1,94 +1,257 @@
-"""Pictures of a run: ``report.html`` with length histogram and curves, and several runs laid over each other.
+"""The report of runs, evaluations and sweeps: one HTML file and pictures; and several runs laid over each other.
 
-Everything is made from the files that a run leaves in its folder, so a report can be made again at any time, also of a
-run that was killed: what is missing is said in the report and the rest is shown.
+Everything is made from the files that a folder holds, so a report can be made again at any time, also of a run that was
+killed: what is missing is said in the report and the rest is shown (`findings`).
 """
 
 from __future__ import annotations
 
-import base64
-import html
 import json
+import math
+import platform
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import torch
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nlgrpo import figures, metrics
+from nlgrpo import __version__, evaluation_figures, figures, findings, metrics, page, varied
 from nlgrpo.evaluation import bootstrap
-from nlgrpo.sampled import FILE, Sampled, read_evaluation
-from nlgrpo.summary import Row, format_change, format_interval, summarize, weighted_best_of_n
+from nlgrpo.evaluation_tables import Entry, Estimate
+from nlgrpo.findings import NS, REFERENCE, TRAINING_KL, Findings
+from nlgrpo.page import Cell
+from nlgrpo.sampled import Sampled, read_evaluation
+from nlgrpo.summary import WEIGHTED_SUM, Row, format_change, format_interval, summarize, weighted_best_of_n
 
-CONFIGS = ("config.json", "config.toml")
 TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
-NS = (1, 2, 4, 8, 16)
+FILE = "report.html"
+PROMPTS = 8
 
 
-# --- one run ------------------------------------------------------------------------------------------------------
+def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page and its pictures for one folder or for several; returns the page.
 
+    A folder is that of a run, of `nlgrpo evaluate` or of `nlgrpo sweep`. ``out`` is by default ``report.html`` in the
+    folder, for several in the current one. Pictures stand beside it, as ``lengths.png``, ``curves.png``,
+    ``rewards.png``, ``best_of_n.png``, ``win_rates.png`` and ``fronts.png``; beside another name than report.html they
+    begin with that. What is missing or damaged is left out and named in the page.
 
-def write_report(run: Path) -> Path:
-    """Make ``report.html`` (self-contained), ``lengths.png`` and ``curves.png`` in a run folder; returns the page.
-
-    Reads ``config.json`` or ``config.toml``, ``metrics.jsonl`` and ``evaluation.json``; a part whose file is missing or
-    damaged is left out and named in the page. Raises ValueError for a folder that has none of them.
+    Raises ValueError for a folder that is none of these, and where ``out`` is no name of an HTML file.
     """
-    run = Path(run)
-    _check_run(run)
-    missing: list[str] = []
-    config = _read_config(run, missing)
-    logged = metrics.read_jsonl(run / metrics.FILE)
-    if not logged:
-        missing.append(f"{metrics.FILE} has no steps yet, so there are no curves.")
-    sampled = _read_sampled(run, missing)
-    pictures = []
-    if sampled:
-        targets = length_targets(config)
-        pictures.append(_picture(run / "lengths.png", "Completion lengths", partial(figures.lengths, sampled, targets)))
-    if logged:
-        pictures.append(_picture(run / "curves.png", "Training curves", partial(figures.curves, logged)))
-    parts = [_missing(missing), _results(sampled), *pictures, _samples(sampled), _settings(config)]
-    metrics.atomic_write(run / "report.html", _page(run.resolve().name, len(logged), sampled, parts))
-    return run / "report.html"
+    given = [Path(folders)] if isinstance(folders, str | Path) else list(dict.fromkeys(map(Path, folders)))
+    if not given:
+        raise ValueError("no folder to report on; give one or more that `nlgrpo train`, `evaluate` or `sweep` wrote")
+    out = Path(out) if out is not None else (given[0] if len(given) == 1 else Path()) / FILE
+    out = out / FILE if out.is_dir() else out
+    if out.suffix not in (".html", ".htm"):
+        raise ValueError(f"cannot write {out}: the name must end in .html")
+    found = findings.read(given)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    name = ", ".join(folder.resolve().name for folder in given[:4]) + f" and {len(given) - 4} more" * (len(given) > 4)
+    metrics.atomic_write(out, _Report(found, out).html(name))
+    return out
 
 
-def _check_run(run: Path) -> None:
-    files = (*CONFIGS, metrics.FILE, FILE)
-    if not any((run / name).is_file() for name in files):
-        what = "has none of " + ", ".join(files) if run.is_dir() else "is not a folder"
-        raise ValueError(f"{run} {what}; give the folder that `nlgrpo train` wrote, such as runs/default")
+class _Report:
+    """What has been found, how it looks, and the sections that are made of it."""
+
+    def __init__(self, found: Findings, out: Path) -> None:
+        self.found, self.out = found, out
+        self.one = (
+            found.models[0] if len(found.models) == 1 and found.models[0].settings == found.models[0].label else None
+        )
+        self.names = self._names()
+        self.looks = self._looks()
+        configs = {m.label: found.settings[m.settings].config for m in found.models if m.settings == m.label}
+        self.differing, self.places = varied.columns(configs), varied.places(configs)
+
+    def _names(self) -> dict[str, str]:
+        """How legends call what has a label."""
+        model = self.one
+        if model is None or model.sampled is None:
+            return {}
+        return {model.label: f"trained: {figures.objective_label(model.sampled)}"}
+
+    def _looks(self) -> dict[str, figures.Look]:
+        """A model keeps its look in all pictures, and its colour in all evaluations of it."""
+        references = dict.fromkeys([*self.found.references, *(e.model for e in self.found.reference_entries)])
+        looks = {label: figures.Look(dash=figures.DASHES[i % 4]) for i, label in enumerate(references)}
+        places: dict[str, list[str]] = {}
+        for model in self.found.models:
+            same = places.setdefault(model.name, [])
+            looks[model.label] = figures.look(list(places).index(model.name), len(same))
+            same.append(model.label)
+        return looks
+
+    def html(self, title: str) -> str:
+        pictures = self.pictures()
+        sections = {
+            "Result": _result(self.one.label, self.found) if self.one else "",
+            "Models": "" if self.one else self.models(),
+            **pictures,
+            "All numbers": self.numbers(),
+            "Samples": self.samples(),
+            "Settings": self.settings(),
+        }
+        parts = [page.notes(self.found.notes), *(page.section(name, part) for name, part in sections.items())]
+        return page.page(title, self.facts(), parts, [name for name, part in sections.items() if part])
+
+    def facts(self) -> list[str]:
+        models, facts = self.found.models, []
+        if len(models) != 1:
+            facts.append(f"{len(models)} models")
+        if any(model.logged for model in models) or self.one:
+            facts.append(f"{sum(len(model.logged) for model in models)} steps logged")
+        shapes = {tuple(s.lengths.shape) for s in self.found.sampled.values()}
+        sizes = [f"{p} prompts x {n} samples" for p, n in sorted(shapes)]
+        return facts + [f"evaluated on {' and '.join(sizes)}"] * bool(sizes)
+
+    # --- pictures ---
+
+    def pictures(self) -> dict[str, str]:
+        """Those for which there is something to show, by their titles."""
+        found, looks, places = self.found, self._renamed(self.looks), self._renamed(self.places)
+        renamed = [replace(entry, model=self.names.get(entry.model, entry.model)) for entry in found.entries]
+        table = evaluation_figures.Table(renamed)
+        sampled = self._renamed(found.sampled)
+        runs = self._renamed({model.label: model.logged for model in found.models if model.logged})
+        targets = length_targets([settings.config for settings in found.settings.values()])
+        pairs = evaluation_figures.fronts_of(table, [WEIGHTED_SUM])
+        drawn: dict[str, tuple[str, bool, Callable[..., Figure], str]] = {
+            "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
+            "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
+            "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
+            "Value under best-of-N": (
+                "best_of_n",
+                bool(table.quantities()),
+                partial(evaluation_figures.best_of_n, table, looks),
+                INTERVALS,
+            ),
+            "Win rate against KL": (
+                "win_rates",
+                evaluation_figures.has_win_rates(table),
+                partial(evaluation_figures.win_rates, table, looks, places),
+                self._about_kl(),
+            ),
+            "One reward against another": (
+                "fronts",
+                bool(pairs),
+                partial(evaluation_figures.fronts, table, pairs, looks, places),
+                "Hollow: another point is higher in both. " + INTERVALS,
+            ),
+        }
+        return {
+            title: self._picture(name, title, draw) + (page.soft(about) if about else "")
+            for title, (name, there, draw, about) in drawn.items()
+            if there
+        }
+
+    def _renamed(self, by_label: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.names.get(label, label): value for label, value in by_label.items()}
+
+    def _picture(self, name: str, title: str, draw: Callable[..., Figure]) -> str:
+        prefix = "" if self.out.name == FILE else f"{self.out.stem}-"
+        drawn = figures.picture(draw)
+        metrics.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), drawn.png)
+        return page.picture(drawn, title)
+
+    def _about_kl(self) -> str:
+        taken = {entry.quantity for entry in self.found.entries if entry.quantity.startswith("kl/")}
+        logged = "KL of runs: a token's in the last tenth of the steps, times the length. " * (TRAINING_KL in taken)
+        return f"{logged}Win rates are against each model's reference under the same procedure. {INTERVALS}"
+
+    # --- tables ---
+
+    def models(self) -> str:
+        """What is shown, how the pictures show it, and in what it differs; beyond 12 keys only the first."""
+        keys = list(self.differing)[:12]
+        rows = [
+            [self._named(label), page.text("reference"), page.text(""), *[page.text("")] * len(keys)]
+            for label in self.looks
+            if label not in {model.label for model in self.found.models}
+        ]
+        for model in self.found.models:
+            steps = page.number(len(model.logged) or math.nan, str(len(model.logged) or "-"))
+            values = [page.text(self.differing[key].get(model.label, "")) for key in keys]
+            rows.append([self._named(model.label), page.text(model.state), steps, *values])
+        about = "In the pictures, the models have these colours, lines and markers" * (len(rows) > figures.NAMED)
+        about += "; beyond 28 they come again" * (len(self.found.models) > 28)
+        table = page.table(["model", "state", "steps", *keys], rows, kind="sorts")
+        return table + (page.soft(f"{about}.") if about else "")
+
+    def _named(self, label: str) -> Cell:
+        name = page.text(label)
+        return Cell(page.swatch(self.looks[label]) + name.content, label)
+
+    def numbers(self) -> str:
+        """Every entry, which sorts by a click on a heading."""
+        heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
+        rows = [self._row(entry) for entry in self.found.entries]
+        about = (
+            "Means over prompts; intervals are 95%, by bootstrap over prompts. Win rates and changes are against the "
+            "reference on the same prompts; p is that of no change (permutation test)."
+        )
+        return page.table(heads, rows, filters=heads[:3], kind="sorts") + page.soft(about) if rows else ""
+
+    def _row(self, entry: Entry) -> list[Cell]:
+        e, p = entry.estimate, entry.p_value
+        return [
+            self._named(entry.model),
+            page.text(entry.quantity),
+            page.text(entry.procedure),
+            page.number(e.value, _number(e.value)),
+            page.number(e.low, "" if math.isnan(e.low) else f"[{e.low:.4f}, {e.high:.4f}]"),
+            _estimate(entry.win_rate, "{:.1f}", 100, "%"),
+            _estimate(entry.change, "{:+.4f}"),
+            page.number(p, "" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"),
+        ]
+
+    # --- samples and settings ---
+
+    def samples(self) -> str:
+        """The completions that were kept, of references and models side by side, with lengths and rewards."""
+        shown = {label: s for label, s in self.found.sampled.items() if s.prompts and s.completions}
+        each = 4 if len(shown) < 4 else 2 if len(shown) < 9 else 1
+        content = ""
+        prompts = list(dict.fromkeys(prompt for s in shown.values() for prompt in s.prompts[: len(s.completions)]))
+        for i, prompt in enumerate(prompts[:PROMPTS]):
+            columns = "".join(
+                self._column(label, s, s.prompts.index(prompt), each)
+                for label, s in shown.items()
+                if prompt in s.prompts[: len(s.completions)]
+            )
+            content += page.details(prompt, f'<div class="pair">{columns}</div>', opened=i == 0)
+        return content
+
+    def _column(self, label: str, sampled: Sampled, prompt: int, each: int) -> str:
+        when = {REFERENCE: "before training"}.get(label, "after training")
+        name = page.soft(when) if self.one else f"<p>{self._named(label).content}</p>"
+        return f"<div>{name}{''.join(_sample(sampled, prompt, j) for j in range(each))}</div>"
+
+    def settings(self) -> str:
+        """Every configuration, with the versions it ran with, and those that made this page."""
+        content = ""
+        for label, settings in self.found.settings.items():
+            versions = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
+            if settings.config:
+                whole = json.dumps(settings.config, indent=2, ensure_ascii=False, default=str)
+                content += page.details(f"{label}{f' ({versions})' * bool(versions)}", page.code(whole))
+        made = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
+        made["Python"] = platform.python_version()
+        return content + page.soft("This page: " + ", ".join(f"{name} {version}" for name, version in made.items()))
 
 
-def _read_config(run: Path, missing: list[str]) -> dict[str, Any]:
-    for name, load in zip(CONFIGS, (json.loads, tomllib.loads), strict=True):
-        if (run / name).is_file():
-            try:
-                return load((run / name).read_text("utf-8"))
-            except ValueError as error:
-                missing.append(f"{name} cannot be read ({error}).")
-                return {}
-    missing.append(f"{' or '.join(CONFIGS)} is missing, so the settings are not shown.")
-    return {}
-
-
-def _read_sampled(run: Path, missing: list[str]) -> dict[str, Sampled]:
-    try:
-        sampled = read_evaluation(run)
-    except ValueError as error:
-        missing.append(f"{error}.")
-        return {}
-    missing += [
-        f"The model {when} training is not evaluated yet." for when in ("before", "after") if when not in sampled
-    ]
-    return sampled
+SMOOTHED = "Strong: moving average over a twentieth of the steps."
+INTERVALS = "Intervals: 95%, bootstrap over prompts."
 
 
 def length_targets(config: Any) -> list[float]:
@@ -100,126 +263,48 @@ def length_targets(config: Any) -> list[float]:
     return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []
 
 
-# --- the page -----------------------------------------------------------------------------------------------------
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --paper: #fff; --line: #d8dee4; --card: #f6f8fa;
-  --note: #9a6700 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9198a1; --paper: #161b22; --line: #30363d; --card: #1f252d; --note: #d29922 } }
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1.2rem 1rem 3rem; max-width: 62rem; color: var(--ink); background: var(--paper);
-  font: 1rem/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem }
-.soft { color: var(--soft); margin: .2rem 0 }
-.note { border-left: 4px solid var(--note); padding: .2rem .8rem; margin: 1rem 0 }
-.note p { margin: .3rem 0 } .scroll { overflow-x: auto } img { max-width: 100%; height: auto; display: block }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
-th, td { padding: .35rem .7rem; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap }
-th { color: var(--soft); font-weight: 600 } td.n, th.n { text-align: right }
-.sample { background: var(--card); border-radius: 8px; padding: .6rem .8rem; margin: .6rem 0; overflow-wrap: anywhere }
-.sample p { margin: .2rem 0; white-space: pre-wrap } summary { cursor: pointer; padding: .2rem 0 }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: 0 1rem }
-.under { color: var(--soft) }
-@media (max-width: 600px) { .under { display: block }
-  th, td { padding: .3rem .2rem; font-size: .78rem; white-space: normal } }
-pre { background: var(--card); border-radius: 8px; padding: .8rem; overflow-x: auto; font-size: .85rem }
-"""
-
-
-def _page(name: str, steps: int, sampled: Mapping[str, Sampled], parts: Sequence[str]) -> str:
-    facts = [f"{steps} steps logged"]
-    for last in list(sampled.values())[-1:]:
-        facts.append("evaluated on {} prompts x {} samples".format(*last.lengths.shape))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{html.escape(name)} · nlgrpo</title><style>{STYLE}</style></head><body>
-<h1>{html.escape(name)}</h1><p class="soft">{"; ".join(facts)}</p>
-{"".join(parts)}
-</body></html>
-"""
-
-
-def _missing(missing: Sequence[str]) -> str:
-    return f'<div class="note">{"".join(f"<p>{html.escape(line)}</p>" for line in missing)}</div>' if missing else ""
-
-
-def _results(sampled: Mapping[str, Sampled]) -> str:
-    """Table of every reward's mean and best-of-4 (fewer where there are fewer samples), with 95% intervals."""
-    if not sampled:
+def _result(label: str, found: Findings) -> str:
+    """Of one run, every reward's mean and best-of-4 (fewer where there are fewer samples), before and after."""
+    model = found.models[0]
+    sampled = {"before": found.references.get(model.reference), "after": model.sampled}
+    known = {when: s for when, s in sampled.items() if s is not None}
+    if not known:
         return ""
-    n = min(s.lengths.shape[1] for s in sampled.values())
-    summaries = {when: summarize(s, sorted({1, min(4, n)})) for when, s in sampled.items()}
-    some = next(iter(sampled.values()))
+    n = min(s.lengths.shape[1] for s in known.values())
+    summaries = {when: summarize(s, sorted({1, min(4, n)})) for when, s in known.items()}
+    some = next(iter(known.values()))
     rows = []
     for columns in zip(*summaries.values(), strict=True):
         name = columns[0].reward
-        cells = [f"<td>{_stacked(name, some.objectives.get(name, ''))}", f"<td>{columns[0].procedure}"]
-        cells += [f'<td class="n">{_stacked(*format_interval(row, gap="|").split("|"))}' for row in columns]
+        row = [Cell(page.stacked(name, some.objectives.get(name, ""))), page.text(columns[0].procedure)]
+        row += [page.number(x.value, *format_interval(x, gap="|").split("|")) for x in columns]
         if len(columns) == 2:
-            cells.append(f'<td class="n">{format_change(*columns)}')
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    heads = [*summaries, *(["change"] if len(summaries) == 2 else [])]
-    head = "<th>reward<th>procedure" + "".join(f'<th class="n">{text}' for text in heads)
-    return (
-        f'<h2>Result</h2><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-        '<p class="soft">In brackets: 95% intervals, bootstrap over prompts.</p>'
-    )
+            row.append(page.number(columns[1].value - columns[0].value, format_change(*columns)))
+        rows.append(row)
+    heads = ["reward", "procedure", *summaries, *(["change"] if len(summaries) == 2 else [])]
+    return page.table(heads, rows, kind="wraps") + page.soft("In brackets: 95% intervals, bootstrap over prompts.")
 
 
-def _stacked(first: str, second: str = "") -> str:
-    """Two texts side by side, one under the other on a narrow screen."""
-    return f'{html.escape(first)} <span class="under">{html.escape(second)}</span>'
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4f}"
 
 
-def _picture(path: Path, title: str, draw: Callable[..., Figure]) -> str:
-    """Save the light, wide picture at ``path`` and embed it with its variants for dark mode and for a narrow screen."""
-    light = figures.render(draw)
-    path.write_bytes(light)
-    sources = "".join(
-        f'<source media="{query}" srcset="{_data_url(figures.render(partial(draw, narrow=narrow), dark=dark))}">'
-        for query, narrow, dark in (
-            ("(max-width: 600px) and (prefers-color-scheme: dark)", True, True),
-            ("(max-width: 600px)", True, False),
-            ("(prefers-color-scheme: dark)", False, True),
-        )
-    )
-    return f'<h2>{title}</h2><picture>{sources}<img alt="{title}" src="{_data_url(light)}"></picture>'
+def _estimate(estimate: Estimate | None, form: str, scale: float = 1, unit: str = "") -> Cell:
+    """A number with its interval beside it; an empty cell where there is none."""
+    if estimate is None or math.isnan(estimate.value):
+        return page.number(math.nan, "")
+    value, low, high = (form.format(scale * x) for x in (estimate.value, estimate.low, estimate.high))
+    return page.number(estimate.value, value + unit, "" if math.isnan(estimate.low) else f"[{low}, {high}]")
 
 
-def _data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
-def _samples(sampled: Mapping[str, Sampled]) -> str:
-    """The completions that were kept, reference and trained model side by side, with lengths and rewards."""
-    shown = {when: s for when, s in sampled.items() if s.prompts and s.completions}
-    if not shown:
+def _sample(sampled: Sampled, prompt: int, j: int) -> str:
+    if j >= len(sampled.completions[prompt]):
         return ""
-    page = "<h2>Samples</h2>"
-    for i, prompt in enumerate(next(iter(shown.values())).prompts):
-        columns = "".join(_column(when, s, i) for when, s in shown.items() if i < len(s.completions))
-        page += f"<details{'' if i else ' open'}><summary>{html.escape(prompt)}</summary>"
-        page += f'<div class="pair">{columns}</div></details>'
-    return page
-
-
-def _column(when: str, sampled: Sampled, prompt: int) -> str:
-    page = f'<div><p class="soft">{html.escape(when)} training</p>'
-    for j, completion in enumerate(sampled.completions[prompt][:4]):
-        scores = [f"{sampled.lengths[prompt, j]} tokens"]
-        scores += [f"{name} {values[prompt, j]:.3f}" for name, values in sampled.rewards.items()]
-        page += f'<div class="sample"><p>{html.escape(completion)}</p>'
-        page += f'<p class="soft">{html.escape(" · ".join(scores))}</p></div>'
-    return page + "</div>"
-
-
-def _settings(config: Mapping[str, Any]) -> str:
-    if not config:
-        return ""
-    text = json.dumps(config, indent=2, ensure_ascii=False, default=str)
-    return f"<h2>Settings</h2><details><summary>config</summary><pre>{html.escape(text)}</pre></details>"
+    scores = [f"{sampled.lengths[prompt, j]} tokens"]
+    for name, values in sampled.rewards.items():
+        value = values[prompt, j].item()
+        scores.append(f"{name} {'-' if math.isnan(value) else f'{value:.3f}'}")
+    return page.sample(sampled.completions[prompt][j], " · ".join(scores))
 
 
 # --- several runs -------------------------------------------------------------------------------------------------
@@ -240,7 +325,7 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
         raise ValueError("no run to compare; give one or more folders that `nlgrpo train` wrote")
     evaluated = {Path(run): _evaluated(Path(run)) for run in runs}
     models = _comparable(evaluated)
-    targets = sorted({t for run in evaluated for t in length_targets(_read_config(run, []))})
+    targets = sorted({t for run in evaluated for t in length_targets(findings.read_config(run, []))})
     n = min(s.lengths.shape[1] for s in models.values())
     ns = [best_of for best_of in NS if best_of <= n]
     values = {label: bootstrap(weighted_best_of_n(s, ns)) for label, s in models.items()}
@@ -251,7 +336,7 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _evaluated(run: Path) -> dict[str, Sampled]:
-    _check_run(run)
+    findings.kind_of(run)
     sampled = read_evaluation(run)
     if set(sampled) < {"before", "after"}:
         raise ValueError(

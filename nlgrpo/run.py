@@ -41,7 +41,7 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
 
 # What a run writes into its folder besides config.json.
 WRITTEN = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, sampled.FILE, "report.html",
-           "lengths.png", "curves.png")  # fmt: skip
+           *(f"{name}.png" for name in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")))  # fmt: skip
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """The page and the pictures of whole, half and damaged run folders, parsed as a browser would."""
 
 import base64
+import hashlib
 import json
 import math
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
@@ -14,17 +16,25 @@ from PIL import Image
 
 from nlgrpo import figures
 from nlgrpo.evaluation import best_of_n
+from nlgrpo.figures import Look
+from nlgrpo.page import SCRIPT
 from nlgrpo.report import compare, length_targets, write_report
 from nlgrpo.sampled import Sampled, write_evaluation
 
 EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
-VOID = {"meta", "img", "source", "br"}
+VOID = {"meta", "img", "source", "br", "link"}
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Builds every figure, and leaves out the seconds that it takes to draw them."""
-    monkeypatch.setattr(figures, "render", lambda draw, dark=False: draw().axes and b"not drawn")
+
+    def picture(draw):
+        assert draw().axes
+        assert draw(narrow=True).axes
+        return figures.Picture(b"not drawn", "<svg/>", "<svg/>")
+
+    monkeypatch.setattr(figures, "picture", picture)
 
 
 class Page(HTMLParser):
@@ -74,32 +84,44 @@ def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"),
     return folder
 
 
-def test_report_is_one_page_that_loads_nothing_and_runs_nothing(tmp_path, undrawn):
+PICTURES = ("lengths", "curves", "rewards", "best_of_n", "win_rates")  # of one run
+
+
+def test_report_is_one_page_that_loads_nothing(tmp_path, undrawn):
     path = write_report(make_run(tmp_path / "run", text=EVIL))
     text = path.read_text("utf-8")
     page = Page(text)
     assert path == tmp_path / "run" / "report.html"
     assert page.urls
-    assert all(url.startswith("data:image/png;base64,") for url in page.urls)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert all(url.startswith(("data:", "#")) for url in page.urls)
+    assert not {"iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     assert "url(" not in text
     assert "@import" not in text
     assert "<script>alert(1)</script>" in page.text  # as text: what the model wrote can be read
-    assert page.tags.count("img") == 2
+    assert page.tags.count("img") == 5
     assert "viewport" in text
     assert "prefers-color-scheme: dark" in text
 
 
-def test_pictures_embedded_are_the_pictures_written(tmp_path):
+def test_pictures_are_there_for_every_screen_and_as_files(tmp_path):
     run = make_run(tmp_path / "run")
-    urls = Page(write_report(run).read_text("utf-8")).urls
-    embedded = [base64.b64decode(url.split(",")[1]) for url in urls]
-    for name in ("lengths.png", "curves.png"):
-        assert (run / name).read_bytes() in embedded
-        with Image.open(run / name) as image:
+    page = Page(write_report(run).read_text("utf-8"))
+    svgs = [
+        base64.b64decode(url.split(",")[1]).decode()
+        for url in page.urls
+        if url.startswith("data:image/svg+xml;base64,")
+    ]
+    assert len(set(svgs)) == 4 * len(PICTURES)  # wide and narrow, light and dark
+    for svg in svgs:
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+        assert ("#161b22" in svg) != ("#ffffff" in svg)
+    for name in PICTURES:
+        with Image.open(run / f"{name}.png") as image:
             image.load()
             assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
-    assert len(set(embedded)) == 8  # wide and narrow, light and dark, two pictures
 
 
 def test_report_gives_the_numbers_of_the_table(tmp_path, undrawn):
@@ -119,11 +141,11 @@ def test_report_gives_the_numbers_of_the_table(tmp_path, undrawn):
     [
         ({"evaluation.json": None}, "evaluation.json is missing", 1),
         ({"evaluation.json": '{"before": {"rew'}, "evaluation.json cannot be read", 1),
-        ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 1),
-        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 steps logged", 2),
-        ({"config.json": "{"}, "config.json cannot be read", 2),
-        ({"config.json": None}, "config.json or config.toml is missing", 2),
-        ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 1),
+        ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
+        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 steps logged", 4),
+        ({"config.json": "{"}, "config.json cannot be read", 5),
+        ({"config.json": None}, "config.json or config.toml is missing", 5),
+        ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
     ],
 )
 def test_report_of_a_killed_run_shows_what_there_is_and_says_what_is_not(tmp_path, undrawn, spoil, said, pictures):
@@ -138,7 +160,7 @@ def test_report_of_a_killed_run_shows_what_there_is_and_says_what_is_not(tmp_pat
 def test_report_before_training_has_ended(tmp_path, undrawn):
     page = Page(write_report(make_run(tmp_path / "run", evaluated=("before",))).read_text("utf-8"))
     assert "model after training is not evaluated" in page.text
-    assert "change" not in page.text
+    assert "trained" not in page.text
 
 
 def test_report_with_abstentions_and_a_single_sample_a_prompt(tmp_path, undrawn):
@@ -189,7 +211,7 @@ def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longes
         torch.arange(longest + 1).repeat(8, 1),
         longest,
     )  # 0, which is drawn with 1, to longest
-    edges, values = heights(figures.lengths({"before": data}, []))[0]
+    edges, values = heights(figures.lengths({"before": data}, {"before": Look()}, []))[0]
     assert (values * np.diff(edges)).sum() == pytest.approx(100)
     assert edges[-1] == longest + 0.5
     assert values[1:] == pytest.approx(np.full(len(values) - 1, 100 / (longest + 1)))
@@ -197,7 +219,9 @@ def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longes
 
 
 def test_length_targets_are_lines_in_the_figure():
-    axes = figures.lengths({"before": sampled(20), "after": sampled(10)}, [8.0, 24.0]).axes[0]
+    models = {"reference": sampled(20), "trained: bon:4": sampled(10)}
+    looks = dict(zip(models, (Look(), figures.look(0)), strict=True))
+    axes = figures.lengths(models, looks, [8.0, 24.0]).axes[0]
     assert [line.get_xdata()[0] for line in axes.lines] == [8, 24]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["reference", "trained: bon:4", "length targets"]
@@ -206,10 +230,10 @@ def test_length_targets_are_lines_in_the_figure():
 
 def test_curves_are_the_logged_values_and_gaps_are_said():
     logged = [{"step": 3 * i, "kl": float(i), "rewards/a/b/mean": None} for i in range(5)]
-    axes = figures.curves(logged).axes
+    axes = figures.curves({"run": logged}, {}).axes
     assert axes[2].lines[0].get_xydata().tolist() == [[3.0 * i, i] for i in range(5)]
     assert [axes[i].texts[0].get_text() for i in (0, 1, 3)] == ["not logged"] * 3
-    constant = figures.curves([{"step": i, "kl": 2.0} for i in range(100)]).axes[2]
+    constant = figures.curves({"run": [{"step": i, "kl": 2.0} for i in range(100)]}, {}).axes[2]
     assert constant.lines[1].get_ydata() == pytest.approx(np.full(100, 2.0))  # the moving average, also at its ends
 
 
