@@ -6,6 +6,7 @@ import base64
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ DASHES = ((), (5, 2), (1, 1.5), (6, 2, 1, 2))
 GREY = "#8a929c"
 OVERLAID = 4  # more histograms than this have a row each
 NAMED = 8  # more models than this are named in no legend: the page has a table of them
+NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")  # which a name may hold, and a file of SVG must not
 POINTS = 400  # of a curve; no picture shows more
 POINTS_IN_ALL = 6000  # of all runs' curves in a panel, by which the page of many stays small
 
@@ -382,6 +384,7 @@ def _theme(dark: bool) -> Any:
         "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
         "legend.fontsize": 9, "legend.framealpha": 0.9, "legend.edgecolor": "none",
         "font.size": 10, "lines.linewidth": 1.8, "svg.hashsalt": "nlgrpo",
+        "text.parse_math": False,  # a run or a reward may have a dollar in its name
     }  # fmt: skip
 
 
@@ -403,7 +406,8 @@ class Picture:
 
 def picture(draw: Callable[..., Figure]) -> Picture:
     """Of the figures that ``draw()`` and ``draw(narrow=True)`` make."""
-    with mpl.rc_context(_theme(False)):
+    with mpl.rc_context(_theme(False)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script, which the page has as text
         figure = draw()
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # it is laid out once for both forms, which is half of the work
@@ -415,7 +419,7 @@ def picture(draw: Callable[..., Figure]) -> Picture:
 def _svg(figure: Figure) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return text.getvalue()
+    return NOT_XML.sub("", text.getvalue())
 
 
 def render(draw: Callable[[], Figure], *, form: str = "png", dark: bool = False) -> bytes:

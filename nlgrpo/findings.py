@@ -126,7 +126,7 @@ def _is_evaluation(folder: Path) -> bool:
 
 def _unique(folder: Path, taken: set[str]) -> str:
     """The folder's name, with those above it as far as others have the same; then it is taken."""
-    parts = folder.resolve().parts
+    parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name need not be text
     labels = ["/".join(parts[-k:]).lstrip("/") or "/" for k in range(1, len(parts) + 1)]
     labels += [f"{labels[0]} ({k})" for k in range(2, len(taken) + 3)]
     label = next(label for label in labels if label not in taken)

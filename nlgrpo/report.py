@@ -57,7 +57,7 @@ def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Pat
     found = findings.read(given)
     out.parent.mkdir(parents=True, exist_ok=True)
     name = ", ".join(folder.resolve().name for folder in given[:4]) + f" and {len(given) - 4} more" * (len(given) > 4)
-    metrics.atomic_write(out, _Report(found, out).html(name))
+    metrics.atomic_write_bytes(out, _Report(found, out).html(name).encode(errors="replace"))
     return out
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 
 import browser
 import pytest
@@ -19,7 +21,7 @@ def folders(tmp_path_factory):
     """Three runs of several objectives, one with a name and texts that attack."""
     top = tmp_path_factory.mktemp("runs")
     made = [make_run(top / "a", "bon:4"), make_run(top / "b<img src=x onerror=alert(1)>", "bon:16", text=EVIL, seed=1)]
-    return [*made, make_run(top / "c", "mean", seed=2)]
+    return [*made, make_run(top / "c $\\frac$ \x01 --", "mean", seed=2)]
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,9 @@ def test_pages_of_several_say_what_differs_and_show_all(report, folders):
     text = Page(report.read_text("utf-8")).text
     for folder in folders:
         assert folder.name in text
+    others = folders[0].parent.parent / os.fsdecode(b"\xff")
+    shutil.copytree(folders[0], others)
+    assert findings.read([others]).models[0].label == "?"
     assert "<script>alert(1)</script>" in text
     assert "3 models; 90 steps logged; evaluated on 8 prompts x 16 samples" in text
     assert "after training" not in text
@@ -146,7 +151,6 @@ def test_a_run_looks_the_same_in_every_picture(folders, tmp_path, monkeypatch):
         return figures.Picture(b"", "<svg/>", "<svg/>")
 
     monkeypatch.setattr(figures, "picture", picture)
-    monkeypatch.setattr(findings.metrics, "atomic_write", lambda path, text: None)
     write_report(folders, tmp_path / "x.html")
     assert set(seen) == {*PICTURES, "fronts"}
     assert all(looks == seen["curves"] for looks in seen.values())
