@@ -234,7 +234,7 @@ def _of_several(
     wanted = [(f"Mean reward: {name[8:-5]}", "reward", name) for name in found]
     wanted.append(("Objective (estimate of the batch)", "objective value", "objective/aggregate"))
     wanted.append(("KL to the reference", "KL (nats per token)", "kl"))
-    betas = {entry["beta"] for logged in runs.values() for entry in logged if "beta" in entry}
+    betas = {entry["beta"] for its in runs.values() for entry in its if isinstance(entry.get("beta"), int | float)}
     wanted += [("Weight of the KL", "beta", "beta")] * (len(betas) > 1)
     wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
     return [

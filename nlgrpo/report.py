@@ -336,7 +336,8 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _evaluated(run: Path) -> dict[str, Sampled]:
-    findings.kind_of(run)
+    if findings.kind_of(run) != "run":
+        raise ValueError(f"{run} is no run; nlgrpo report shows evaluations and sweeps, also several in one page")
     sampled = read_evaluation(run)
     if set(sampled) < {"before", "after"}:
         raise ValueError(

@@ -25,9 +25,9 @@ SWITCHES = (
 class Browser:
     """One page; ``said`` are messages of its console and errors, ``asked`` the addresses that it requested."""
 
-    def __init__(self, folder, seconds=60):
+    def __init__(self, folder, seconds=60):  # for one answer, and for one page
         self.said, self.asked, self._count, self._rest = [], [], 0, b""
-        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
         read, self._out = os.pipe()
         self._in, write = os.pipe()
         environment = {**os.environ, "HOME": str(folder)}
@@ -70,8 +70,9 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + self._seconds
         while True:
-            answer = self._read()
+            answer = self._read(deadline)
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -83,7 +84,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
+        deadline = time.monotonic() + self._seconds
         while self.run("document.readyState + [...document.images].every(i => i.complete)") != "completetrue":
+            assert time.monotonic() < deadline, "the page does not finish loading"
             time.sleep(0.05)
 
     def run(self, script):
@@ -101,10 +104,10 @@ class Browser:
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))
 
-    def _read(self):
+    def _read(self, deadline):
         """The next message; events are noted on the way."""
         while b"\0" not in self._rest:
-            left = self._deadline - time.monotonic()
+            left = deadline - time.monotonic()
             assert left > 0, "the browser does not answer"
             assert select.select([self._in], [], [], left)[0], "the browser does not answer"
             more = os.read(self._in, 2**16)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nlgrpo import figures
+from nlgrpo import figures, run
 from nlgrpo.evaluation import best_of_n
 from nlgrpo.figures import Look
 from nlgrpo.page import SCRIPT
@@ -182,6 +182,14 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
         compare([tmp_path / "absent"], tmp_path / "out.png")
 
 
+def test_a_run_that_begins_anew_removes_its_report(tmp_path, undrawn):
+    folder = make_run(tmp_path / "run")
+    write_report(folder)
+    assert len(list(folder.glob("*.png"))) == len(PICTURES)
+    run._clear(folder)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
 def test_toml_config_is_shown(tmp_path, undrawn):
     run = make_run(tmp_path / "run")
     (run / "config.json").unlink()
@@ -286,6 +294,11 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
     write_evaluation(other, before=weighted, after=weighted)
     with pytest.raises(ValueError, match="same rewards and weights"):
         compare([good, other], tmp_path)
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    write_evaluation(evaluation, reference=sampled(), model=sampled())
+    with pytest.raises(ValueError, match="evaluation is no run; nlgrpo report shows"):
+        compare([good, evaluation], tmp_path)
     with pytest.raises(ValueError, match="no run"):
         compare([], tmp_path)
     with pytest.raises(ValueError, match=r"\.png, \.pdf or \.svg"):
