@@ -29,7 +29,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A
 MARKERS = "osD^vPh"
 DASHES = ((), (5, 2), (1, 1.5), (6, 2, 1, 2))
 GREY = "#8a929c"
-OVERLAID = 4  # more histograms than this have a row each
+OVERLAID = 3  # histograms beside a reference; more have a row each
 NAMED = 8  # more models than this are named in no legend: the page has a table of them
 NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")  # which a name may hold, and a file of SVG must not
 POINTS = 400  # of a curve; no picture shows more
@@ -66,9 +66,11 @@ def lengths(
     values = {label: s.lengths.flatten().clamp(1, longest).numpy() for label, s in sampled.items()}  # 0 goes with 1
     figure, (axes,) = _panels(1, len(values), narrow)
     _distribution(axes, values, looks, _edges(longest), per_bin=False)
-    _length_axes(axes, longest, targets, legend=len(values) <= OVERLAID + 1)
+    _length_axes(axes, longest, targets, legend=len(values) <= 2)
     if len(values) > OVERLAID + 1:
         axes.set_ylabel("")
+    elif len(values) > 2:
+        legend(figure, [axes])
     axes.set_title("How long the completions are")
     return figure
 
@@ -91,7 +93,7 @@ def rewards(sampled: Mapping[str, Sampled], looks: Mapping[str, Look], *, narrow
 def _panels(count: int, rows: int, narrow: bool) -> tuple[Figure, list[Axes]]:
     """A figure of ``count`` histograms, each of so many models."""
     columns = 1 if narrow or count == 1 else 2
-    height = 3.6 if rows <= OVERLAID + 1 else 1.1 + 0.24 * rows
+    height = 3.9 if rows <= OVERLAID + 1 else 1.1 + 0.24 * rows
     lines = math.ceil(count / columns)
     width = 4.2 if narrow else 9.6 if columns == 2 else 7.2
     figure = figure_of((width, height * lines))
