@@ -40,8 +40,10 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
         "evaluation.samples", "evaluation.ns")  # fmt: skip
 
 # What a run writes into its folder besides config.json.
-WRITTEN = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, sampled.FILE, "report.html",
-           *(f"{name}.png" for name in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")))  # fmt: skip
+WRITTEN = (
+    *("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, sampled.FILE, "report.html"),
+    *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
+)
 
 
 @dataclass

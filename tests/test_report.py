@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nlgrpo import figures, run
+from nlgrpo import figures, run, run_folder
 from nlgrpo.evaluation import best_of_n
 from nlgrpo.figures import Look
 from nlgrpo.page import SCRIPT
@@ -186,7 +186,7 @@ def test_a_run_that_begins_anew_removes_its_report(tmp_path, undrawn):
     folder = make_run(tmp_path / "run")
     write_report(folder)
     assert len(list(folder.glob("*.png"))) == len(PICTURES)
-    run._clear(folder)
+    run_folder._clear(folder, run.WRITTEN)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
