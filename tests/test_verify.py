@@ -103,7 +103,7 @@ FAULTS = [
     (rank_based.BestOfN, "_gap_shares", counts_k, proofs_estimators.linearised_loss, "The unbiased estimator has none"),
     (rank_based.OfN, "advantage", plugin_instead, proofs_estimators.unbiased, "WorstOfN: no bias of the gradient"),
     (rank_based.OfN, "advantage", unscaled, proofs_estimators.unbiased, "BestOfN: no bias of the gradient"),
-    (rank_based.BestOfN, "_shares", counts_k, proofs_estimators.unbiased, "BestOfN: no bias of the value"),
+    (rank_based.BestOfN, "shares", counts_k, proofs_estimators.unbiased, "BestOfN: no bias of the value"),
     (diversity.Diversity, "advantage", unscaled, proofs_estimators.unbiased, "Rao and DPP diversity: no bias"),
     (rank_based.BestOfPoisson, "weights", too_large, proofs_estimators.plugin, "bop:2.0: bias"),
     (rank_based.BestOfPoisson, "_f", lambda self, z: (2.0 * (z - 1)).exp(), proofs_estimators.first_variations, "lin"),
