@@ -334,7 +334,7 @@ def test_options_that_are_refused(tmp_path, plain, options, message):
         ("a.json", b'[{"prompt": "a"},\n', "a.json, line 2: not JSON"),
         ("a.txt", b"good\nb\xe9d\n", "not readable as UTF-8"),
         ("a.jsonl.gz", b"no gzip", "not readable"),
-        ("a.txt.gz", gzip.compress(b"a b c d " * 99)[:-12], "not readable"),
+        ("a.txt.gz", gzip.compress(b"a b c d " * 99, mtime=0)[:-12], "not readable"),
         ("a.parquet", b"PAR1", "not readable as Parquet"),
         ("a.csv", b"prompt,b\n1\n", "not readable as CSV"),
         ("a.bin", b"?", "no reader for this kind of file. Known: .jsonl"),
