@@ -158,26 +158,36 @@ class OptimConfig:
 
 
 @dataclass
-class TrainConfig:
+class LoopConfig:
+    """What every training loop has: how its work is cut, and what it keeps."""
+
+    seed: int = 0
+    """Of all that is drawn."""
+    micro_batch_tokens: int | None = None
+    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a
+    GPU; 1024 on a CPU, whose caches then hold them."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    tensorboard: bool | None = None
+    """None: where it is installed."""
+    restart: bool = False
+    """Begin anew in a folder that holds a run, whose files are removed."""
+
+
+@dataclass
+class TrainConfig(LoopConfig):
     steps: int = 100
     """Rollouts to train on."""
     seed: int = 0
     """Of prompts, samples and minibatches."""
     out: str = ""
     """Folder of the run; empty: runs/<recipe>."""
-    micro_batch_tokens: int | None = None
-    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a
-    GPU; 1024 on a CPU, whose caches then hold them."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
     samples_every: int = 50
     """Steps between tables of sampled completions; 0: never."""
-    tensorboard: bool | None = None
-    """None: where it is installed."""
-    restart: bool = False
-    """Begin anew in a folder that holds a run, whose files are removed."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from nlgrpo import aggregation, objectives, user_code
-from nlgrpo.config import Config, OptimConfig, RewardConfig, dashed
+from nlgrpo.config import Config, LoopConfig, OptimConfig, RewardConfig, dashed
 
 
 def check(config: Config, *, world: int = 1) -> None:
@@ -42,6 +42,16 @@ def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> l
         need("optim.eps", "> 0", optim.eps > 0),
         need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
         need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+    ]
+
+
+def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> list[str]:
+    micro_batch = train.micro_batch_tokens
+    return [
+        need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
+        need("train.micro_batch_tokens", ">= 1 or none", micro_batch is None or micro_batch >= 1),
+        need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
+        need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
     ]
 
 
@@ -78,14 +88,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),
         *optim_faults(optim, need),
         need("train.steps", ">= 0", train.steps >= 0),
-        need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
-        need(
-            "train.micro_batch_tokens",
-            ">= 1 or none",
-            train.micro_batch_tokens is None or train.micro_batch_tokens >= 1,
-        ),
-        need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
-        need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+        *train_faults(train, need),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
         need(
             "evaluation.prompts",

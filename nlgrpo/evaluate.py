@@ -57,7 +57,6 @@ Work = TypeVar("Work")
 
 REFERENCE = "reference"
 CHUNK = 4  # prompts in a file of completions
-MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,8 @@ def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
     if len(set(labels)) < len(labels):
         raise ValueError(f"models need different labels, got {', '.join(labels)}; give one as LABEL=PATH")
     named = [options.reference, *options.models]
-    candidates = [_candidate(label, name, options, cfg) for label, name in zip(labels, named, strict=True)]
+    dtype = parts.compute_dtype(cfg.model.dtype, ranks.device)
+    candidates = [_candidate(label, name, options, cfg, dtype) for label, name in zip(labels, named, strict=True)]
     first = candidates[0]
     for other in candidates[1:]:
         if other.batch.prompts != first.batch.prompts:
@@ -241,7 +241,7 @@ def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
     return Evaluation(cfg, options, ranks, candidates, objectives, loaded, Console(quiet=not ranks.first))
 
 
-def _candidate(label: str, name: str, options: Options, cfg: Config) -> Candidate:
+def _candidate(label: str, name: str, options: Options, cfg: Config, dtype: torch.dtype) -> Candidate:
     path = _path(name) if label != REFERENCE else Path(name)
     source = hf_weights.locate(path / "model" if _is_run(path) else str(path))
     tokenizer = parts.load_tokenizer(source)
@@ -251,7 +251,7 @@ def _candidate(label: str, name: str, options: Options, cfg: Config) -> Candidat
     )
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
     sampling = parts.sampling_of(cfg, tokenizer, source)
-    drawn_by = {"model": digest_of(source), "sampling": dataclasses.asdict(sampling), "dtype": cfg.model.dtype}
+    drawn_by = {"model": digest_of(source), "sampling": dataclasses.asdict(sampling), "dtype": str(dtype)}
     identity = drawn_by | {"samples": cfg.evaluation.samples, "seed": cfg.train.seed}
     return Candidate(label, source, tokenizer, batch, sampling, Store(options.out / "samples", identity))
 

@@ -23,6 +23,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
 
 
+def micro_batch_tokens(asked: int | None, device: torch.device) -> int:
+    """Tokens that one forward and backward takes: what is asked for, or what suits the device."""
+    return asked or (16384 if device.type == "cuda" else 1024)
+
+
 def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     """The model directory's tokenizer; no code of it is run."""
     try:

@@ -11,8 +11,8 @@ from pathlib import Path
 import tyro
 
 from nlgrpo.arguments import lay_over
-from nlgrpo.config import ModelConfig, OptimConfig, read_toml
-from nlgrpo.config_checks import need_of, optim_faults, refuse
+from nlgrpo.config import LoopConfig, ModelConfig, OptimConfig, read_toml
+from nlgrpo.config_checks import need_of, optim_faults, refuse, train_faults
 
 ABOUT = """Train a reward model on preference pairs. Before the options may stand a .toml file with the keys below; what
 is written here comes on top. --dry-run prints the plan and trains nothing.
@@ -52,7 +52,7 @@ class PreferenceLossConfig:
 
 
 @dataclass
-class PairTrainConfig:
+class PairTrainConfig(LoopConfig):
     epochs: float = 1.0
     """Passes over the pairs."""
     pairs: int = 64
@@ -61,17 +61,6 @@ class PairTrainConfig:
     """Of the new head and of the order of the pairs; members of an ensemble differ in it."""
     out: str = ""
     """Folder of the run; empty: runs/<name of the .toml file>, or runs/reward-model."""
-    micro_batch_tokens: int | None = None
-    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a
-    GPU; 1024 on a CPU, whose caches then hold them."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
-    tensorboard: bool | None = None
-    """None: where it is installed."""
-    restart: bool = False
-    """Begin anew in a folder that holds a run, whose files are removed."""
 
 
 @dataclass
@@ -128,14 +117,7 @@ def check(cfg: RewardModelConfig) -> None:
             *optim_faults(cfg.optim, need),
             need("train.epochs", "> 0", train.epochs > 0),
             need("train.pairs", ">= 1", train.pairs >= 1),
-            need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
-            need(
-                "train.micro_batch_tokens",
-                ">= 1 or none",
-                train.micro_batch_tokens is None or train.micro_batch_tokens >= 1,
-            ),
-            need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
-            need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+            *train_faults(train, need),
             need("evaluation.pairs", ">= 0 (0: no evaluation)", cfg.evaluation.pairs >= 0),
             need("evaluation.every", ">= 0 (0: before and after only)", cfg.evaluation.every >= 0),
         ]

@@ -21,7 +21,7 @@ from nlgrpo.learner import learning_rate, make_optimizer
 from nlgrpo.model import Decoder
 from nlgrpo.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.parallel import Ranks, clip_gradients, full_parameters
-from nlgrpo.parts import compute_dtype, load_tokenizer
+from nlgrpo.parts import compute_dtype, load_tokenizer, micro_batch_tokens
 from nlgrpo.preferences import PairSet
 from nlgrpo.reward_model_config import RewardModelConfig, check
 
@@ -74,8 +74,7 @@ class Run:
 
     @property
     def micro_batch_tokens(self) -> int:
-        on_device = 16384 if self.ranks.device.type == "cuda" else 1024
-        return self.config.train.micro_batch_tokens or on_device
+        return micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
 
     def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
         """This rank's share of ``rows``, packed; as many micro-batches on every rank, as each one is a collective."""

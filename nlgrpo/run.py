@@ -84,8 +84,7 @@ class Run:
 
     @property
     def micro_batch_tokens(self) -> int:
-        on_device = 16384 if self.ranks.device.type == "cuda" else 1024
-        return self.config.train.micro_batch_tokens or on_device
+        return parts.micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
 
     def weights(self) -> dict[str, float]:
         return {name: reward.weight for name, reward in self.config.rewards.items()}

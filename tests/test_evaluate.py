@@ -164,6 +164,17 @@ def test_another_sampling_seed_or_reward_has_files_of_its_own(work, results):
     assert {str(path).split(".")[1].split("-")[0] for path in scored} == {"score"}
 
 
+def test_completions_belong_to_the_type_that_was_computed_in(work, results):
+    """ "auto" is float32 here, and bfloat16 on a GPU: what one has drawn is not the other's."""
+    assert cli.main(arguments(work, "types", model__dtype="float32")) == 0
+    before = kept(work / "types")
+    assert cli.main(arguments(work, "types", model__dtype="auto")) == 0
+    own = "float32" if not torch.cuda.is_available() else "bfloat16"
+    assert (kept(work / "types") == before) == (own == "float32")
+    identities = [json.loads(path.read_text()) for path in (work / "types").rglob("identity.json")]
+    assert {identity["dtype"] for identity in identities} == {"torch.float32", f"torch.{own}"}
+
+
 def test_a_reward_that_fails_half_way(work, capsys):
     (work / "mode").write_text("fail")
     options = arguments(work, "fickle", rewards__fickle__function=f"{work / 'rewards.py'}:fickle")
