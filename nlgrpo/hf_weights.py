@@ -13,6 +13,8 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from nlgrpo.families import Shape, Source
 
@@ -116,7 +118,7 @@ OUT = IN | {"interleaved": _heads_apart}
 
 
 def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, places: Mapping[str, Source]) -> None:
-    """Fill ``parameters`` in place from the directory.
+    """Fill ``parameters`` in place from the directory; of a sharded one, this rank's rows.
 
     Raises ValueError for a tensor that is missing or has another shape than the config implies.
     """
@@ -130,7 +132,17 @@ def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, plac
                     f"{' + '.join(source.names)} of {folder} gives {tuple(found.shape)}, but its config.json implies "
                     f"{tuple(parameter.shape)}"
                 )
-            parameter.copy_(found)
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(_rows_of_rank(found, parameter.device_mesh))
+            else:
+                parameter.copy_(found)
+
+
+def _rows_of_rank(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """FSDP2 cuts dimension 0 as ``torch.chunk`` does; the last ranks may get nothing."""
+    parts = whole.chunk(mesh.size())
+    rank = mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else whole[:0]
 
 
 def state_for_export(parameters: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]) -> dict[str, Tensor]:

@@ -171,26 +171,45 @@ def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
 
 def build(config: PretrainedConfig) -> Decoder:
     """A decoder with uninitialised weights for a Hugging Face config; ValueError for an unknown architecture."""
-    shape = shape_of(config)
+    return allocate(blueprint(config))
+
+
+def blueprint(config: PretrainedConfig) -> Decoder:
+    """The same without memory: its parameters have shapes only (the meta device)."""
     with torch.device("meta"):
-        model = Decoder(shape, config=config)
-    model = model.to_empty(device="cpu")
-    model.inv_freq, model.rope_scale = rotary_frequencies(config, shape)
+        return Decoder(shape_of(config), config=config)
+
+
+def allocate(model: Decoder, device: str | torch.device = "cpu") -> Decoder:
+    """Memory for a blueprint, in place. Rotary frequencies stay float32 whatever the type of the weights is."""
+    assert model.config is not None
+    model.to_empty(device=device)
+    inv_freq, model.rope_scale = rotary_frequencies(model.config, model.shape)
+    model.inv_freq = None if inv_freq is None else inv_freq.to(device)
     return model
 
 
 def load(
-    path_or_name: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    path_or_name: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
     """Read a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
 
-    Only safetensors are read and no code of the directory is run. Raises ValueError for an architecture that the
-    decoder does not know (the message lists those it does), a missing or misshapen tensor, or a directory that is none.
+    Only safetensors are read, tensor by tensor, and no code of the directory is run. ``shard`` shards a blueprint in
+    place, so that no rank ever holds more than its part and one whole tensor. Raises ValueError for an architecture
+    that the decoder does not know (the message lists those it does), a missing or misshapen tensor, or a directory that
+    is none.
     """
     folder = hf_weights.locate(path_or_name)
-    model = build(read_config(folder)).to(dtype)
+    model = blueprint(read_config(folder)).to(dtype)
+    if shard is not None:
+        shard(model)
+    allocate(model, device)
     hf_weights.read_into(dict(model.named_parameters()), folder, model.shape, tensor_map(model.shape))
-    return model.to(device)
+    return model
 
 
 def read_config(folder: Path) -> PretrainedConfig:

@@ -98,7 +98,7 @@ def load(
     """
     folder, saved = locate(path_or_name)
     config = models.read_config(folder)
-    model = with_score_head(models.build(config)).to(dtype)
+    model = models.allocate(with_score_head(models.blueprint(config)).to(dtype))
     tensors = hf_weights.Checkpoint(folder)
     trained = SCORE in tensors.files
     _check(tensors, model, trained)

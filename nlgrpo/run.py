@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -161,13 +162,13 @@ class Run:
         """Load the policy and, where it is held to one, the frozen reference."""
         cfg = self.config
         stored = torch.float32 if self.compute == torch.bfloat16 else self.compute
-        model = models.load(self.source, dtype=stored, device=self.ranks.device)
+        sharded = partial(shard, ranks=self.ranks, compute=self.compute)
+        model = models.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
         model.activation_checkpointing = cfg.model.activation_checkpointing
-        model = shard(model, self.ranks, self.compute)
         reference = None
         if cfg.loss.beta > 0:
-            reference = models.load(self.source, dtype=self.compute, device=self.ranks.device)
-            reference = shard(reference.requires_grad_(False), self.ranks, self.compute)
+            reference = models.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
+            reference.requires_grad_(False)
         return Learner(
             model=model,
             reference=reference,
