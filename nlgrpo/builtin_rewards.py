@@ -254,6 +254,11 @@ class Classifier:
         self.pad = config.pad_token_id
         self.batch_size = 1 if self.pad is None else batch_size
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, in bytes."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
         rows = [self._tokenize(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
@@ -311,6 +316,11 @@ class Ensemble:
             raise ValueError(f"ensemble does not take {unknown[0]!r}; it takes: paths, how, {', '.join(taken)}")
         self.members = [Classifier(path, **options) for path in paths]
         self.how = how
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all members' weights, in bytes."""
+        return sum(member.nbytes for member in self.members)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
         found = zip(*(member(prompts, completions) for member in self.members), strict=True)

@@ -37,6 +37,8 @@ class DataConfig:
     """Prompts of the evaluation before and after, read the same way; empty: the last ones of `source`, held out."""
     split: str = "train"
     """Split of a `datasets` name or folder."""
+    evaluation_split: str = ""
+    """That of `evaluation`; empty: the same."""
     prompt_column: str = "prompt"
     """Column with a text, or with a conversation for the model's chat template."""
     template: str = "{prompt}"
@@ -49,6 +51,8 @@ class DataConfig:
     """Keep so many words of the prompt column."""
     limit: int | None = None
     """Read the first so many examples only."""
+    max_prompt_tokens: int | None = None
+    """Drop longer prompts; none: those that leave the context no room for a completion."""
     shuffle: bool = True
     """Visit the prompts in a new order every epoch."""
     add_bos: bool | None = None

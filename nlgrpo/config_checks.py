@@ -12,6 +12,8 @@ from typing import Any
 from nlgrpo import aggregation, objectives, user_code
 from nlgrpo.config import Config, LoopConfig, OptimConfig, RewardConfig, dashed
 
+SPLIT = "empty, because data.evaluation names no data"
+
 
 def check(config: Config, *, world: int = 1) -> None:
     """Refuse values out of range. Raises ValueError with every fault: what was given and what is allowed."""
@@ -59,12 +61,14 @@ def _faults(config: Config, world: int) -> list[str]:
     rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
 
     need = partial(need_of, config)
-    words, limit = config.data.first_words, config.data.limit
+    words, limit, longest = config.data.first_words, config.data.limit, config.data.max_prompt_tokens
     faults = [
         need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
         need("data.cut_after", "a text or none", config.data.cut_after != ""),
         need("data.separator", "a text or none", config.data.separator != ""),
+        need("data.evaluation_split", SPLIT, bool(config.data.evaluation or not config.data.evaluation_split)),
         need("data.limit", ">= 1 or none", limit is None or limit >= 1),
+        need("data.max_prompt_tokens", ">= 1 or none", longest is None or longest >= 1),
         need("rollout.prompts", ">= 1", rollout.prompts >= 1),
         need(
             "rollout.samples",

@@ -37,25 +37,29 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
 
 
 def room_for_prompts(cfg: Config, shape: Shape) -> int:
-    """Tokens that a prompt may have. Raises ValueError where the completions leave none."""
+    """Tokens that a prompt may have: what is asked for, as far as the completions leave it.
+
+    Raises ValueError where they leave none.
+    """
     room = shape.context - cfg.rollout.max_new_tokens
     if room < 1:
         raise ValueError(
             f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
             f"{shape.context} tokens that {cfg.model.path} has"
         )
-    return room
+    return min(room, cfg.data.max_prompt_tokens or room)
 
 
 def load_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, room: int) -> tuple[data.PromptSet, data.PromptSet]:
     """The prompts of training and those of the evaluation, which are held out of the former unless they are named."""
-    prompts = _prompts(cfg, cfg.data.source, tokenizer, room)
+    prompts = _prompts(cfg, cfg.data.source, cfg.data.split, tokenizer, room)
     if cfg.data.evaluation:
-        return prompts, _prompts(cfg, cfg.data.evaluation, tokenizer, room)
+        split = cfg.data.evaluation_split or cfg.data.split
+        return prompts, _prompts(cfg, cfg.data.evaluation, split, tokenizer, room)
     return prompts.split(cfg.evaluation.prompts)
 
 
-def _prompts(cfg: Config, name: str, tokenizer: PreTrainedTokenizerBase, room: int) -> data.PromptSet:
+def _prompts(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int) -> data.PromptSet:
     if not name:
         raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
     path = str(files("nlgrpo") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name
@@ -64,7 +68,7 @@ def _prompts(cfg: Config, name: str, tokenizer: PreTrainedTokenizerBase, room: i
         path,
         tokenizer,
         max_prompt_tokens=room,
-        split=d.split,
+        split=split,
         prompt_column=d.prompt_column,
         template=d.template,
         cut_after=d.cut_after,

@@ -26,6 +26,7 @@ def memory(run: Run) -> dict[str, float]:
     return {
         "parameters, gradients, Adam": 4 * count * stored / world,
         "reference": count * compute / world if cfg.loss.beta > 0 else 0,
+        "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "whole parameters while sampling": count * compute if compute != stored or world > 1 else 0,
         "cache of keys and values": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
         "activations of a micro-batch": tokens * shape.width * shape.layers * kept * compute,

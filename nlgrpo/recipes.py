@@ -11,7 +11,9 @@ from nlgrpo.arguments import override
 from nlgrpo.config import (
     Config,
     DataConfig,
+    EvaluationConfig,
     LossConfig,
+    ModelConfig,
     OptimConfig,
     RewardConfig,
     RolloutConfig,
@@ -62,6 +64,38 @@ def story_mix() -> Config:
     )
 
 
+def helpful_harmless() -> Config:
+    """Helpful and harmless answers of a 7B model, each the best of 4, at a fixed KL; for 8 GPUs (IAMA, 6.2).
+
+    Table 2 and appendix I: M = 8, a prompt a rank, 1000 steps, the learning rate falling linearly from 1e-6, beta from
+    1e-2 by a controller that holds the KL per token at 0.1, no scaling of rewards; evaluated on the first 1000 prompts
+    of the test split. The weights of the two rewards are swept. Both are Qwen3 4B models that `nlgrpo reward-model
+    train` has made of hh-rlhf's helpful and harmless pairs. examples/helpful_harmless.toml is the same on a CPU.
+    """
+    source = "Anthropic/hh-rlhf"
+    return Config(
+        recipe="helpful-harmless",
+        model=ModelConfig("PKU-Alignment/alpaca-7b-reproduced", activation_checkpointing=True),
+        data=DataConfig(
+            source=source,
+            evaluation=source,
+            evaluation_split="test",
+            prompt_column="chosen",
+            cut_after="\n\nAssistant:",
+            max_prompt_tokens=512,
+        ),
+        rollout=RolloutConfig(prompts=8, samples=8, max_new_tokens=256),
+        rewards={
+            name: RewardConfig(f"classifier(path='runs/{name}/model', dtype='bfloat16', batch_size=16)", "bon:4", 0.5)
+            for name in ("helpful", "harmless")
+        },
+        loss=LossConfig(beta=1e-2, target_kl=0.1),
+        optim=OptimConfig(lr=1e-6, schedule="linear"),
+        train=TrainConfig(steps=1000, checkpoint_every=100, samples_every=100),
+        evaluation=EvaluationConfig(prompts=1000),
+    )
+
+
 def blank() -> Config:
     """Nothing but defaults (IAMA's learning rate, Table 2): bring a model, data and rewards."""
     return Config(data=DataConfig(source=""))
@@ -71,6 +105,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "length-bon": length_bon,
     "length-mean": length_mean,
     "story-mix": story_mix,
+    "helpful-harmless": helpful_harmless,
     "blank": blank,
 }
 DEFAULT = "length-bon"

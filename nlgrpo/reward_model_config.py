@@ -12,7 +12,7 @@ import tyro
 
 from nlgrpo.arguments import lay_over
 from nlgrpo.config import LoopConfig, ModelConfig, OptimConfig, read_toml
-from nlgrpo.config_checks import need_of, optim_faults, refuse, train_faults
+from nlgrpo.config_checks import SPLIT, need_of, optim_faults, refuse, train_faults
 
 ABOUT = """Train a reward model on preference pairs. Before the options may stand a .toml file with the keys below; what
 is written here comes on top. --dry-run prints the plan and trains nothing.
@@ -29,6 +29,8 @@ class PairsConfig:
     """Pairs that are held out, read the same way; empty: the last ones of `source`."""
     split: str = "train"
     """Split of a `datasets` name or folder."""
+    evaluation_split: str = ""
+    """That of `evaluation`; empty: the same."""
     prompt_column: str = "prompt"
     """Column with the prompt; where there is none, what both answers begin with, up to the last "\\n\\nAssistant:"."""
     chosen_column: str = "chosen"
@@ -109,6 +111,7 @@ def check(cfg: RewardModelConfig) -> None:
     refuse(
         [
             need("data.source", "a file of pairs or the name of a data set", data.source != ""),
+            need("data.evaluation_split", SPLIT, bool(data.evaluation or not data.evaluation_split)),
             need("data.limit", ">= 1 or none", data.limit is None or data.limit >= 1),
             need("data.max_length", ">= 2 or none", data.max_length is None or data.max_length >= 2),
             "" if len(set(columns)) == 3 else f"data: {', '.join(columns)}: three columns with three names are needed",

@@ -238,12 +238,12 @@ def load_pairs(
     """The pairs to train on, and those held out (None without any), whose prompts the former do not have."""
     data = cfg.data
 
-    def read(source: str, limit: int | None) -> PairSet:
+    def read(source: str, split: str, limit: int | None) -> PairSet:
         return preferences.load(
             source,
             tokenizer,
             max_length=max_length,
-            split=data.split,
+            split=split,
             prompt_column=data.prompt_column,
             chosen_column=data.chosen_column,
             rejected_column=data.rejected_column,
@@ -251,9 +251,9 @@ def load_pairs(
             limit=limit,
         )
 
-    pairs = read(data.source, data.limit)
+    pairs = read(data.source, data.split, data.limit)
     if data.evaluation:
-        held_out = read(data.evaluation, None)
+        held_out = read(data.evaluation, data.evaluation_split or data.split, None)
     else:
         pairs, held_out = pairs.split(cfg.evaluation.pairs)
     if cfg.evaluation.pairs == 0 or not len(held_out):

@@ -1,0 +1,147 @@
+"""Two rewards at several weights (IAMA, Fig. 3b): what single completions and the best of N are worth in both.
+
+    python scripts/pareto.py length-bon [--out runs/pareto] [--weights 0.25 0.5 0.75] [--methods mean bon:4]
+                             [--ns 1 4] [-- --train.steps 200 ...]
+
+Trains a recipe or a TOML file that has two rewards with weights w and 1 - w for each method: an objective of both
+rewards, and behind a slash what aggregates the two. Draws one reward against the other, and says which points another
+one beats in both. Runs that have finished are not made again, and one that was stopped goes on; what follows ``--``
+goes to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from nlgrpo import figures, sweep
+from nlgrpo.evaluation import best_of_n, bootstrap
+from nlgrpo.manifest import read_manifest
+from nlgrpo.metrics import FILE, read_jsonl
+from nlgrpo.recipes import from_arguments
+from nlgrpo.sampled import read_evaluation
+
+METHODS = ["mean", "bon:4", "bon:4/smooth_min:50"]
+LABELS = {
+    "mean": "mean of the weighted reward (GRPO)",
+    "sum": "weighted sum of {}",
+    "smooth_min": "smooth minimum of {}",
+}
+Points = dict[str, dict[float, Path]]  # method: {weight: folder of its run}
+
+
+def label(method: str) -> str:
+    objective, _, aggregate = method.partition("/")
+    name = objective if method == "mean" else (aggregate or "sum").partition(":")[0]
+    return LABELS.get(name, f"{aggregate} of {{}}").format(objective)
+
+
+def points(folder: Path, names: Sequence[str], n: int) -> Tensor:
+    """Best-of-n of both rewards at each prompt, (2, P)."""
+    after = read_evaluation(folder)["after"]
+    return torch.stack([best_of_n(after.rewards[name], [n])[0] for name in names])
+
+
+def kl(folder: Path) -> float:
+    """Per token, over the last tenth of the steps."""
+    values = [step["kl"] for step in read_jsonl(folder / FILE) if "kl" in step]
+    last = values[-max(1, len(values) // 10) :]
+    return sum(last) / len(last)
+
+
+def draw(found: Points, names: Sequence[str], ns: Sequence[int]) -> Figure:
+    figure = Figure(figsize=(1 + 5.4 * len(ns), 5.0), layout="constrained")
+    for axes, n in zip(figure.subplots(1, len(ns), squeeze=False)[0], ns, strict=True):
+        before = read_evaluation(next(iter(next(iter(found.values())).values())))["before"]
+        reference = [float(best_of_n(before.rewards[name], [n]).mean()) for name in names]
+        axes.plot(*reference, "+", color="0.4", markersize=11, label="before training")
+        for i, (method, at) in enumerate(found.items()):
+            _draw_method(axes, {weight: points(run, names, n) for weight, run in at.items()}, i, label(method))
+        axes.set_title("single completions" if n == 1 else f"the best of {n} by each reward")
+        axes.set_xlabel(names[0])
+        axes.set_ylabel(names[1])
+    axes.legend()
+    figure.suptitle(f"Weight of {names[0]} at each point; 95% intervals", fontsize="medium")
+    return figure
+
+
+def _draw_method(axes: Axes, at: dict[float, Tensor], number: int, text: str) -> None:
+    mean, low, high = (x.numpy() for x in bootstrap(torch.stack(list(at.values()))))
+    reach = {"xerr": abs(mean - [low, high])[:, :, 0], "yerr": abs(mean - [low, high])[:, :, 1]}
+    look = {"color": figures.COLOURS[number], "marker": figures.MARKERS[number]}
+    axes.errorbar(*mean.T, **reach, **look, label=text, capsize=2)
+    for weight, (x, y) in zip(at, mean, strict=True):
+        axes.annotate(f"{weight:g}", (x, y), textcoords="offset points", xytext=(6, 5), fontsize=8)
+
+
+def beaten(found: Points, names: Sequence[str], n: int) -> list[str]:
+    """A line for every point: which point of another method is better in both, the prompts paired, and how surely."""
+    values = {(method, weight): points(run, names, n) for method, at in found.items() for weight, run in at.items()}
+    lines = []
+    for (method, weight), here in values.items():
+        better = []
+        for (other, w), there in values.items():
+            gain, low, _ = bootstrap(there - here)
+            if other != method and (gain > 0).all():
+                sure = " (intervals above 0)" * bool((low > 0).all())
+                better.append((float(low.min()), f"{label(other)} at {w:g}{sure}"))
+        said = f"beaten in both by {max(better)[1]}" if better else "beaten by none of another method"
+        where = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, here.mean(1), strict=True))
+        lines.append(f"best of {n}, {label(method)} at {weight:g}: {where}, KL {kl(found[method][weight]):.3f}; {said}")
+    return lines
+
+
+def finished(out: Path, first: str, methods: Sequence[str]) -> Points:
+    """The runs in the folder, by method and weight of the ``first`` reward, in its order."""
+    found: Points = {method: {} for method in methods}
+    for run in sorted(read_manifest(out), key=lambda run: float(run.overrides[f"rewards.{first}.weight"])):
+        objective, aggregate = run.overrides["objective"], run.overrides["loss.aggregate"]
+        method = objective if aggregate == "sum" else f"{objective}/{aggregate}"
+        if method in found:
+            found[method][run.overrides[f"rewards.{first}.weight"]] = run.folder
+    return found
+
+
+def row(names: Sequence[str], method: str, weight: float) -> dict[str, str]:
+    """What a run is given beside what all are."""
+    objective, _, aggregate = method.partition("/")
+    shares = {f"rewards.{names[0]}.weight": f"{weight:g}", f"rewards.{names[1]}.weight": f"{1 - weight:g}"}
+    return {"objective": objective, "loss.aggregate": aggregate or "sum"} | shares
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", help="a recipe or a TOML file with two rewards")
+    parser.add_argument("--out", type=Path, default=Path("runs/pareto"), help="folder of the runs and the picture")
+    parser.add_argument("--weights", nargs="+", type=float, default=[0.25, 0.5, 0.75], help="of the first reward")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="OBJECTIVE or OBJECTIVE/AGGREGATE")
+    parser.add_argument("--ns", nargs="+", type=int, default=[1, 4], help="N of the best-of-N in the picture")
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    options, more = parser.parse_args(own), sys.argv[2 + len(own) :]
+    try:
+        names = list(from_arguments([options.recipe, *more])[0].rewards)
+        if len(names) != 2:
+            raise ValueError(f"{options.recipe} has {len(names)} rewards, and the picture has two axes")
+        rows = [row(names, method, weight) for method in options.methods for weight in options.weights]
+        status = sweep.run([options.recipe, *more], rows, options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    if any(run.state != "done" for run in read_manifest(options.out)):
+        return status or 1
+    found = finished(options.out, names[0], options.methods)
+    picture = figures.render(functools.partial(draw, found, names, options.ns))
+    (options.out / "pareto.png").write_bytes(picture)
+    print(*(line for n in options.ns for line in beaten(found, names, n)), options.out / "pareto.png", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
