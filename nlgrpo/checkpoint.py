@@ -128,19 +128,21 @@ def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[st
         raise ValueError(f"checkpoint {path} is damaged: {damage}")
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    stored = {name.removeprefix("model/"): entry for name, entry in tensors.items()}
+    whole = any(name.startswith("model/policy.") for name in tensors)  # a policy beside its critic
+    prefix = "model/policy." if whole else "model/"
+    stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     taken = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
     wrong = [name for name in parameters if name not in taken and name != optional]
     if wrong:
         here = tuple(parameters[wrong[0]].shape)
         raise ValueError(f"{path} does not fit: {wrong[0]} is {shapes.get(wrong[0])} there and {here} here")
-    read = {f"model/{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in taken.items()}
+    read = {f"{prefix}{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in taken.items()}
     with _single_process_is_fine():
         dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     with torch.no_grad():
         for name, parameter in taken.items():
-            parameter.copy_(read[f"model/{name}"])
+            parameter.copy_(read[f"{prefix}{name}"])
     return set(taken)
 
 

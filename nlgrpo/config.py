@@ -104,6 +104,9 @@ class RewardConfig:
 
 @dataclass
 class LossConfig:
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    """What tells the tokens of a completion apart: nothing, or a critic (the section `critic`). Both take the
+    linearised reward; in PPO it comes with the last token."""
     aggregate: str = "sum"
     """Of the objectives by their weights: "sum", "min" (of those with a weight), "smooth_min:GAMMA"."""
     aggregate_at: Literal["batch", "prompt"] = "batch"
@@ -141,6 +144,30 @@ class LossConfig:
     """Passes over each rollout."""
     minibatches: int = 1
     """Optimiser steps in a pass."""
+
+
+@dataclass
+class CriticConfig:
+    """Of PPO."""
+
+    path: str = ""
+    """What it begins as: a causal model, whose values are 0 at first, or a reward model; empty: as the policy."""
+    trunk: Literal["own", "shared"] = "own"
+    """A model of its own, or a head on the policy's last hidden states."""
+    lr: float = 1e-5
+    """Its learning rate; of a shared trunk, that of the head. It follows optim's schedule."""
+    warmup_steps: int = 0
+    """Steps in which the critic learns alone: the policy's learning rate is 0."""
+    gamma: float = 1.0
+    """Discount of what comes a token later."""
+    lam: float = 0.95
+    """Lambda of generalised advantage estimation; 1: the return less the value."""
+    clip: float = 0.2
+    """A value that moves further than this from that of the rollout gains nothing; inf: no limit."""
+    coef: float = 0.5
+    """Weight of the value loss beside the policy's."""
+    whiten: bool = True
+    """Bring the advantages of all tokens to mean 0 and deviation 1."""
 
 
 @dataclass
@@ -215,6 +242,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     loss: LossConfig = field(default_factory=LossConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

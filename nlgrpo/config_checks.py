@@ -108,6 +108,8 @@ def _faults(config: Config, world: int) -> list[str]:
     ]
     if rollout.prompts % world:
         faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
+    if loss.algorithm == "ppo":
+        faults += _critic_faults(config, need)
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
         faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
     if loss.dual_clip is not None and loss.surrogate != "ppo":
@@ -119,6 +121,26 @@ def _faults(config: Config, world: int) -> list[str]:
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
         faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
     return faults + _reward_faults(config.rewards, rollout.samples) + _aggregate_faults(config)
+
+
+def _critic_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+    critic = config.critic
+    faults = [
+        need("critic.lr", ">= 0", critic.lr >= 0),
+        need("critic.warmup_steps", ">= 0", critic.warmup_steps >= 0),
+        need("critic.gamma", "in [0, 1]", 0 <= critic.gamma <= 1),
+        need("critic.lam", "in [0, 1]", 0 <= critic.lam <= 1),
+        need("critic.coef", "> 0", critic.coef > 0),
+    ]
+    if not critic.clip > 0:
+        faults.append(f"critic.clip = {critic.clip}: allowed is > 0 (inf: no limit)")
+    if critic.trunk == "shared" and critic.path:
+        faults.append(f"critic.path = {critic.path!r}: a head on the policy has no model; leave it out")
+    if config.loss.level == "sequence":
+        faults.append(
+            "loss.level = 'sequence': with loss.algorithm = 'ppo' the tokens of a completion differ; use 'token'"
+        )
+    return faults
 
 
 def _aggregate_faults(config: Config) -> list[str]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nlgrpo import kl, scoring
+from nlgrpo import critic, kl, scoring
 from nlgrpo.config import LossConfig, OptimConfig
+from nlgrpo.critic import Critic, Targets
 from nlgrpo.engine import Rollout
 from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
@@ -28,18 +29,24 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     return optim.lr * factor[optim.schedule]
 
 
-def make_optimizer(model: Decoder, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; norms and biases, which have one dimension, do not decay."""
-    groups = [
+def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.AdamW:
+    """AdamW; norms and biases, which have one dimension, do not decay. A critic's groups say that they are its."""
+    groups = _groups(model, optim) + [group | {"critic": True} for group in _groups(critic, optim)]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+
+
+def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]:
+    if model is None:
+        return []
+    return [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy, the frozen reference it is held to (None where beta is 0), and how the one is optimised."""
+    """A policy, the frozen reference it is held to (None where beta is 0), PPO's critic, and how they are optimised."""
 
     model: Decoder
     reference: Decoder | None
@@ -51,6 +58,14 @@ class Learner:
     max_new_tokens: int
     micro_batch_tokens: int
     seed: int
+    critic: Critic | None = None
+
+    @property
+    def trained(self) -> nn.Module:
+        """All that is optimised."""
+        if self.critic is None:
+            return self.model
+        return nn.ModuleDict({"policy": self.model, "critic": self.critic.module})
 
     def micro_batches(self, rollout: Rollout, rows: list[int]) -> list[MicroBatch]:
         """This rank's ``rows`` packed; as many micro-batches on every rank, because each one is a collective."""
@@ -82,22 +97,28 @@ class Learner:
         step: int,
         lr: float,
         beta: float,
+        critic_lr: float = 0.0,
         ref_logprobs: Tensor | None = None,
         dropped: Tensor | None = None,
     ) -> dict[str, float]:
         """Optimise the surrogate loss on ``rollout``, with ``advantages (P, M)`` of this rank; what was measured.
 
-        The loss is the one over all ranks: its denominators are counted globally first, and FSDP's mean over ranks is
-        undone, so that neither ranks nor micro-batches change it. Groups that are ``dropped (P,)`` count nowhere.
+        All tokens of a completion have its advantage, unless a critic tells them apart. The loss is the one over all
+        ranks: its denominators are counted globally first, and FSDP's mean over ranks is undone, so that neither ranks
+        nor micro-batches change it. Groups that are ``dropped (P,)`` count nowhere.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        advantages, lengths = advantages.flatten(), rollout.lengths.flatten()
+            group["lr"] = critic_lr if "critic" in group else lr
+        lengths = rollout.lengths.flatten()
         kept = torch.ones_like(rollout.lengths, dtype=torch.bool)
         if dropped is not None:
             kept[dropped] = False
         kept = kept.flatten()
-        old = self.score(self.model, rollout) if self.loss.epochs * self.loss.minibatches > 1 else None
+        several = self.loss.epochs * self.loss.minibatches > 1
+        held = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
+        old = self.score(self.model, rollout) if several or held is not None else None
+        penalty = None if held is None or old is None else beta * (held - old)
+        told = self._told(rollout, advantages.flatten(), kept, penalty)
         of_rollout = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
         totals = _Totals(self.ranks)
         for part, rows in enumerate(self._minibatches(kept, step)):
@@ -116,10 +137,12 @@ class Learner:
             )
             self.optimizer.zero_grad()
             for batch in self.micro_batches(rollout, rows):
-                loss, stats = self._loss(batch, advantages, weights, old, ref_logprobs, beta)
+                loss, stats = self._loss(batch, told, weights, old if several else None, ref_logprobs, beta)
                 (loss * self.ranks.world).backward()
                 totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
             totals.grad_norms.append(clip_gradients(self.model, self.optim.max_grad_norm))
+            if self.critic is not None:
+                self.critic.clip_gradients(self.optim.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return totals.metrics() | {"learning_rate": lr}
@@ -140,17 +163,24 @@ class Learner:
                 mine = part[(part >= first) & (part < first + rows)] - first
                 yield sorted(mine[kept.cpu()[mine]].tolist())
 
+    def _told(self, rollout: Rollout, gain: Tensor, kept: Tensor, penalty: Tensor | None) -> Targets:
+        """What the tokens are told of ``gain`` (R,): their completion's, or what the critic makes of it."""
+        if self.critic is None:
+            return Targets(gain[:, None].expand_as(rollout.logprobs.flatten(0, 1)))
+        batches = self.micro_batches(rollout, list(range(len(gain))))
+        values = self.critic.values_of(self.model, rollout, batches)
+        return self.critic.targets(values, gain, rollout.lengths.flatten(), kept, penalty)
+
     def _loss(
         self,
         batch: MicroBatch,
-        advantages: Tensor,
+        told: Targets,
         weights: Tensor,
         old: Tensor | None,
         ref_logprobs: Tensor | None,
         beta: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        here, sequence = batch.row.unique_consecutive(return_inverse=True)  # others would count as ratios of 1
-        terms = (None if old is None else batch.pick(old), advantages[here], sequence, weights[here])
+        old_logprob = None if old is None else batch.pick(old)
         options: dict[str, Any] = {
             "ref_logprob": None if ref_logprobs is None else batch.pick(ref_logprobs),
             "eps_low": self.loss.eps_low,
@@ -160,17 +190,23 @@ class Learner:
             "beta": beta if self.loss.kl_in == "loss" else 0.0,
             "kl": "k3_iw" if self.loss.kl_importance else self.loss.kl,
         }
-        if self.loss.level == "token":
-
-            def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-                return packed_loss_from_hidden(
-                    hidden, weight, batch.targets, *terms, temperature=self.temperature, **options
-                )
-
-            loss, stats, logprob, entropy = self.model(batch.tokens, batch.lengths, batch.select, head)
-        else:
+        if self.loss.level == "sequence":
+            here, sequence = batch.row.unique_consecutive(return_inverse=True)  # others would count as ratios of 1
             logprob, entropy = scoring.logprobs(self.model, batch, self.temperature)
-            loss, stats = packed_loss(logprob, *terms, level=self.loss.level, **options)
+            terms = (old_logprob, told.advantages[here, 0], sequence, weights[here])
+            loss, stats = packed_loss(logprob, *terms, level="sequence", **options)
+            return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
+
+        def head(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+            terms = (batch.targets, old_logprob, batch.pick(told.advantages), weights[batch.row])
+            found = packed_loss_from_hidden(hidden, weight, *terms, temperature=self.temperature, **options)
+            return (*found, None if self.critic is None else self.critic.on_policy(hidden))
+
+        loss, stats, logprob, entropy, scored = self.model(batch.tokens, batch.lengths, batch.select, head)
+        if self.critic is not None:
+            values = self.critic.values(batch, scored)
+            value_loss, sums = self.critic.loss(values, batch, told, weights[batch.row])
+            loss, stats = loss + value_loss, stats | sums
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
 
@@ -179,7 +215,7 @@ class _Totals:
 
     NAMES = (
         "loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_dual", "clip_region",
-        "gap", "compared",
+        "gap", "compared", *critic.SUMS,
     )  # fmt: skip
 
     def __init__(self, ranks: Ranks) -> None:
@@ -221,4 +257,5 @@ class _Totals:
         }
         if "clip_dual" in self.seen:
             metrics["clip_ratio/dual_mean"] = total["clip_dual"] / ratios
+        metrics |= critic.metrics(total) if "value" in self.seen else {}
         return metrics | ({"kl": total["kl"] / tokens} if "kl" in self.seen else {})

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nlgrpo.attention import implementation
+from nlgrpo.config import Config
 from nlgrpo.kernels.head import BLOCK_BYTES
 from nlgrpo.notes import notes
 from nlgrpo.run import Run
@@ -25,6 +26,7 @@ def memory(run: Run) -> dict[str, float]:
     kept = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
         "parameters, gradients, Adam": 4 * count * stored / world,
+        "critic, gradients, Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
         "reference": count * compute / world if cfg.loss.beta > 0 else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "whole parameters while sampling": count * compute if compute != stored or world > 1 else 0,
@@ -56,6 +58,7 @@ def show(run: Run) -> Table:
         "a step": f"{cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples = {completions} completions of up to "
         f"{cfg.rollout.max_new_tokens} tokens, {completions // ranks.world} a rank; {updates} optimiser step"
         f"{'s' * (updates > 1)}, loss {cfg.loss.surrogate} by {cfg.loss.level}, normalised as {cfg.loss.normalization}",
+        **_critic(cfg),
         "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs of the prompts; learning rate {cfg.optim.lr:g} "
         f"{cfg.optim.schedule}",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
@@ -72,6 +75,20 @@ def show(run: Run) -> Table:
     for name, text in rows.items():
         table.add_row(name, Text(text))
     return table
+
+
+def _has_own_critic(cfg: Config) -> bool:
+    return cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+
+
+def _critic(cfg: Config) -> dict[str, str]:
+    """A row about PPO's critic, where there is one."""
+    own = cfg.critic
+    if cfg.loss.algorithm != "ppo":
+        return {}
+    what = "a head on the policy" if own.trunk == "shared" else f"a model of its own ({own.path or cfg.model.path})"
+    alone = f", alone for {own.warmup_steps} steps" * (own.warmup_steps > 0)
+    return {"critic": f"{what}, learning rate {own.lr:g}{alone}; GAE gamma {own.gamma:g}, lambda {own.lam:g}"}
 
 
 def _size(number: float) -> str:

@@ -126,7 +126,6 @@ def packed_loss_from_hidden(
     targets: Tensor,
     old_logprob: Tensor | None,
     advantages: Tensor,
-    sequence: Tensor,
     weights: Tensor,
     *,
     temperature: float = 1.0,
@@ -135,14 +134,13 @@ def packed_loss_from_hidden(
     """`packed_loss` of the log-probs of ``targets`` (T,), and these and the entropies, detached, from hidden states.
 
     hidden (T, D) and weight (V, D): see `nlgrpo.kernels.linear_policy_loss`, which makes the gradient in the forward.
-    Token-level ratios only. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta, kl and surrogate. Raises as
-    both do.
+    ``advantages`` and ``weights`` are those of the tokens (T,), which in PPO differ inside of a response; ratios are
+    token-level. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta, kl and surrogate. Raises as
+    `linear_policy_loss` does.
     """
-    _check_packed(targets, old_logprob, advantages, sequence, weights, "token")
     loss, logprob, entropy, statistics = kernels.linear_policy_loss(
-        hidden, weight, targets, old_logprob, advantages[sequence],
-        token_weights=weights[sequence], temperature=temperature, **options,
-    )  # fmt: skip
+        hidden, weight, targets, old_logprob, advantages, token_weights=weights, temperature=temperature, **options
+    )
     return loss, _counted(statistics, len(targets), len(targets)), logprob, entropy
 
 

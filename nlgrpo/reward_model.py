@@ -38,11 +38,11 @@ CLASSES = {
 
 def scores(model: Decoder, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Scores (n,) of the preferred and of the other answers, in float32 at least: bfloat16 has 8 bits for a margin."""
-    found = model(batch.tokens, batch.lengths, batch.select, _score)[:, 0]
+    found = model(batch.tokens, batch.lengths, batch.select, score)[:, 0]
     return found[0::2], found[1::2]
 
 
-def _score(hidden: Tensor, weight: Tensor) -> Tensor:
+def score(hidden: Tensor, weight: Tensor) -> Tensor:
     """(2n, 1); not less, because FSDP2 hooks what the forward returns, and would lose the hook of a view."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return F.linear(hidden.to(wide), weight.to(wide))

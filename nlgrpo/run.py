@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from nlgrpo import (
     checkpoint,
     config,
     config_checks,
+    critic,
     data,
     hf_weights,
     metrics,
@@ -29,7 +30,7 @@ from nlgrpo.config import Config
 from nlgrpo.families import Shape, shape_of
 from nlgrpo.groups import Groups
 from nlgrpo.kl import AdaptiveBeta
-from nlgrpo.learner import Learner, make_optimizer
+from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import Ranks, full_parameters, shard
 from nlgrpo.rollouts import Sampler
@@ -145,6 +146,15 @@ class Run:
         used = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
         return times | used | {"num_tokens": self.progress.num_tokens}
 
+    def rates(self, step: int) -> dict[str, float]:
+        """Learning rates of the policy and of PPO's critic, which begins alone."""
+        optim, own, steps = self.config.optim, self.config.critic, self.config.train.steps
+        lr = learning_rate(optim, step, steps)
+        if self.config.loss.algorithm != "ppo":
+            return {"lr": lr}
+        waits = step < own.warmup_steps
+        return {"lr": 0.0 if waits else lr, "critic_lr": learning_rate(replace(optim, lr=own.lr), step, steps)}
+
     def controller(self) -> AdaptiveBeta | None:
         target = self.config.loss.target_kl
         return None if target is None else AdaptiveBeta(self.progress.beta, target)
@@ -169,10 +179,12 @@ class Run:
         if cfg.loss.beta > 0:
             reference = models.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.requires_grad_(False)
+        value = critic.make(cfg, model, self.ranks, self.compute)
         return Learner(
             model=model,
             reference=reference,
-            optimizer=make_optimizer(model, cfg.optim),
+            critic=value,
+            optimizer=make_optimizer(model, cfg.optim, None if value is None else value.module),
             loss=cfg.loss,
             optim=cfg.optim,
             ranks=self.ranks,
@@ -187,12 +199,12 @@ class Run:
         where = self.folder / "checkpoints"
         keep = self.config.train.keep_checkpoints
         checkpoint.save(
-            where, self.progress.step, model=learner.model, optimizer=learner.optimizer, state=state, keep=keep
+            where, self.progress.step, model=learner.trained, optimizer=learner.optimizer, state=state, keep=keep
         )
 
     def restore(self, learner: Learner) -> bool:
         """Go on from the newest whole checkpoint; False where there is none."""
-        state = checkpoint.load(self.folder / "checkpoints", model=learner.model, optimizer=learner.optimizer)
+        state = checkpoint.load(self.folder / "checkpoints", model=learner.trained, optimizer=learner.optimizer)
         if state is not None:
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
         return state is not None

@@ -21,7 +21,7 @@ from nlgrpo.config import Config
 from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
 from nlgrpo.groups import Groups
-from nlgrpo.learner import Learner, learning_rate
+from nlgrpo.learner import Learner
 from nlgrpo.metrics import MetricsLogger
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError, Scores
@@ -49,13 +49,13 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
         worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
         linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
-        if ref is not None and cfg.loss.kl_in == "reward":
+        if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with one, token by token
             penalty = learner.kl_reward(rollout, ref, progress.beta)
             linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
         adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
         clock.lap("linearize")
         stats   = learner.update(
-            rollout, adv[groups.own], step=step, lr=learning_rate(cfg.optim, step, cfg.train.steps),
+            rollout, adv[groups.own], step=step, **run.rates(step),
             beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
         )
         clock.lap("update")

@@ -1,7 +1,7 @@
 """Two ranks against one: collectives, sharding, and the same update however the completions are spread."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import leave_group, random_rollout, tiny_model
 
-from nlgrpo import engine
+from nlgrpo import critic, engine
 from nlgrpo import model as models
 from nlgrpo.advantages import advantages as to_advantages
-from nlgrpo.config import LossConfig, OptimConfig
+from nlgrpo.config import Config, CriticConfig, LossConfig, ModelConfig, OptimConfig
 from nlgrpo.engine import Rollout
 from nlgrpo.learner import Learner, make_optimizer
 from nlgrpo.parallel import Ranks, full_parameters, gathered, shard
@@ -32,6 +32,7 @@ class Case:
     dropped: tuple[bool, ...] = (False,) * 4
     checkpointing: bool = False
     family: str = "llama"
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
 
 CASES = {
@@ -42,6 +43,10 @@ CASES = {
     "a whole rank is dropped": Case(LossConfig(normalization="dr_grpo", beta=0.3), dropped=(False, False, True, True)),
     "activation checkpointing": Case(LossConfig(beta=0.3), checkpointing=True),
     "tied embeddings": Case(LossConfig(beta=0.3), family="gpt2"),
+    "a critic": Case(
+        LossConfig("ppo", beta=0.3, kl_in="reward", epochs=2, minibatches=3), dropped=(True, *[False] * 3)
+    ),
+    "a head on the policy": Case(LossConfig("ppo", beta=0.3, epochs=2), critic=CriticConfig(trunk="shared")),
 }
 
 
@@ -56,9 +61,11 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
         model = models.load(root / f"{case.family}-{name}", dtype=dtype)
         model.activation_checkpointing = case.checkpointing
         models_.append(shard(model, ranks, compute))
-    optimizer = make_optimizer(models_[0], OPTIM)
+    where = ModelConfig(str(root / f"{case.family}-policy"))
+    value = critic.make(Config(model=where, loss=case.loss, critic=case.critic), models_[0], ranks, compute)
+    optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
     reference = models_[1].requires_grad_(False) if case.loss.beta > 0 else None
-    return Learner(models_[0], reference, optimizer, case.loss, OPTIM, ranks, 0.8, 9, case.micro, seed=3)
+    return Learner(models_[0], reference, optimizer, case.loss, OPTIM, ranks, 0.8, 9, case.micro, 3, value)
 
 
 def updated(root, case: Case, ranks: Ranks, **dtypes):
@@ -69,10 +76,12 @@ def updated(root, case: Case, ranks: Ranks, **dtypes):
     rollout, dropped = part_of(random_rollout(LENGTHS, [1, 4, 2, 6]), mine), torch.tensor(case.dropped)[mine]
     ref = learner.reference_logprobs(rollout)
     stats = [
-        learner.update(rollout, adv[mine], step=i, lr=0.01, beta=case.loss.beta, ref_logprobs=ref, dropped=dropped)
+        learner.update(
+            rollout, adv[mine], step=i, lr=0.01, critic_lr=0.02, beta=case.loss.beta, ref_logprobs=ref, dropped=dropped
+        )
         for i in range(2)
     ]
-    return stats, full_parameters(learner.model, torch.float64), {p.dtype for p in learner.model.parameters()}
+    return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
 
 
 def sampled(model, part: slice) -> Rollout:

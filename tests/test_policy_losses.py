@@ -150,8 +150,10 @@ def test_from_hidden_states_it_is_the_same(surrogate):
     weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
     options = {"beta": 0.3, "kl": "k3_iw", "surrogate": surrogate}
     expected, expected_stats = packed_loss(**inputs, weights=weights, **options)
+    sequence = inputs.pop("sequence")
+    inputs |= {"advantages": inputs["advantages"][sequence], "weights": weights[sequence]}
     del inputs["logprob"]
-    loss, stats, *_ = packed_loss_from_hidden(hidden, weight, targets, **inputs, weights=weights, **options)
+    loss, stats, *_ = packed_loss_from_hidden(hidden, weight, targets, **inputs, **options)
     grads = [torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected)]
     torch.testing.assert_close((loss, *grads[0]), (expected, *grads[1]), rtol=0, atol=1e-12)
     torch.testing.assert_close(stats, expected_stats)
