@@ -109,7 +109,10 @@ class Critic:
 
 
 def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Critic | None:
-    """The critic of a configuration; None where it has none. A new head gives values of 0."""
+    """The critic of a configuration; None where it has none. A new head gives values of 0.
+
+    Raises ValueError for a model with another vocabulary, and as `reward_model.load`.
+    """
     if cfg.loss.algorithm != "ppo":
         return None
     stored = torch.float32 if compute == torch.bfloat16 else compute
@@ -118,6 +121,11 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Cr
         return Critic(cfg.critic, _zero(head), ranks)
     path, seed = cfg.critic.path or cfg.model.path, cfg.train.seed
     model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device)
+    if model.shape.vocab != policy.shape.vocab:
+        raise ValueError(
+            f"critic: {path} has a vocabulary of {model.shape.vocab:,} tokens and the policy one of "
+            f"{policy.shape.vocab:,}; a critic reads the policy's tokens, so begin it at a model with the same tokenizer"
+        )
     if not trained:
         _zero(reward_model.head_of(model))
     model.activation_checkpointing = cfg.model.activation_checkpointing
