@@ -124,7 +124,7 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Cr
     if model.shape.vocab != policy.shape.vocab:
         raise ValueError(
             f"critic: {path} has a vocabulary of {model.shape.vocab:,} tokens and the policy one of "
-            f"{policy.shape.vocab:,}; a critic reads the policy's tokens, so begin it at a model with the same tokenizer"
+            f"{policy.shape.vocab:,}; a critic reads the policy's tokens: begin it at a model with that tokenizer"
         )
     if not trained:
         _zero(reward_model.head_of(model))

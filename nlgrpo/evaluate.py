@@ -35,6 +35,7 @@ from nlgrpo import (
     parallel,
     parts,
     recipes,
+    rewind,
     scoring,
     user_code,
 )
@@ -142,7 +143,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     )
     parser.add_argument("--ns", default="1,2,4,8,16", help="N of best-of-N and worst-of-N")
     parser.add_argument(
-        "--procedures", default="bon,wor", help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", ..'
+        "--procedures",
+        default="bon,wor",
+        help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", "rewind:0.85:32", ..',
     )
     parser.add_argument("--gold", default="", help="rewards by which the choice of the others is judged")
     known, rest = parser.parse_known_args(given)
@@ -157,7 +160,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     unknown = [name for name in gold if name not in cfg.rewards]
     if unknown:
         raise ValueError(f"--gold {unknown[0]}: there is no such reward; there are {', '.join(cfg.rewards)}")
-    procedures = tuple(_expanded(known.procedures.split(","), ns))
+    procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
     return Options(tuple(named), known.reference or cfg.model.path, known.out, procedures, ns, gold), cfg
 
 
@@ -197,12 +200,16 @@ def _integers(text: str) -> list[int]:
         raise ValueError(f"--ns {text}: expected whole numbers between commas, such as 1,2,4") from None
 
 
-def _expanded(procedures: Sequence[str], ns: Sequence[int]) -> list[str]:
-    """Names of objectives; "bon" and "wor" for every N, of which N = 1 is "mean" in both."""
+def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> list[str]:
+    """Names of objectives; "bon" and "wor" for every N, of which N = 1 is "mean" in both; and of rewind-and-repeat."""
     found = []
     for text in filter(None, map(str.strip, procedures)):
         for name in [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]:
-            found.append("mean" if name in ("bon:1", "wor:1") else str(parse(name, user_code.function)))
+            again = rewind.parse(name)
+            if again is not None and again.most > samples:
+                raise ValueError(f"--procedures {again}: takes up to {again.most} draws, and --n is {samples}")
+            chosen = again or parse(name, user_code.function)
+            found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
     return list(dict.fromkeys(found))
 
 

@@ -72,7 +72,25 @@ def procedure_win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
 
 def _win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
     a, b = a.sort(dim=1).values, b.sort(dim=1).values
-    weights_a, weights_b = chosen_weights(a, objective), chosen_weights(b, objective)
+    return _weighted_win_rate(a, chosen_weights(a, objective), b, chosen_weights(b, objective))
+
+
+def weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor) -> Tensor:
+    """`win_rate` where each sample of A (P, n_a) and B (P, n_b) is the response with a given chance: (P,).
+
+    Raises ValueError for NaN and shapes that do not agree.
+    """
+    a, b = _both(a, b)
+    if weights_a.shape != a.shape or weights_b.shape != b.shape:
+        raise ValueError(
+            f"expected a chance for each sample, got {tuple(weights_a.shape)} and {tuple(weights_b.shape)}"
+        )
+    order_b = b.argsort(dim=1)
+    return _weighted_win_rate(a, weights_a, b.gather(1, order_b), weights_b.gather(1, order_b))
+
+
+def _weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor) -> Tensor:
+    """With ``b`` in ascending order."""
     cdf = torch.nn.functional.pad(weights_b.cumsum(1), (1, 0))
     below, upto = torch.searchsorted(b, a), torch.searchsorted(b, a, right=True)
     return (weights_a * (cdf.gather(1, below) + cdf.gather(1, upto)) / 2).sum(1)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from nlgrpo import __version__, user_code
+from nlgrpo import __version__, rewind, user_code
 from nlgrpo.config import Config, to_dict
 from nlgrpo.evaluation import (
     bootstrap,
@@ -26,9 +26,11 @@ from nlgrpo.evaluation import (
     procedure_value,
     procedure_win_rate,
     selected_value,
+    weighted_win_rate,
 )
 from nlgrpo.metrics import atomic_write
 from nlgrpo.objectives import BestOfN, Objective, is_pairwise, parse
+from nlgrpo.rewind import RewindAndRepeat
 from nlgrpo.sampled import Sampled
 
 FILE = "results.json"
@@ -98,11 +100,15 @@ def _measured(sampled: Sampled, reference: Sampled, procedures: Sequence[str], g
             yield name, "mean", rewards.nanmean(1), None
             continue
         for text in procedures:
-            yield name, text, *_under(rewards, reference.rewards[name], parse(text, user_code.function))
+            again = rewind.parse(text)
+            if again is not None:
+                yield from _rewound(name, again, rewards, reference.rewards[name])
+            else:
+                yield name, text, *_under(rewards, reference.rewards[name], parse(text, user_code.function))
         if name in sampled.answers:
             yield from _majorities(name, rewards, sampled.answers[name], procedures)
         for judge in gold if name not in gold else ():
-            for text in procedures:
+            for text in (text for text in procedures if rewind.parse(text) is None):
                 objective = parse(text, user_code.function)
                 yield f"{judge} by choice of {name}", text, _chosen(rewards, sampled.rewards[judge], objective), None
     for kind, values in sampled.kl.items():
@@ -122,9 +128,21 @@ def _under(rewards: Tensor, theirs: Tensor, objective: Objective) -> tuple[Tenso
         return values, None
 
 
+def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, theirs: Tensor) -> Measured:
+    """The answer's reward and how many draws it took, on the prompts where the reference has rewards too."""
+    both = ~(rewards.isnan().any(1) | theirs.isnan().any(1))
+    if not both.any():
+        return
+    ours, base = rewards[both], theirs[both]
+    chances, draws = again.chosen(ours, base)
+    won = weighted_win_rate(ours, chances, base, again.chosen(base, base)[0])
+    yield name, str(again), _at(both, (chances * ours).sum(1)), _at(both, won)
+    yield f"draws until {name}", str(again), _at(both, draws), None
+
+
 def _majorities(name: str, rewards: Tensor, answers: Tensor, procedures: Sequence[str]) -> Measured:
     there = ~rewards.isnan().any(1)
-    for text in procedures:
+    for text in (text for text in procedures if rewind.parse(text) is None):
         objective = parse(text, user_code.function)
         if isinstance(objective, BestOfN):
             yield (

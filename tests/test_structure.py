@@ -31,6 +31,8 @@ PURE = [
     "advantages",
     "kl",
     "policy_losses",
+    "rewind",
+    "gae",
     "bradley_terry",
     "tabular",
     "exact",
