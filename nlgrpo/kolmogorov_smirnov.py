@@ -17,7 +17,6 @@ from nlgrpo.kernels import ecdf, ecdf_torch
 
 METHODS = ("auto", "exact", "asymp")
 MOST_EXACT = 10_000  # samples of the larger side up to which "auto" is exact, as in SciPy
-STREAM = 0x6B73  # draws of our own: those of a plain seed may have made the rewards, and would sort them
 COLUMNS = ("M", "against", "rejected", "rejection rate", "statistic", "p-value", "mean distance")
 
 
@@ -138,7 +137,7 @@ def _shuffled(rewards: Tensor, seed: int) -> Tensor:
         prompt, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(f"rewards[{prompt}, {sample}] is NaN; drop the prompt, or score it again, before this.")
     places = np.tile(np.arange(rewards.shape[1]), (len(rewards), 1))
-    places = np.random.default_rng((STREAM, seed)).permuted(places, axis=1)
+    places = np.random.default_rng(seed).permuted(places, axis=1)  # torch.rand would sort what its seed has drawn
     return rewards.gather(1, torch.from_numpy(places).to(rewards.device))
 
 

@@ -20,8 +20,6 @@ from torch.nn.functional import softplus
 
 from nlgrpo.functional import is_number
 
-STREAM = 0x70616972  # draws of our own: those of a plain seed may have made the rewards, and would sort them
-
 
 def dpo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
     """-log sigmoid(beta h), in nats (Rafailov et al. 2023, eq. 7): Bradley-Terry with the reward beta log(pi / pi_ref).
@@ -102,7 +100,7 @@ def pairs(rewards: Tensor, n: int, *, rejected: Literal["worst", "random"] = "wo
     """
     if rejected not in ("worst", "random"):
         raise ValueError(f"rejected={rejected!r} is not known; expected 'worst' or 'random'.")
-    random = np.random.default_rng((STREAM, seed))
+    random = np.random.default_rng(seed)
     sets = _sets(rewards, _whole(n, least=2), random)
     given = _rewards_of(rewards, sets)
     best = given.argmax(-1, keepdim=True)
@@ -121,7 +119,7 @@ def winners(rewards: Tensor, n: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
     The sets are those of `pairs` with the same seed; n = 1 takes every sample. Errors as there.
     """
-    sets = _sets(rewards, _whole(n, least=1), np.random.default_rng((STREAM, seed)))
+    sets = _sets(rewards, _whole(n, least=1), np.random.default_rng(seed))
     best = _rewards_of(rewards, sets).argmax(-1, keepdim=True)
     prompt = torch.arange(len(rewards), device=rewards.device)[:, None].expand(sets.shape[:2])
     return prompt.reshape(-1), sets.gather(-1, best).reshape(-1)

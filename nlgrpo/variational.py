@@ -170,12 +170,8 @@ def log_strict_cdf(
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
     """log(e^a + e^b). Near 0, where `logaddexp` has an error of 1e-16 that n would enlarge, from e^a - 1."""
     high, low = torch.maximum(a, b), torch.minimum(a, b)
-    near = high > NEAR_ONE
-    return torch.where(
-        near,
-        torch.log1p(torch.where(near, high, 0.0).expm1() + torch.where(near, low, 0.0).exp()),
-        torch.logaddexp(a, b),
-    )
+    near = torch.log1p(high.clamp(min=NEAR_ONE).expm1() + low.exp())
+    return torch.where(high > NEAR_ONE, near, torch.logaddexp(a, b))
 
 
 def _estimate(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float, *, bound: bool) -> Tensor:

@@ -210,6 +210,8 @@ def test_another_sample_is_any_of_the_others():
     assert (ranks[found.prompt, found.chosen] == 2).all()
     assert ranks[found.prompt, found.rejected].double().mean().item() == pytest.approx(0.5, abs=0.03)
     assert len(found.prompt) == 6000
+    tied = pairs(torch.tensor([1.0, 1.0, 0.0]).expand(4000, 3), 3, rejected="random")
+    assert len(tied.prompt) / 4000 == pytest.approx(0.5, abs=0.04)  # the other is the equal one as often as the worse
 
 
 @pytest.mark.parametrize("rejected", ["worst", "random"])
