@@ -13,22 +13,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import (
     config,
     config_checks,
-    engine,
     evaluation_tables,
     hf_weights,
     kl,
@@ -43,18 +40,17 @@ from nlgrpo import model as models
 from nlgrpo.arguments import override
 from nlgrpo.config import Config
 from nlgrpo.data import Batch, plain_text
+from nlgrpo.draws import Draws, Scorer, scorers
 from nlgrpo.evaluation import distinct_n
 from nlgrpo.families import shape_of
-from nlgrpo.objectives import Objective, parse, per_completion
+from nlgrpo.model import Decoder
+from nlgrpo.objectives import Objective, parse
 from nlgrpo.packing import pack
 from nlgrpo.parallel import Ranks
-from nlgrpo.rewards import Reward, RewardError
-from nlgrpo.rollouts import Sampler, part_of
-from nlgrpo.sample_store import Store, chunk_name, digest_of, digest_of_function, from_rollout, to_rollout
+from nlgrpo.rollouts import Sampler
+from nlgrpo.sample_store import chunk_name
 from nlgrpo.sampled import Sampled, write_evaluation
-from nlgrpo.sampling import Sampling
-
-Work = TypeVar("Work")
+from nlgrpo.stages import Crew
 
 REFERENCE = "reference"
 CHUNK = 4  # prompts in a file of completions
@@ -73,33 +69,15 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A model that is evaluated, with its own tokens of the prompts, and where its completions are kept."""
-
-    label: str
-    source: Path
-    tokenizer: PreTrainedTokenizerBase
-    batch: Batch
-    sampling: Sampling
-    store: Store
-
-    def chunks(self, ranks: Ranks) -> list[Batch]:
-        """This rank's."""
-        count = len(self.batch.ids)
-        every = [part_of(self.batch, slice(start, start + CHUNK)) for start in range(0, count, CHUNK)]
-        return every[ranks.rank :: ranks.world]
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """All that an evaluation needs."""
 
     cfg: Config
     options: Options
     ranks: Ranks
-    candidates: list[Candidate]  # the reference first
+    candidates: list[Draws]  # the reference first; each has its own tokens of the prompts
     objectives: dict[str, Objective]
-    rewards: list[Reward]
+    scorers: list[Scorer]
     console: Console = field(default_factory=Console)
 
     @property
@@ -107,17 +85,8 @@ class Evaluation:
         return self.cfg.evaluation.samples
 
     @property
-    def dtype(self) -> torch.dtype:
-        return parts.compute_dtype(self.cfg.model.dtype, self.ranks.device)
-
-    def sampler(self, candidate: Candidate, rewards: Sequence[Reward]) -> Sampler:
-        seed = self.cfg.train.seed ^ (1 << 62)  # that of a run's own evaluation
-        rows = self.cfg.rollout.max_rows
-        return Sampler(candidate.tokenizer, candidate.sampling, self.samples, rows, seed, rewards)
-
-    def progress(self, chunks: Sequence[Work], what: str) -> Iterator[Work]:
-        shown = self.ranks.first and self.console.is_terminal
-        return iter(track(chunks, what, console=self.console, transient=True, disable=not shown))
+    def crew(self) -> Crew:
+        return Crew(self.ranks, self.console)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -235,8 +204,7 @@ def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
     if len(set(labels)) < len(labels):
         raise ValueError(f"models need different labels, got {', '.join(labels)}; give one as LABEL=PATH")
     named = [options.reference, *options.models]
-    dtype = parts.compute_dtype(cfg.model.dtype, ranks.device)
-    candidates = [_candidate(label, name, options, cfg, dtype) for label, name in zip(labels, named, strict=True)]
+    candidates = [_candidate(label, name, options, cfg, ranks) for label, name in zip(labels, named, strict=True)]
     first = candidates[0]
     for other in candidates[1:]:
         if other.batch.prompts != first.batch.prompts:
@@ -245,10 +213,11 @@ def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
                 "others as too long. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
     objectives, loaded = parts.load_rewards(cfg, ranks.device)
-    return Evaluation(cfg, options, ranks, candidates, objectives, loaded, Console(quiet=not ranks.first))
+    console = Console(quiet=not ranks.first)
+    return Evaluation(cfg, options, ranks, candidates, objectives, scorers(cfg.rewards, objectives, loaded), console)
 
 
-def _candidate(label: str, name: str, options: Options, cfg: Config, dtype: torch.dtype) -> Candidate:
+def _candidate(label: str, name: str, options: Options, cfg: Config, ranks: Ranks) -> Draws:
     path = _path(name) if label != REFERENCE else Path(name)
     source = hf_weights.locate(path / "model" if _is_run(path) else str(path))
     tokenizer = parts.load_tokenizer(source)
@@ -257,94 +226,81 @@ def _candidate(label: str, name: str, options: Options, cfg: Config, dtype: torc
         here, tokenizer, parts.room_for_prompts(here, shape_of(models.read_config(source)))
     )
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
+    seed = cfg.train.seed ^ (1 << 62)  # that of a run's own evaluation
     sampling = parts.sampling_of(cfg, tokenizer, source)
-    drawn_by = {"model": digest_of(source), "sampling": dataclasses.asdict(sampling), "dtype": str(dtype)}
-    identity = drawn_by | {"samples": cfg.evaluation.samples, "seed": cfg.train.seed}
-    return Candidate(label, source, tokenizer, batch, sampling, Store(options.out / "samples", identity))
+    sampler = Sampler(tokenizer, sampling, cfg.evaluation.samples, cfg.rollout.max_rows, seed, [])
+    dtype = parts.compute_dtype(cfg.model.dtype, ranks.device)
+    root = options.out / "samples"
+    return Draws.kept_in(root, label, source, dtype, batch, sampler, per_file=CHUNK, first=ranks.first)
 
 
-def tokenize_alike(a: Candidate, b: Candidate) -> bool:
+def tokenize_alike(a: Draws, b: Draws) -> bool:
     """Whether both have the same tokens, so that one can tell how likely the other's completions are."""
-    return a.batch.ids == b.batch.ids and a.tokenizer.get_vocab() == b.tokenizer.get_vocab()
+    return a.batch.ids == b.batch.ids and a.sampler.tokenizer.get_vocab() == b.sampler.tokenizer.get_vocab()
 
 
 # --- drawing and scoring ----------------------------------------------------------------------------------------------
 
 
-def draw(e: Evaluation, candidate: Candidate) -> None:
-    """Draw what is not kept yet of this rank's chunks."""
-    chunks = candidate.chunks(e.ranks)
-    missing = [c for c in chunks if not candidate.store.has(chunk_name(c.index, c.ids))]
-    if not missing:
-        return
-    model, sampler = models.load(candidate.source, dtype=e.dtype, device=e.ranks.device), e.sampler(candidate, [])
-    for chunk in e.progress(missing, f"{candidate.label}: completions"):
-        candidate.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(sampler.draw(model, chunk)))
-
-
-def rollout_of(candidate: Candidate, chunk: Batch) -> engine.Rollout:
-    """The completions that `draw` has kept."""
-    tensors = candidate.store.read(chunk_name(chunk.index, chunk.ids))
-    if tensors is None:
-        raise ValueError(f"completions of {candidate.label} are no longer in {candidate.store.folder}; run it again")
-    return to_rollout(tensors, chunk.ids)
-
-
-def measure_kl(e: Evaluation, candidates: Sequence[Candidate]) -> None:
-    """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
-    reference, device = e.candidates[0], e.ranks.device
-    work = [(c, chunk) for c in candidates for chunk in c.chunks(e.ranks) if not c.store.has(kl_name(e, chunk))]
-    if not work:
-        return
-    model, tokens = (
-        models.load(reference.source, dtype=e.dtype, device=device),
-        16384 if device.type == "cuda" else 1024,
+def draw(e: Evaluation, candidate: Draws) -> None:
+    """Draw what is not kept yet."""
+    model = cache(partial(candidate.load, e.ranks.device))
+    e.crew.work(
+        f"{candidate.label}: completions",
+        candidate.chunks,
+        candidate.drawn,
+        lambda chunk: candidate.draw(model(), chunk),
     )
-    for candidate, chunk in e.progress(work, "KL to the reference"):
-        rollout = rollout_of(candidate, chunk)
-        prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
-        batches = pack(prompts, rollout.completion_ids(), range(len(prompts)), tokens, device)
-        theirs = scoring.completion_logprobs(model, rollout, batches, candidate.sampling.temperature).cpu()
-        ours = rollout.logprobs.flatten(0, 1).to(theirs)
-        found = {kind: kl.estimate(ours, theirs, kind).sum(-1).view(rollout.lengths.shape) for kind in ("k1", "k3")}
-        candidate.store.write(kl_name(e, chunk), found)
+
+
+def measure_kl(e: Evaluation, candidates: Sequence[Draws]) -> None:
+    """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
+    reference = cache(partial(e.candidates[0].load, e.ranks.device))
+    e.crew.work(
+        "KL to the reference",
+        [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks],
+        lambda piece: piece[0].store.has(kl_name(e, piece[1])),
+        lambda piece: _measure_kl(e, reference(), *piece),
+    )
+
+
+def _measure_kl(e: Evaluation, reference: Decoder, candidate: Draws, chunk: Batch) -> None:
+    device, rollout = e.ranks.device, candidate.rollout(chunk)
+    prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
+    tokens = parts.micro_batch_tokens(None, device)
+    batches = pack(prompts, rollout.completion_ids(), range(len(prompts)), tokens, device)
+    theirs = scoring.completion_logprobs(reference, rollout, batches, candidate.sampler.sampling.temperature).cpu()
+    ours = rollout.logprobs.flatten(0, 1).to(theirs)
+    found = {kind: kl.estimate(ours, theirs, kind).sum(-1).view(rollout.lengths.shape) for kind in ("k1", "k3")}
+    candidate.store.write(kl_name(e, chunk), found)
 
 
 def kl_name(e: Evaluation, chunk: Batch) -> str:
     return f"{chunk_name(chunk.index, chunk.ids)}.kl-{e.candidates[0].store.digest}"
 
 
-def score(e: Evaluation, candidate: Candidate, reward: Reward) -> None:
-    """What a reward gives to this rank's chunks, one number a completion."""
-    chunks = candidate.chunks(e.ranks)
-    missing = [c for c in chunks if not candidate.store.has(score_name(e, reward, c))]
-    sampler = e.sampler(candidate, [reward])
-    for chunk in e.progress(missing, f"{candidate.label}: {reward.name}"):
-        scores = sampler.score(chunk, rollout_of(candidate, chunk), first_prompt=chunk.index[0])
-        values = per_completion(e.objectives[reward.name], scores.values[reward.name])
-        candidate.store.write(score_name(e, reward, chunk), {"values": values})
+def score(e: Evaluation, candidate: Draws, scorer: Scorer) -> None:
+    """What a reward gives to every completion."""
+    e.crew.work(
+        f"{candidate.label}: {scorer.name}",
+        candidate.chunks,
+        lambda chunk: candidate.scored(chunk, scorer),
+        lambda chunk: candidate.score(chunk, [scorer]),
+    )
 
 
-def score_name(e: Evaluation, reward: Reward, chunk: Batch) -> str:
-    asked = e.cfg.rewards[reward.name]
-    spec = f"{asked.function} x {asked.scale!r}" + f" in {asked.objective}" * reward.pairwise
-    return f"{chunk_name(chunk.index, chunk.ids)}.score-{digest_of_function(reward.function, spec)}"
-
-
-def collect(e: Evaluation, candidate: Candidate) -> Sampled:
+def collect(e: Evaluation, candidate: Draws) -> Sampled:
     """All chunks of a model, which all ranks have written, in the order of the prompts."""
-    alone = Ranks(0, 1, torch.device("cpu"))
-    chunks = candidate.chunks(alone)
-    rollouts = [rollout_of(candidate, chunk) for chunk in chunks]
-    texts = [e.sampler(candidate, []).texts(rollout) for rollout in rollouts]
-    read = candidate.store.read
-    rewards = {r.name: _joined(read(score_name(e, r, chunk)) for chunk in chunks)["values"] for r in e.rewards}
+    chunks, read = candidate.chunks, candidate.store.read
+    rollouts = [candidate.rollout(chunk) for chunk in chunks]
+    texts = [candidate.sampler.texts(rollout) for rollout in rollouts]
     has_kl = all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
     ids = [rollout.completion_ids() for rollout in rollouts]
     groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
     completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
+    functions = {scorer.name: scorer.reward.function for scorer in e.scorers}
     return Sampled(
-        rewards=rewards,
+        rewards={s.name: torch.cat([candidate.scores(chunk, s) for chunk in chunks]).double() for s in e.scorers},
         lengths=torch.cat([rollout.lengths for rollout in rollouts]),
         objectives={name: str(objective) for name, objective in e.objectives.items()},
         weights={name: reward.weight for name, reward in e.cfg.rewards.items()},
@@ -353,7 +309,7 @@ def collect(e: Evaluation, candidate: Candidate) -> Sampled:
         completions=[rows[:8] for rows in completions[:8]],
         kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
         distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
-        answers={r.name: _answers(r.function, completions) for r in e.rewards if hasattr(r.function, "answer")},
+        answers={name: _answers(f, completions) for name, f in functions.items() if hasattr(f, "answer")},
     )
 
 
@@ -384,20 +340,12 @@ def evaluate(e: Evaluation) -> dict[str, Sampled]:
     for c in others:
         if c not in alike:
             e.console.print(f"{c.label} has another tokenizer than the reference: no KL, and lengths in its own tokens")
-    stages: list[list[Callable[[], None]]] = [
-        [partial(draw, e, c) for c in e.candidates],
-        [partial(measure_kl, e, alike)],
-        [partial(score, e, c, reward) for c in e.candidates for reward in e.rewards],
-    ]
-    for stage in stages:
-        fault: Exception | None = None
-        try:
-            for work in stage:
-                work()
-        except (ValueError, RewardError) as error:
-            fault = error
-        if e.ranks.any(fault is not None):
-            raise fault or ValueError("another rank failed; its message says why")
+    for c in e.candidates:
+        draw(e, c)
+    measure_kl(e, alike)
+    for c in e.candidates:
+        for scorer in e.scorers:
+            score(e, c, scorer)
     return {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {}
 
 
@@ -406,12 +354,7 @@ def main(arguments: Sequence[str]) -> int:
     options, cfg = read_arguments(arguments)
     with parallel.start() as ranks:
         e = build(options, cfg, ranks)
-        try:
-            found = evaluate(e)
-        except RewardError as error:
-            raise ValueError(
-                f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
-            ) from error
+        found = evaluate(e)
         if ranks.first:
             write_evaluation(options.out, **found)
             evaluation_tables.write(found, options.procedures, options.gold, cfg, options.out)

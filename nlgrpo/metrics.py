@@ -25,6 +25,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from nlgrpo.timing import as_clock
+
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 PLAIN_WIDTH = 120  # columns of a log file; a terminal knows its own
@@ -236,7 +238,7 @@ class MetricsLogger:
         self.close()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        parts = [f"{_clock(self._seconds_left())} left"]
+        parts = [f"{as_clock(self._seconds_left())} left"]
         parts += [text.format(values[name]) for name, text in self._shown if name in values]
         shown = f"{step + 1}/{self._total}  {'  '.join(parts)}"
         if self._progress is not None:
@@ -271,12 +273,6 @@ def _printable(text: str, encoding: str) -> Text:
     """``text`` on one line, without markup or control characters: a model may write an escape sequence."""
     printable = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return Text(printable.encode(encoding, "replace").decode(encoding))
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _console() -> Console:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.engine import Rollout
 from nlgrpo.metrics import atomic_write, atomic_write_bytes
@@ -27,47 +29,68 @@ Tensors = dict[str, Tensor]
 
 
 class Store:
-    """Files of tensors in a folder that ``identity``, plain data, determines below ``root``."""
+    """Files of tensors in a folder. `create` makes the folder, below ``root``, that ``identity``, plain data, names."""
 
-    def __init__(self, root: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def create(cls, root: Path, identity: Mapping[str, Any], *, first: bool = True) -> Store:
+        """``first``: this process also writes the identity down; one of those that share the folder does."""
         text = json.dumps(identity, sort_keys=True, indent=1)
-        self.digest = _short(text.encode())
-        self.folder = root / self.digest
-        self._writing(lambda: self.folder.mkdir(parents=True, exist_ok=True))
-        if not (self.folder / "identity.json").is_file():
-            self._writing(lambda: atomic_write(self.folder / "identity.json", text + "\n"))
+        store = cls(root / _short(text.encode()))
+        written = store.folder / "identity.json"
+        with saying_what_stays(store.folder):
+            store.folder.mkdir(parents=True, exist_ok=True)
+            if first and not written.is_file():
+                atomic_write(written, text + "\n")
+        return store
+
+    @property
+    def digest(self) -> str:
+        return self.folder.name
 
     def has(self, name: str) -> bool:
         """Whether there is such a file, and it is whole."""
-        return self.read(name) is not None
+        return self.read(name, ()) is not None
 
-    def read(self, name: str) -> Tensors | None:
-        """None where there is no such file, or it is damaged."""
+    def read(self, name: str, keys: Sequence[str] | None = None) -> Tensors | None:
+        """All tensors of a file, or only those of ``keys``; None where there is no such file, or it is damaged."""
         try:
-            return safetensors.torch.load(self._path(name).read_bytes())
+            with safe_open(self._path(name), "pt") as file:
+                return {key: file.get_tensor(key) for key in (file.keys() if keys is None else keys)}
         except (FileNotFoundError, SafetensorError):
             return None
 
     def write(self, name: str, tensors: Tensors) -> None:
         content = safetensors.torch.save({key: x.contiguous().cpu() for key, x in tensors.items()})
-        self._writing(lambda: atomic_write_bytes(self._path(name), content))
+        with saying_what_stays(self.folder):
+            atomic_write_bytes(self._path(name), content)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def _writing(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OSError as error:
-            raise ValueError(
-                f"cannot write into {self.folder}: {error.strerror}. What has been kept there stays, and the same "
-                "command goes on from it."
-            ) from error
+
+@contextmanager
+def saying_what_stays(folder: Path) -> Iterator[None]:
+    """What the system refuses within, as the ValueError that a command ends with."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write into {folder}: {error.strerror}. What has been kept there stays, and the same "
+            "command goes on from it."
+        ) from error
 
 
 def chunk_name(index: Sequence[int], ids: Sequence[Sequence[int]]) -> str:
     """Of the completions of some prompts, whose numbers key the noise."""
     return f"{index[0]:06d}-{_short(json.dumps([list(index), [list(p) for p in ids]]).encode())}"
+
+
+def digest_of_prompt(ids: Sequence[int]) -> str:
+    """Of a prompt's token ids."""
+    return _short(json.dumps(list(ids)).encode())
 
 
 def from_rollout(rollout: Rollout) -> Tensors:
@@ -93,6 +116,21 @@ def digest_of(*paths: Path) -> str:
             with file.open("rb") as opened:
                 total.update(hashlib.file_digest(opened, "sha256").digest())
     return total.hexdigest()[:16]
+
+
+def digest_of_model(folder: Path) -> str:
+    """Of what a model computes: its config.json and weights."""
+    return digest_of(*sorted(p for p in folder.iterdir() if p.name == "config.json" or ".safetensors" in p.name))
+
+
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of how texts become ids and ids texts: its rules or vocabulary, special ids and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # none: its rules are Python code
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    of_last_call = ("padding", "truncation")
+    rules = {name: rule for name, rule in rules.items() if backend is None or name not in of_last_call}
+    whole = [rules, tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    return _short(json.dumps(whole, sort_keys=True).encode())
 
 
 def digest_of_function(function: Callable[..., Any], spec: str) -> str:

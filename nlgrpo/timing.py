@@ -31,6 +31,13 @@ class Clock:
         return laps | {"step_time": total, "perf/tokens_per_s": generated / total}
 
 
+def as_clock(seconds: float) -> str:
+    """``1:02:03``, or ``2:03`` below an hour."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
 # Dense bfloat16 multiply-adds count twice; the vendor's figures, by a part of the device's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 

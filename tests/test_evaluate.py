@@ -123,8 +123,8 @@ def test_kl_is_that_of_transformers(work, results):
     cfg = evaluate.read_arguments(arguments(work, "first")[1:])
     e = evaluate.build(*cfg, evaluate.Ranks(0, 1, torch.device("cpu")))
     candidate = e.candidates[1]
-    for row, chunk in enumerate(candidate.chunks(e.ranks)[:1]):
-        rollout = evaluate.rollout_of(candidate, chunk)
+    for row, chunk in enumerate(candidate.chunks[:1]):
+        rollout = candidate.rollout(chunk)
         for i, completion in enumerate(rollout.completion_ids()[:8]):
             prompt = rollout.prompt_ids[i // 6]
             logp = {}

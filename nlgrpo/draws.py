@@ -1,0 +1,147 @@
+"""Completions of some prompts, drawn and scored file by file, and kept: what evaluation and rollouts share."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nlgrpo import model as models
+from nlgrpo.config import RewardConfig
+from nlgrpo.data import Batch
+from nlgrpo.engine import Rollout
+from nlgrpo.model import Decoder
+from nlgrpo.objectives import Objective, per_completion
+from nlgrpo.rewards import Reward, RewardError
+from nlgrpo.rollouts import Sampler, part_of
+from nlgrpo.sample_store import (
+    Store,
+    chunk_name,
+    digest_of_function,
+    digest_of_model,
+    digest_of_tokenizer,
+    from_rollout,
+    to_rollout,
+)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A reward of a configuration, with a digest of all that it does."""
+
+    reward: Reward
+    objective: Objective  # by which a kernel's similarities become a number of each completion
+    spec: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+
+def scorers(
+    asked: Mapping[str, RewardConfig], objectives: Mapping[str, Objective], rewards: Sequence[Reward]
+) -> list[Scorer]:
+    """Of the rewards that `parts.load_rewards` made from the configuration's."""
+    found = []
+    for reward in rewards:
+        own = asked[reward.name]
+        spec = f"{own.function} x {own.scale!r}" + f" in {own.objective}" * reward.pairwise
+        found.append(Scorer(reward, objectives[reward.name], spec, digest_of_function(reward.function, spec)))
+    return found
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What ``sampler`` (without rewards) draws from the model in ``source`` for the prompts of ``batch``.
+
+    The files are of ``per_file`` prompts each, which are drawn together: a file's bytes depend on its prompts alone,
+    whatever ranks there are and wherever the work was interrupted.
+    """
+
+    label: str  # of the model, for messages
+    source: Path
+    dtype: torch.dtype
+    batch: Batch
+    sampler: Sampler
+    per_file: int
+    store: Store
+
+    @classmethod
+    def kept_in(
+        cls, root: Path, label: str, source: Path, dtype: torch.dtype, batch: Batch, sampler: Sampler, *,
+        per_file: int, first: bool,
+    ) -> Draws:  # fmt: skip
+        """Those below the folder ``root``; ``first``: see `Store.create`."""
+        identity = {
+            "model": digest_of_model(source),
+            "tokenizer": digest_of_tokenizer(sampler.tokenizer),
+            "sampling": dataclasses.asdict(sampler.sampling),
+            "dtype": str(dtype),
+            "samples": sampler.samples,
+            "seed": sampler.seed,
+        }
+        return cls(label, source, dtype, batch, sampler, per_file, Store.create(root, identity, first=first))
+
+    @cached_property
+    def chunks(self) -> list[Batch]:
+        """The prompts of each file."""
+        return [
+            part_of(self.batch, slice(start, start + self.per_file))
+            for start in range(0, len(self.batch.ids), self.per_file)
+        ]
+
+    def load(self, device: torch.device) -> Decoder:
+        return models.load(self.source, dtype=self.dtype, device=device)
+
+    def drawn(self, chunk: Batch) -> bool:
+        """Whether the file of these prompts is there and whole."""
+        return self.store.has(chunk_name(chunk.index, chunk.ids))
+
+    def draw(self, model: Decoder, chunk: Batch) -> Rollout:
+        rollout = self.sampler.draw(model, chunk)
+        self.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(rollout))
+        return rollout
+
+    def rollout(self, chunk: Batch) -> Rollout:
+        """The completions that `draw` has kept."""
+        tensors = self.store.read(chunk_name(chunk.index, chunk.ids))
+        if tensors is None:
+            raise ValueError(f"completions of {self.label} are no longer in {self.store.folder}; run it again")
+        return to_rollout(tensors, chunk.ids)
+
+    def scored(self, chunk: Batch, scorer: Scorer) -> bool:
+        return self.store.has(score_name(chunk_name(chunk.index, chunk.ids), scorer.digest))
+
+    def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
+        """Keep what each of the scorers gives, a number a completion; a reward's error becomes a ValueError."""
+        sampler = dataclasses.replace(self.sampler, rewards=[scorer.reward for scorer in missing])
+        try:
+            scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
+        except RewardError as error:
+            if error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            raise ValueError(
+                f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
+            ) from error
+        for scorer in missing:
+            values = per_completion(scorer.objective, scores.values[scorer.name])
+            self.store.write(score_name(chunk_name(chunk.index, chunk.ids), scorer.digest), {"values": values})
+
+    def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
+        """The (p, n) numbers that `score` has kept."""
+        tensors = self.store.read(score_name(chunk_name(chunk.index, chunk.ids), scorer.digest))
+        if tensors is None:
+            raise ValueError(f"scores of {self.label} are no longer in {self.store.folder}; run it again")
+        return tensors["values"]
+
+
+def score_name(chunk: str, digest: str) -> str:
+    """Of a reward's values for a file of completions."""
+    return f"{chunk}.score-{digest}"
