@@ -37,6 +37,10 @@ COMMANDS = {
         "nlgrpo.evaluate:main",
         "What models are worth under each procedure: nlgrpo evaluate runs/length-bon runs/length-mean",
     ),
+    "rollout": (
+        "nlgrpo.rollout_command:main",
+        "Draw and score samples of the reference, for later stages: nlgrpo rollout [file.toml] --samples 100 --out DIR",
+    ),
     "sweep": (
         "nlgrpo.sweep:main",
         "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import model as models
 from nlgrpo.config import RewardConfig
@@ -29,6 +30,7 @@ from nlgrpo.sample_store import (
     from_rollout,
     to_rollout,
 )
+from nlgrpo.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,29 @@ def scorers(
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What determines a model's completions of given prompts besides the noise: digests of its files and tokenizer."""
+
+    model: str
+    tokenizer: str
+    dtype: str
+    sampling: Sampling
+
+    @classmethod
+    def of(
+        cls, source: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sampling: Sampling
+    ) -> Origin:  # fmt: skip
+        """Of the model in the directory ``source``, all of whose weights are read for it."""
+        return cls(digest_of_model(source), digest_of_tokenizer(tokenizer), str(dtype), sampling)
+
+
+def open_store(root: Path, origin: Origin, sampler: Sampler, *, first: bool) -> Store:
+    """Where below the folder ``root`` these draws are kept; ``first``: see `Store.make`."""
+    identity = dataclasses.asdict(origin) | {"samples": sampler.samples, "seed": sampler.seed}
+    return Store.make(root, identity, first=first)
+
+
+@dataclass(frozen=True)
 class Draws:
     """What ``sampler`` (without rewards) draws from the model in ``source`` for the prompts of ``batch``.
 
@@ -72,22 +97,6 @@ class Draws:
     sampler: Sampler
     per_file: int
     store: Store
-
-    @classmethod
-    def kept_in(
-        cls, root: Path, label: str, source: Path, dtype: torch.dtype, batch: Batch, sampler: Sampler, *,
-        per_file: int, first: bool,
-    ) -> Draws:  # fmt: skip
-        """Those below the folder ``root``; ``first``: see `Store.create`."""
-        identity = {
-            "model": digest_of_model(source),
-            "tokenizer": digest_of_tokenizer(sampler.tokenizer),
-            "sampling": dataclasses.asdict(sampler.sampling),
-            "dtype": str(dtype),
-            "samples": sampler.samples,
-            "seed": sampler.seed,
-        }
-        return cls(label, source, dtype, batch, sampler, per_file, Store.create(root, identity, first=first))
 
     @cached_property
     def chunks(self) -> list[Batch]:

@@ -40,7 +40,7 @@ from nlgrpo import model as models
 from nlgrpo.arguments import override
 from nlgrpo.config import Config
 from nlgrpo.data import Batch, plain_text
-from nlgrpo.draws import Draws, Scorer, scorers
+from nlgrpo.draws import Draws, Origin, Scorer, open_store, scorers
 from nlgrpo.evaluation import distinct_n
 from nlgrpo.families import shape_of
 from nlgrpo.model import Decoder
@@ -230,8 +230,9 @@ def _candidate(label: str, name: str, options: Options, cfg: Config, ranks: Rank
     sampling = parts.sampling_of(cfg, tokenizer, source)
     sampler = Sampler(tokenizer, sampling, cfg.evaluation.samples, cfg.rollout.max_rows, seed, [])
     dtype = parts.compute_dtype(cfg.model.dtype, ranks.device)
-    root = options.out / "samples"
-    return Draws.kept_in(root, label, source, dtype, batch, sampler, per_file=CHUNK, first=ranks.first)
+    origin = Origin.of(source, tokenizer, dtype, sampling)
+    store = open_store(options.out / "samples", origin, sampler, first=ranks.first)
+    return Draws(label, source, dtype, batch, sampler, CHUNK, store)
 
 
 def tokenize_alike(a: Draws, b: Draws) -> bool:
@@ -245,23 +246,16 @@ def tokenize_alike(a: Draws, b: Draws) -> bool:
 def draw(e: Evaluation, candidate: Draws) -> None:
     """Draw what is not kept yet."""
     model = cache(partial(candidate.load, e.ranks.device))
-    e.crew.work(
-        f"{candidate.label}: completions",
-        candidate.chunks,
-        candidate.drawn,
-        lambda chunk: candidate.draw(model(), chunk),
-    )
+    missing = e.crew.missing(candidate.chunks, candidate.drawn)
+    e.crew.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(model(), chunk))
 
 
 def measure_kl(e: Evaluation, candidates: Sequence[Draws]) -> None:
     """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
     reference = cache(partial(e.candidates[0].load, e.ranks.device))
-    e.crew.work(
-        "KL to the reference",
-        [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks],
-        lambda piece: piece[0].store.has(kl_name(e, piece[1])),
-        lambda piece: _measure_kl(e, reference(), *piece),
-    )
+    pieces = [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks]
+    missing = e.crew.missing(pieces, lambda piece: piece[0].store.has(kl_name(e, piece[1])))
+    e.crew.work("KL to the reference", missing, lambda piece: _measure_kl(e, reference(), *piece))
 
 
 def _measure_kl(e: Evaluation, reference: Decoder, candidate: Draws, chunk: Batch) -> None:
@@ -281,12 +275,8 @@ def kl_name(e: Evaluation, chunk: Batch) -> str:
 
 def score(e: Evaluation, candidate: Draws, scorer: Scorer) -> None:
     """What a reward gives to every completion."""
-    e.crew.work(
-        f"{candidate.label}: {scorer.name}",
-        candidate.chunks,
-        lambda chunk: candidate.scored(chunk, scorer),
-        lambda chunk: candidate.score(chunk, [scorer]),
-    )
+    missing = e.crew.missing(candidate.chunks, lambda chunk: candidate.scored(chunk, scorer))
+    e.crew.work(f"{candidate.label}: {scorer.name}", missing, lambda chunk: candidate.score(chunk, [scorer]))
 
 
 def collect(e: Evaluation, candidate: Draws) -> Sampled:

@@ -52,14 +52,15 @@ def room_for_prompts(cfg: Config, shape: Shape) -> int:
 
 def load_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, room: int) -> tuple[data.PromptSet, data.PromptSet]:
     """The prompts of training and those of the evaluation, which are held out of the former unless they are named."""
-    prompts = _prompts(cfg, cfg.data.source, cfg.data.split, tokenizer, room)
+    prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, room)
     if cfg.data.evaluation:
         split = cfg.data.evaluation_split or cfg.data.split
-        return prompts, _prompts(cfg, cfg.data.evaluation, split, tokenizer, room)
+        return prompts, prompts_of(cfg, cfg.data.evaluation, split, tokenizer, room)
     return prompts.split(cfg.evaluation.prompts)
 
 
-def _prompts(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int) -> data.PromptSet:
+def prompts_of(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int) -> data.PromptSet:
+    """All prompts of a source, read as the configuration says."""
     if not name:
         raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
     path = str(files("nlgrpo") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name

@@ -29,26 +29,22 @@ Tensors = dict[str, Tensor]
 
 
 class Store:
-    """Files of tensors in a folder. `create` makes the folder, below ``root``, that ``identity``, plain data, names."""
+    """Files of tensors in a folder below ``root`` that is named by a digest, that of an identity for instance."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, root: Path, digest: str) -> None:
+        self.folder, self.digest = root / digest, digest
 
     @classmethod
-    def create(cls, root: Path, identity: Mapping[str, Any], *, first: bool = True) -> Store:
-        """``first``: this process also writes the identity down; one of those that share the folder does."""
+    def make(cls, root: Path, identity: Mapping[str, Any], *, first: bool) -> Store:
+        """The folder for ``identity``, plain data, which is written down by the ``first`` of those that share it."""
         text = json.dumps(identity, sort_keys=True, indent=1)
-        store = cls(root / _short(text.encode()))
+        store = cls(root, _short(text.encode()))
         written = store.folder / "identity.json"
         with saying_what_stays(store.folder):
             store.folder.mkdir(parents=True, exist_ok=True)
             if first and not written.is_file():
                 atomic_write(written, text + "\n")
         return store
-
-    @property
-    def digest(self) -> str:
-        return self.folder.name
 
     def has(self, name: str) -> bool:
         """Whether there is such a file, and it is whole."""

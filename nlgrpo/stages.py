@@ -27,27 +27,25 @@ class Crew:
     console: Console
     stop: StopSignal | None = None
 
-    def work(
-        self, what: str, pieces: Sequence[Piece], there: Callable[[Piece], bool], do: Callable[[Piece], object]
-    ) -> bool:
-        """``do`` the pieces that are not ``there``, as many at a time as there are ranks; collective.
+    def missing(self, pieces: Sequence[Piece], there: Callable[[Piece], bool]) -> list[Piece]:
+        """Those that are not ``there``, the same on every rank, each of which looks for its share; collective."""
+        mine = [i for i in range(self.ranks.rank, len(pieces), self.ranks.world) if not there(pieces[i])]
+        return [pieces[i] for i in sorted(i for found in self.ranks.gather_objects(mine) for i in found)]
+
+    def work(self, what: str, missing: Sequence[Piece], do: Callable[[Piece], object]) -> bool:
+        """``do`` the pieces, as many at a time as there are ranks; collective.
 
         Returns False where a signal on any rank ended it early. Raises ValueError on every rank for one that ``do``
         raised on any: nobody waits for a rank that is gone, or works on after it.
         """
-        missing = self._missing(pieces, there)
         with self._progress(what, len(missing)) as show:
             for begun in range(0, len(missing), self.ranks.world):
                 self._do(missing[begun : begun + self.ranks.world], do)
-                show(min(begun + self.ranks.world, len(missing)))
-                if self.stop is not None and self.ranks.any(self.stop.received):
+                done = min(begun + self.ranks.world, len(missing))
+                show(done)
+                if self.stop is not None and done < len(missing) and self.ranks.any(self.stop.received):
                     return False
         return True
-
-    def _missing(self, pieces: Sequence[Piece], there: Callable[[Piece], bool]) -> list[Piece]:
-        """The same on every rank, each of which has looked for its share."""
-        mine = [i for i in range(self.ranks.rank, len(pieces), self.ranks.world) if not there(pieces[i])]
-        return [pieces[i] for i in sorted(i for found in self.ranks.gather_objects(mine) for i in found)]
 
     def _do(self, round_: Sequence[Piece], do: Callable[[Piece], object]) -> None:
         fault: ValueError | None = None

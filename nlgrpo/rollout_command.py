@@ -1,0 +1,309 @@
+"""The command ``nlgrpo rollout``: K samples of the reference for every prompt, drawn and scored once, for later stages.
+
+    nlgrpo rollout my.toml --samples 100 --out runs/rollouts
+    torchrun --nproc-per-node 8 -m nlgrpo.cli rollout my.toml --samples 100 --out runs/rollouts
+
+`reference_rollouts.load` reads the folder. Ranks share the prompts file by file (`draws`), and the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from nlgrpo import config_checks, hf_weights, parallel, parts, reference_rollouts
+from nlgrpo import model as models
+from nlgrpo.config import Config
+from nlgrpo.data import Batch, PromptSet
+from nlgrpo.draws import Draws, Origin, Scorer, open_store, scorers
+from nlgrpo.families import shape_of
+from nlgrpo.model import Decoder
+from nlgrpo.parallel import Ranks
+from nlgrpo.recipes import from_arguments
+from nlgrpo.reference_rollouts import Index, ReferenceRollouts
+from nlgrpo.rollouts import Sampler
+from nlgrpo.stages import Crew
+from nlgrpo.timing import StopSignal, as_clock
+
+ABOUT = """Draw and score samples of the reference: nlgrpo rollout [recipe] [file.toml] [--section.key value ...]
+
+Recipe, file and keys are those of `nlgrpo train`; the reference is model.path, the prompts are all of data.source. What
+is drawn is kept file by file: the same command goes on where it was stopped or killed, and with other rewards or more
+prompts draws what is missing only."""
+
+
+@dataclass
+class Options:
+    """What rollouts take besides the keys of a configuration."""
+
+    out: Path | None = None
+    """Folder of the rollouts; none: runs/<recipe>-rollouts."""
+    samples: int = 100
+    """K, completions of each prompt."""
+    prompts: int | None = None
+    """The first so many prompts of the source; none: all."""
+    dry_run: bool = False
+    """Say what there is to do; draw nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the command works with; nothing is written yet."""
+
+    cfg: Config
+    folder: Path
+    source: Path
+    dtype: torch.dtype
+    origin: Origin
+    prompts: PromptSet
+    batch: Batch
+    sampler: Sampler
+    scorers: list[Scorer]
+    crew: Crew
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
+    """Raises ValueError for what cannot be run."""
+    options, rest = tyro.cli(
+        Options, args=list(arguments), prog="nlgrpo rollout", description=ABOUT, return_unknown_args=True
+    )
+    cfg, _ = from_arguments(rest)
+    if options.samples < 2:
+        raise ValueError(f"--samples {options.samples}: ranks among a prompt's samples need 2 of them at least")
+    if options.samples >= 2**31:
+        raise ValueError(f"--samples {options.samples}: expected less than 2^31")
+    if options.prompts is not None and options.prompts < 1:
+        raise ValueError(f"--prompts {options.prompts}: expected 1 or more; leave it out for all")
+    config_checks.check(cfg)
+    return options, cfg
+
+
+def build(options: Options, cfg: Config, crew: Crew) -> Job:
+    """Read tokenizer, prompts and rewards; the weights are loaded once there is something to draw.
+
+    Raises ValueError for what cannot be run.
+    """
+    source = hf_weights.locate(cfg.model.path)
+    tokenizer = parts.load_tokenizer(source)
+    in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))
+    room = parts.room_for_prompts(cfg, shape_of(models.read_config(source)))
+    prompts = parts.prompts_of(in_order, cfg.data.source, tokenizer, room)
+    objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
+    dtype = parts.compute_dtype(cfg.model.dtype, crew.ranks.device)
+    origin = Origin.of(source, tokenizer, dtype, parts.sampling_of(cfg, tokenizer, source))
+    seed = cfg.train.seed ^ (1 << 61)  # neither a run's own nor its evaluation's: no noise is met twice
+    return Job(
+        cfg=cfg,
+        folder=options.out or Path(f"runs/{cfg.recipe}-rollouts"),
+        source=source,
+        dtype=dtype,
+        origin=origin,
+        prompts=prompts,
+        batch=prompts.take(0, min(options.prompts or len(prompts), len(prompts))),
+        sampler=Sampler(tokenizer, origin.sampling, options.samples, cfg.rollout.max_rows, seed, []),
+        scorers=scorers(cfg.rewards, objectives, rewards),
+        crew=crew,
+    )
+
+
+def plan(job: Job) -> Table:
+    """What there is to do, for `--dry-run` and the beginning."""
+    sampling, P, K = job.origin.sampling, len(job.batch.ids), job.sampler.samples
+    filters = [f", {name} {getattr(sampling, name):g}" for name in ("top_k", "top_p", "min_p")]
+    rows = {
+        "reference": f"{job.cfg.model.path}, computes in {str(job.dtype).removeprefix('torch.')}",
+        "ranks": f"{job.crew.ranks.world} on {job.crew.ranks.device.type}",
+        "prompts": f"the first {P:,} of {job.prompts!r}{_repeated(job.batch)}",
+        "samples": f"{K:,} of each, {P * K:,} completions of up to {sampling.max_new_tokens} tokens, at temperature "
+        f"{sampling.temperature:g}{''.join(filters) * sampling.filtered}; {_per_file(job)} prompts a file",
+        "rewards": "\n".join(f"{scorer.name}: {scorer.spec}" for scorer in job.scorers),
+        "folder": str(job.folder),
+    }
+    table = Table(box=SIMPLE_HEAD, show_header=False, title="rollouts", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, Text(text))
+    return table
+
+
+def _repeated(batch: Batch) -> str:
+    again = len(batch.ids) - len({tuple(ids) for ids in batch.ids})
+    return f"; {again:,} are repeated, and looked up as the first of their kind" * bool(again)
+
+
+def _per_file(job: Job) -> int:
+    """What is decoded together is kept together."""
+    return max(1, job.sampler.max_rows // job.sampler.samples)
+
+
+# --- drawing and scoring ----------------------------------------------------------------------------------------------
+
+
+def open_folder(job: Job) -> Draws:
+    """Write down what the folder is going to hold. Raises ValueError where it holds other rollouts."""
+    _refuse_others(job)
+    store = open_store(job.folder / reference_rollouts.SAMPLES, job.origin, job.sampler, first=job.crew.ranks.first)
+    draws = Draws(job.cfg.model.path, job.source, job.dtype, job.batch, job.sampler, _per_file(job), store)
+    if job.crew.ranks.first:
+        Index.of(draws, job.origin, job.scorers, job.cfg.train.seed).write(job.folder)
+    return draws
+
+
+def _refuse_others(job: Job) -> None:
+    """Other prompts and rewards are no fault: the completions that they share are kept by content."""
+    try:
+        known = reference_rollouts.read_index(job.folder)
+    except ValueError:  # none yet, or damaged: it is written anew
+        return
+    found = reference_rollouts.differences(known, job.origin)
+    settings = {
+        "samples a prompt": (known.samples, job.sampler.samples),
+        "train.seed": (known.seed, job.cfg.train.seed),
+        "type computed in": (known.origin.dtype, job.origin.dtype),
+    }
+    found += [f"{name}: {old} there, {new} asked for" for name, (old, new) in settings.items() if old != new]
+    if found:
+        lines = [f"{job.folder} holds other rollouts:", *found, "Choose another folder with --out"]
+        raise ValueError("\n  ".join(lines))
+
+
+@dataclass
+class Drawn:
+    """How much this process has drawn, and how long that took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def over(self, ranks: Ranks) -> Drawn:
+        """Of all ranks, which draw side by side; collective."""
+        each = ranks.gather_objects(self)
+        return Drawn(sum(drawn.tokens for drawn in each), max(drawn.seconds for drawn in each))
+
+
+def roll_out(job: Job, draws: Draws) -> Drawn | None:
+    """Draw and score what is missing; None where a signal ended it early. Collective.
+
+    A file is scored as soon as it is drawn, so that a reward that fails does so before all is drawn.
+    """
+    own, model = Drawn(), cache(partial(draws.load, job.crew.ranks.device))
+    missing = job.crew.missing(draws.chunks, lambda chunk: draws.drawn(chunk) and not _unscored(job, draws, chunk))
+    if len(missing) < len(draws.chunks):
+        job.crew.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are there")
+    what = "completions and rewards, files"
+    finished = job.crew.work(what, missing, lambda chunk: _draw_and_score(job, draws, model, chunk, own))
+    total = own.over(job.crew.ranks)
+    return total if finished else None
+
+
+def _draw_and_score(job: Job, draws: Draws, model: Callable[[], Decoder], chunk: Batch, own: Drawn) -> None:
+    if not draws.drawn(chunk):
+        loaded, began = model(), perf_counter()
+        own.tokens += int(draws.draw(loaded, chunk).lengths.sum())
+        own.seconds += perf_counter() - began
+    draws.score(chunk, _unscored(job, draws, chunk))
+
+
+def _unscored(job: Job, draws: Draws, chunk: Batch) -> list[Scorer]:
+    return [scorer for scorer in job.scorers if not draws.scored(chunk, scorer)]
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """One reward over all prompts; NaN where nothing was scored."""
+
+    name: str
+    mean: float
+    deviation: float  # of all completions
+    within: float  # mean over prompts of the deviation among a prompt's samples
+    one_value: float  # share of prompts whose samples all have one reward: their ranks say nothing
+    ties: float  # share of the pairs of a prompt's samples that have the same reward
+    abstained: int  # completions
+
+
+def summarize(name: str, rewards: Tensor) -> RewardSummary:
+    """Of rewards (P, K). Prompts of which a sample was not scored count in the mean and the deviation alone."""
+    there = rewards[~rewards.isnan()]
+    whole = rewards[~rewards.isnan().any(1)].sort(1).values
+    K = rewards.shape[1]
+    below = torch.searchsorted(whole, whole, right=False)
+    upto = torch.searchsorted(whole, whole, right=True)
+    tied = (upto - below - 1).double().sum(1) / (K * (K - 1))  # ordered pairs of two samples
+    squares = (whole - whole.mean(1, keepdim=True)).square().sum(1)
+    return RewardSummary(
+        name=name,
+        mean=there.mean().item(),
+        deviation=there.std().item() if len(there) > 1 else math.nan,
+        within=(squares / (K - 1)).sqrt().mean().item(),
+        one_value=(whole[:, 0] == whole[:, -1]).double().mean().item(),
+        ties=tied.mean().item(),
+        abstained=rewards.numel() - len(there),
+    )
+
+
+def table(rollouts: ReferenceRollouts) -> Table:
+    """A line a reward, and what the completions are like below."""
+    P, K = rollouts.lengths.shape
+    found = Table(title=f"{P:,} prompts x {K:,} samples of the reference", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("reward", "mean", "deviation", "within", "one value", "ties", "abstained"):
+        found.add_column(heading, justify="left" if heading == "reward" else "right")
+    for name, values in rollouts.rewards.items():
+        s = summarize(name, values)
+        numbers = [f"{s.mean:.4f}", f"{s.deviation:.4f}", f"{s.within:.4f}", f"{s.one_value:.1%}", f"{s.ties:.1%}"]
+        found.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}")
+    length, cut = rollouts.lengths.double().mean().item(), (~rollouts.finished).double().mean().item()
+    found.caption_justify = "left"
+    found.caption = (
+        f"{length:.1f} tokens a completion, {cut:.1%} cut at {rollouts.index.origin.sampling.max_new_tokens}; "
+        f"log-prob {rollouts.logprobs.mean().item():.2f}"
+    )
+    return found
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0: done, or saved on a signal. Raises ValueError for what the user can mend."""
+    options, cfg = read_arguments(arguments)
+    stop = StopSignal()
+    disable_progress_bar()  # transformers' own, of every reward model that is read
+    with parallel.start() as ranks:
+        job = build(options, cfg, Crew(ranks, Console(quiet=not ranks.first), stop))
+        job.crew.console.print(plan(job))
+        if not options.dry_run:
+            _run(job)
+    return 0
+
+
+def _run(job: Job) -> None:
+    say = partial(job.crew.console.print, highlight=False, soft_wrap=True)
+    drawn = roll_out(job, open_folder(job))
+    if drawn is None:
+        say("stopped and saved; the same command goes on from there")
+    elif job.crew.ranks.first:
+        say(table(reference_rollouts.load(job.folder)))
+        if drawn.tokens:
+            speed = drawn.tokens / drawn.seconds
+            say(f"drew {drawn.tokens:,} tokens in {as_clock(drawn.seconds)}, {speed:,.0f} tokens/s")
+        say(f"rollouts  {job.folder}")
