@@ -144,8 +144,8 @@ class ReferenceRollouts:
     def check(self, origin: Origin, scorers: Sequence[Scorer]) -> None:
         """Refuse to serve a run of another reference, tokenizer, sampling, or rewards, naming each difference.
 
-        Rewards that the run does not have, more prompts, and the type that was computed in do no harm.
-        Raises ValueError.
+        ``origin`` and ``scorers`` are the run's own, from `draws.Origin.of` and `draws.scorers`. Rewards that the run
+        does not have, more prompts, and the type that was computed in do no harm. Raises ValueError.
         """
         found = differences(self.index, origin) + _differences_of_rewards(self.index, scorers)
         if found:

@@ -424,6 +424,7 @@ def test_a_reward_that_fails_half_way(work, capsys):
     assert cli.main(options) == 1
     shown = capsys.readouterr().err
     assert "reward 'fickle' raised KeyError" in shown
+    assert "prompts 2 to 3" in shown
     assert 'raise KeyError("no such word")' in shown
     assert "is kept; the same command goes on" in shown
     before = contents(work / "fickle")
