@@ -104,7 +104,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Job:
     tokenizer = parts.load_tokenizer(source)
     in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))
     room = parts.room_for_prompts(cfg, shape_of(models.read_config(source)))
-    prompts = parts.prompts_of(in_order, cfg.data.source, tokenizer, room)
+    prompts = parts.prompts_of(in_order, cfg.data.source, cfg.data.split, tokenizer, room)
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     dtype = parts.compute_dtype(cfg.model.dtype, crew.ranks.device)
     origin = Origin.of(source, tokenizer, dtype, parts.sampling_of(cfg, tokenizer, source))
