@@ -1,0 +1,100 @@
+"""Integrals over [0, 1] of densities that may crowd at either end: Gauss-Legendre panels in z = log(u / (1 - u)).
+
+Both u and w = 1 - u are known to full relative precision everywhere, down to e^-80 from an end, so that a density that
+is e^1000 times higher at u = 1 than at u = 0, or as narrow as 1e-17, is integrated like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ORDER = 16  # nodes of a panel
+REACH = 80.0  # panels lie in |z| <= REACH; e^-80 of the uniform distribution lies outside
+FINE = 1e-13  # share of the whole that a panel's last coefficients may hold
+MOST = 10_000  # panels that are halved any further
+ROUNDS = 60  # of halving
+ROUGH = 1e-6  # share of the whole that may stay unresolved
+
+
+def _tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nodes and weights on [-1, 1]; integrals from -1 to each node; the last two Legendre coefficients of a function.
+
+    The polynomial through values at the nodes is sum_k c_k P_k, c_k = (2k + 1)/2 sum_i weight_i P_k(x_i) value_i, and
+    P_k has the integral (P_{k+1} - P_{k-1}) / (2k + 1), P_0 has x + 1.
+    """
+    x, weights = np.polynomial.legendre.leggauss(ORDER)
+    P = np.polynomial.legendre.legvander(x, ORDER)
+    k = np.arange(ORDER)
+    coefficients = (k[:, None] + 0.5) * weights * P[:, :-1].T  # (k, i)
+    integrals = np.concatenate(((x + 1)[:, None], (P[:, 2:] - P[:, :-2]) / (2 * k[1:] + 1)), axis=1)  # (i, k)
+    of_nodes, of_weights, of_integrals, last = (
+        torch.from_numpy(np.ascontiguousarray(table))
+        for table in (x, weights, integrals @ coefficients, coefficients[-2:])
+    )
+    return of_nodes, of_weights, of_integrals, last
+
+
+NODES, WEIGHTS, INTEGRALS, LAST = _tables()
+
+
+class Panels:
+    """Nodes of all panels, (J, 16) in ascending order: ``u``, and ``w`` = 1 - u, float64."""
+
+    def __init__(self, edges: Tensor) -> None:
+        half = edges.diff()[:, None] / 2
+        z = edges[:-1, None] + half * (1 + NODES)
+        self.u, self.w = z.sigmoid(), (-z).sigmoid()
+        self._steps = half * self.u * self.w  # du of a node is this times its weight
+
+    def total(self, values: Tensor) -> Tensor:
+        """Integral over [0, 1] of a function given at the nodes; a scalar."""
+        return (values * self._steps @ WEIGHTS).sum()
+
+    def below(self, values: Tensor) -> Tensor:
+        """Integral from 0 to each node, (J, 16)."""
+        steps = values * self._steps
+        before = torch.nn.functional.pad((steps @ WEIGHTS).cumsum(0)[:-1], (1, 0))
+        return steps @ INTEGRALS.T + before[:, None]
+
+    def above(self, values: Tensor) -> Tensor:
+        """Integral from each node to 1, (J, 16)."""
+        return self.total(values) - self.below(values)
+
+    def rough(self, values: Tensor) -> Tensor:
+        """Share of the whole integral that the last coefficients of each panel stand for, (J,)."""
+        last = (values * self._steps @ LAST.T).abs().sum(-1)
+        return last / self.total(values)
+
+
+def panels_for(log_density: Callable[[Tensor, Tensor], Tensor]) -> tuple[Panels, Tensor]:
+    """Panels on which a density is resolved, and its logarithm at their nodes less the largest one.
+
+    ``log_density`` gets u and 1 - u, and returns numbers of their shape, of which -inf is one. Panels in which it is
+    not smooth, as at a kink or a jump, are halved until they do not matter.
+
+    Raises ValueError for a density of which some lies outside of the panels, or that no number of them resolves.
+    """
+    edges = torch.linspace(-REACH, REACH, 321, dtype=torch.float64)
+    for _ in range(ROUNDS):
+        panels = Panels(edges)
+        logs = log_density(panels.u, panels.w)
+        logs = logs - logs.max()
+        density = logs.exp()
+        rough = panels.rough(density)
+        split = rough > FINE
+        if not bool(split.any()) or len(rough) > MOST:
+            break
+        middles = (edges[:-1] + edges[1:])[split] / 2
+        edges = torch.cat((edges, middles)).sort().values
+    outside = float(density[[0, -1], [0, -1]].sum() / panels.total(density)) * math.exp(-REACH)
+    if not (outside < FINE and float(rough.sum()) < ROUGH):  # more than rounding, of a transform in float32 say
+        raise ValueError(
+            "the density exp(Phi / beta) is too narrow or too rough to be integrated; "
+            "expected a transform that is smooth between few places, and a larger beta."
+        )
+    return panels, logs
