@@ -44,8 +44,7 @@ class Curves:
     n: int = 4
     """N of best-of-N and worst-of-N, on both sides."""
     transforms: str = "identity,log,exp:10,exp:-10,bon_fp,won_fp"
-    """Between commas: identity, log, exp:T, bon_fp, won_fp (at each beta's own optimum; bon_fp:N:BETA stays at one),
-    or a function as file.py:f."""
+    """Between commas: identity, log, exp:T, bon_fp (best for each beta), bon_fp:N:BETA, won_fp, or yours, file.py:f."""
     kls: str = "0.5,1,2,3"
     """KLs in nats of the table; the curves end at the largest."""
     betas: str = ""

@@ -36,10 +36,12 @@ GRID = 1025  # places at which a function of the user is looked at
 class Transform(ABC):
     """Phi: [0, 1] -> R that never falls; called with calibrated rewards of any shape, it returns their shape and dtype.
 
-    All is computed in float64. Raises ValueError for what is NaN or lies outside of [0, 1].
+    All is computed in float64. Raises ValueError for NaN, what lies outside of [0, 1], and integers.
     """
 
     def __call__(self, calibrated: Tensor) -> Tensor:
+        if not calibrated.is_floating_point():
+            raise ValueError(f"{self.name}: expected a floating type, got {calibrated.dtype}.")
         u = calibrated.detach().double()
         wrong = ~((u >= 0) & (u <= 1))
         if bool(wrong.any()):
@@ -113,6 +115,9 @@ class Log(Transform):
 
     def _phi(self, u: Tensor) -> Tensor:
         return (u if self.references is None else u.clamp(min=0.5 / self.references)).log()
+
+    def below_top(self, u: Tensor, w: Tensor) -> Tensor:
+        return torch.where(w < 0.25, torch.log1p(-w), self._phi(u))
 
 
 @dataclass(frozen=True)
