@@ -111,7 +111,8 @@ def suggest(n: int, kl: float, *, worst: bool = False) -> float:
 
     def loss(log_t: float) -> float:
         transform = Exponential(sign * math.exp(log_t))
-        return math.log(_aligned(transform, _beta_for(transform, kl)).losses(n)[2 if worst else 1])
+        lost = _aligned(transform, _beta_for(transform, kl)).losses(n)[2 if worst else 1]
+        return math.log(max(lost, 1e-300))
 
     low, high = (math.log(t) for t in EXPONENTS)
     step = (high - low) / 16
@@ -146,7 +147,6 @@ def _aligned(transform: Transform, beta: float) -> _Aligned:
     total = panels.total(logs.exp())
     density = logs.exp() / total
     mean = panels.total(torch.where(density > 0, density * logs, 0.0))  # where it is 0, its logarithm may be -inf
-
     F = panels.below(density).clamp(0, 1)
     return _Aligned(beta, max(0.0, float(mean - total.log())), panels, F)
 

@@ -312,6 +312,10 @@ def test_no_other_t_wins_more_than_the_suggested_one(n, kl, worst):
     assert float(getattr(at_kl(FixedPoint(n, worst=worst), [kl], n), column)) > best
 
 
+def test_a_suggestion_where_nothing_is_lost():
+    assert -500 <= suggest(2000, 3.0, worst=True) < 0
+
+
 def test_one_sample_needs_no_suggestion():
     with pytest.raises(ValueError, match="expected an integer >= 2"):
         suggest(1, 1.0)
