@@ -96,10 +96,28 @@ class RewardConfig:
     """Its share w_i in the aggregate of the objectives; 0: computed and logged only."""
     scale: float = 1.0
     """Multiplies what the function returns, before the objective; -1 for users who want it low."""
+    transform: str = ""
+    """What the objective sees instead of the reward, by samples of the reference (section `calibration`).
+    InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", or a function of the rank; variational
+    best-of-N: "vbon:N", "vbon:N:bound". Mostly with the objective "mean"."""
     timeout: float = 600.0
     """Seconds that one call may take."""
     on_error: Literal["stop", "skip"] = "stop"
     """skip: drop the groups that it failed on and count them."""
+
+
+@dataclass
+class CalibrationConfig:
+    """Of rewards that have a transform: the reference's samples that they are held against."""
+
+    rollouts: str = ""
+    """Folder of `nlgrpo rollout`."""
+    missing: Literal["error", "draw"] = "error"
+    """Of a prompt without rollouts: an error before training, or samples are drawn when the prompt comes."""
+    samples: int = 100
+    """K of a prompt that is drawn so; with rollouts theirs."""
+    smoother: Literal["add-half", "exponential"] = "add-half"
+    """Of log F in vbon, which is -inf below the least sample: (count + 1/2) / (K + 1), or a fitted curve."""
 
 
 @dataclass
@@ -241,6 +259,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from nlgrpo import aggregation, objectives, user_code
+from nlgrpo import aggregation, objectives, user_code, variational
 from nlgrpo.config import Config, LoopConfig, OptimConfig, RewardConfig, dashed
+from nlgrpo.transforms import parse_transform
 
 SPLIT = "empty, because data.evaluation names no data"
 
@@ -82,6 +83,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
         need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
         need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("calibration.samples", ">= 2", config.calibration.samples >= 2),
         need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
         need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
         need("loss.eps_high", "> 0", loss.eps_high > 0),
@@ -120,7 +122,30 @@ def _faults(config: Config, world: int) -> list[str]:
         faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
         faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
-    return faults + _reward_faults(config.rewards, rollout.samples) + _aggregate_faults(config)
+    return faults + _reward_faults(config) + _aggregate_faults(config)
+
+
+def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[str]:
+    """Of a reward that is held against the reference's samples."""
+    beta, own, faults = config.loss.beta, config.calibration, []
+    try:
+        variational_bon = variational.parse(reward.transform)
+        if variational_bon is None:
+            parse_transform(reward.transform, beta=beta or 1.0, function=user_code.function)
+    except ValueError as error:
+        return [f"{name}.transform: {error}"]
+    if beta == 0:
+        faults.append(f"{name}.transform = {reward.transform!r}: loss.beta = 0 keeps no reference; expected > 0")
+    if variational_bon is not None and reward.objective != "mean":
+        faults.append(f"{name}.transform = {reward.transform!r} is for objective = 'mean', not {reward.objective!r}")
+    if objectives.is_pairwise(reward.objective):
+        faults.append(f"{name}.transform: {reward.objective!r} is of kernels, which have no ranks")
+    if not own.rollouts and own.missing == "error":
+        faults.append(
+            f"{name}.transform = {reward.transform!r}: needs samples of the reference, calibration.rollouts "
+            "(a folder of `nlgrpo rollout`) or calibration.missing = 'draw'"
+        )
+    return faults
 
 
 def _critic_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
@@ -154,8 +179,8 @@ def _aggregate_faults(config: Config) -> list[str]:
     return []
 
 
-def _reward_faults(rewards: Mapping[str, RewardConfig], samples: int) -> list[str]:
-    faults = []
+def _reward_faults(config: Config) -> list[str]:
+    rewards, samples, faults = config.rewards, config.rollout.samples, list[str]()
     if not rewards:
         faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
     if rewards and all(reward.weight == 0 for reward in rewards.values()):
@@ -173,6 +198,8 @@ def _reward_faults(rewards: Mapping[str, RewardConfig], samples: int) -> list[st
             faults.append(f"rewards.{name}.scale = {reward.scale}: allowed is a finite number other than 0")
         if not reward.function:
             faults.append(f"rewards.{name}.function is missing")
+        if reward.transform:
+            faults += _transform_faults(f"rewards.{name}", reward, config)
         if not reward.timeout > 0:
             faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
         try:

@@ -15,6 +15,7 @@ from nlgrpo.engine import Rollout
 from nlgrpo.metrics import Sample, rollout_metrics
 from nlgrpo.objectives import Objective, linearize_present, per_completion, value_present
 from nlgrpo.parallel import Ranks
+from nlgrpo.reference_rewards import Held
 from nlgrpo.rewards import Scores
 
 
@@ -28,6 +29,7 @@ class Groups:
 
     # (P, M) float64, of kernels (P, M, M); NaN where the reward abstained and in the groups that are dropped
     rewards: dict[str, Tensor]
+    held: dict[str, Held]  # against the reference's samples, of those rewards that have a transform
     lengths: Tensor  # (P, M)
     finished: Tensor  # (P, M)
     dropped: Tensor  # (P,)
@@ -35,7 +37,7 @@ class Groups:
     tokens: int  # of prompts and completions
 
     @classmethod
-    def gather(cls, ranks: Ranks, scores: Scores, rollout: Rollout) -> Groups:
+    def gather(cls, ranks: Ranks, scores: Scores, rollout: Rollout, held: Mapping[str, Held] | None = None) -> Groups:
         """From each rank's share, all of the same size."""
         device, count = ranks.device, len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
@@ -45,6 +47,10 @@ class Groups:
             values[scores.skipped] = torch.nan
         return cls(
             rewards={name: ranks.gather(values.to(device)) for name, values in kept.items()},
+            held={
+                name: Held(ranks.gather(own.values.to(device)), ranks.gather(own.ranks.to(device)))
+                for name, own in (held or {}).items()
+            },
             lengths=ranks.gather(rollout.lengths),
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
             dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
@@ -52,13 +58,17 @@ class Groups:
             tokens=int(tokens),
         )
 
+    def seen(self) -> dict[str, Tensor]:
+        """What the objectives see of each reward."""
+        return self.rewards | {name: own.values for name, own in self.held.items()}
+
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
         """(m, P) R_i at each prompt; NaN where the reward was not given."""
-        return torch.stack([value_present(objectives[name], r) for name, r in self.rewards.items()])
+        return torch.stack([value_present(objectives[name], r) for name, r in self.seen().items()])
 
     def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
         """(m, P, M) first variation of every R_i at its group, less its baseline; 0 where the reward abstained."""
-        return torch.stack([linearize_present(objectives[name], r, baseline) for name, r in self.rewards.items()])
+        return torch.stack([linearize_present(objectives[name], r, baseline) for name, r in self.seen().items()])
 
     def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
         """(P, M) of every reward, for people: of a kernel, each completion's share in the diversity of its group."""
@@ -89,6 +99,7 @@ class Groups:
         means = values.nanmean(-1)
         out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
         out["objective/aggregate"] = float(worth.nanmean())
+        out |= {f"win_rate/{name}": float(own.ranks.nanmean()) for name, own in self.held.items()}
         out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
         out["rewards/dropped_groups"] = float(self.dropped.sum())
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)

@@ -21,18 +21,21 @@ from nlgrpo import (
     metrics,
     objectives,
     parts,
+    reference_rewards,
     run_folder,
     sampled,
 )
 from nlgrpo import model as models
 from nlgrpo.aggregation import Aggregate, moving_average
 from nlgrpo.config import Config
+from nlgrpo.draws import Origin
 from nlgrpo.families import Shape, shape_of
 from nlgrpo.groups import Groups
 from nlgrpo.kl import AdaptiveBeta
 from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import Ranks, full_parameters, shard
+from nlgrpo.reference_rewards import ReferenceRewards
 from nlgrpo.rollouts import Sampler
 from nlgrpo.timing import Clock, flops_utilisation
 
@@ -77,6 +80,7 @@ class Run:
     sampler: Sampler
     objectives: dict[str, objectives.Objective]
     aggregate: Aggregate
+    references: ReferenceRewards
     compute: torch.dtype
     progress: Progress = field(default_factory=Progress)
 
@@ -230,6 +234,9 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     prompts, held_out = parts.load_prompts(cfg, tokenizer, parts.room_for_prompts(cfg, shape))
     parsed, loaded = parts.load_rewards(cfg, ranks.device)
     sampling = parts.sampling_of(cfg, tokenizer, source)
+    compute = parts.compute_dtype(cfg.model.dtype, ranks.device)
+    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)
+    origin = partial(Origin.of, source, tokenizer, compute, sampling)
     return Run(
         config=cfg,
         ranks=ranks,
@@ -238,10 +245,11 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         source=source,
         prompts=prompts,
         held_out=held_out,
-        sampler=Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded),
+        sampler=sampler,
         objectives=parsed,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        compute=parts.compute_dtype(cfg.model.dtype, ranks.device),
+        references=reference_rewards.make(cfg, sampler, parsed, prompts.ids, origin, ranks),
+        compute=compute,
         progress=Progress(beta=cfg.loss.beta),
     )
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from rich.console import Console
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import parallel, plan, report, summary
@@ -24,6 +25,7 @@ from nlgrpo.groups import Groups
 from nlgrpo.learner import Learner
 from nlgrpo.metrics import MetricsLogger
 from nlgrpo.recipes import from_arguments
+from nlgrpo.reference_rewards import Held
 from nlgrpo.rewards import RewardError, Scores
 from nlgrpo.run import Run, build, open_folder
 from nlgrpo.sampled import Sampled
@@ -40,11 +42,11 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
         batch   = run.next_batch()                                   # this rank's share of P prompts
         rollout = run.sampler.draw(learner.model, batch)             # x M completions, with the sampler's log-probs
         clock.lap("generate")
-        scores  = score(run, learner, batch, rollout)                # {name: (P, M)}, NaN where a reward abstains
-        clock.lap("rewards")
         ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
         clock.lap("reference")
-        groups  = Groups.gather(ranks, scores, rollout)              # from here on all ranks, all P
+        scores, held = score(run, learner, batch, rollout, ref)      # {name: (P, M)}, NaN where a reward abstains
+        clock.lap("rewards")
+        groups  = Groups.gather(ranks, scores, rollout, held)        # from here on all ranks, all P
         values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
         each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
         worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
@@ -80,17 +82,31 @@ def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def score(run: Run, learner: Learner, batch: Batch, rollout: Rollout) -> Scores:
-    """The rewards of this rank's completions. Where one fails on any rank, all save the state before it and stop."""
-    step, fault, generators = run.progress.step, None, random_state()
+def score(
+    run: Run, learner: Learner, batch: Batch, rollout: Rollout, ref: Tensor | None
+) -> tuple[Scores, dict[str, Held]]:
+    """The rewards of this rank's completions, and those that are held against the reference's samples.
+
+    Where one fails on any rank, all save the state before it and stop.
+    """
+    generators = random_state()
     try:
-        first = batch.index[0] - run.progress.cursor
+        scores = _scored(run, batch, rollout)
+        return scores, run.references.hold(scores.values, batch, rollout, ref, learner.reference)
+    except RewardError:
+        set_random_state(generators)
+        run.save(learner)
+        raise
+
+
+def _scored(run: Run, batch: Batch, rollout: Rollout) -> Scores:
+    """Collective; raises RewardError on all ranks where a reward failed on one."""
+    step, fault, first = run.progress.step, None, batch.index[0] - run.progress.cursor
+    try:
         scores = run.sampler.score(batch, rollout, step=step, total_steps=run.config.train.steps, first_prompt=first)
     except RewardError as error:
         fault = error
     if run.ranks.any(fault is not None):
-        set_random_state(generators)
-        run.save(learner)
         raise fault or RewardError(f"a reward failed on another rank at step {step}")
     return scores
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,28 @@ from nlgrpo.log_cdf import add_half, fit_exponential
 
 LINEAR = -36.0  # log p/F + log N below which (1 + p/F)^N - 1 is N p/F: the next term is 1e-16 of it
 NEAR_ONE = -0.7  # log of the larger of F and p, where F + p may be 1
+
+
+@dataclass(frozen=True)
+class VariationalBoN:
+    """A reward's ``transform`` "vbon:N", whose objective is Eq. 5, or "vbon:N:bound", its lower bound Eq. 8."""
+
+    n: int
+    bound: bool = False
+
+    def __str__(self) -> str:
+        return f"vbon:{self.n}" + ":bound" * self.bound
+
+
+def parse(text: str) -> VariationalBoN | None:
+    """What "vbon:N" names; None for the name of something else. Raises ValueError for other arguments."""
+    name, *arguments = text.strip().split(":")
+    if name != "vbon":
+        return None
+    n, *form = arguments or [""]
+    if not n.isdecimal() or int(n) < 1 or form not in ([], ["bound"]):
+        raise ValueError(f"transform {text!r}: expected vbon:N or vbon:N:bound with N >= 1, such as vbon:4")
+    return VariationalBoN(int(n), bool(form))
 
 
 def log_bon_density(log_cdf: Tensor, log_p: Tensor, n: float) -> Tensor:

@@ -1,0 +1,204 @@
+"""Rewards held against those of the reference's own samples, and what an objective sees of them.
+
+    r(x, y) -> u, its rank among K samples of the reference for x -> Phi(u)         InfAlign-CTRL, by a `Transform`
+    r(x, y) -> F, the share below it in a total order -> log pi_bon(y) - log pi_ref(y)    vBoN, by `VariationalBoN`
+
+With the KL to the reference, each is a reward as any other to what follows. Legend: P prompts of this rank, M samples
+of the policy, K samples of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nlgrpo import reference_rollouts, user_code, variational
+from nlgrpo.calibration import calibrate
+from nlgrpo.config import Config
+from nlgrpo.data import Batch
+from nlgrpo.draws import Origin, scorers
+from nlgrpo.engine import Rollout
+from nlgrpo.model import Decoder
+from nlgrpo.objectives import Objective
+from nlgrpo.parallel import Ranks
+from nlgrpo.reference_rollouts import ReferenceRollouts
+from nlgrpo.rewards import RewardError
+from nlgrpo.rollouts import Sampler
+from nlgrpo.sample_store import digest_of_prompt
+from nlgrpo.transforms import Transform, parse_transform
+from nlgrpo.variational import VariationalBoN, log_strict_cdf, string_keys, vbon_reward
+
+Smoother = Literal["add-half", "exponential"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A reward held against the reference, (P, M) float64 each, NaN where it abstained."""
+
+    values: Tensor
+    """What its objective sees."""
+    ranks: Tensor
+    """u; its mean is the win rate of single samples against the reference."""
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference's samples of one prompt: rewards {name: (K,)}, and keys (K,) that order equal ones."""
+
+    rewards: Mapping[str, Tensor]
+    keys: Callable[[], Tensor]
+
+    @cached_property
+    def order(self) -> Tensor:
+        return self.keys()
+
+
+@dataclass
+class ReferenceRewards:
+    """Turns the rewards that have a transform, by rollouts; of prompts that these lack, by samples drawn when needed.
+
+    ``drawing`` has the reference's sampling, its K and noise of its own; None where a prompt without rollouts is an
+    error, which is then told before training (`missing`).
+    """
+
+    transforms: Mapping[str, Transform | VariationalBoN]
+    rollouts: ReferenceRollouts | None
+    drawing: Sampler | None
+    smoother: Smoother
+    ranks: Ranks
+    known: dict[str, References] = field(default_factory=dict)
+
+    def missing(self, prompts: Sequence[Sequence[int]]) -> int:
+        """How many of the prompts have no rollouts."""
+        return sum(self.rollouts is None or self.rollouts.row(ids) is None for ids in prompts)
+
+    def hold(
+        self,
+        rewards: Mapping[str, Tensor],
+        batch: Batch,
+        rollout: Rollout,
+        ref_logprobs: Tensor | None,
+        reference: Decoder | None,
+    ) -> dict[str, Held]:
+        """Of rewards {name: (P, M)} of ``rollout``; collective. ``ref_logprobs`` (P M, L) are needed by vBoN only."""
+        if not self.transforms:
+            return {}
+        self._draw(batch, reference)
+        here = [self._references(ids) for ids in batch.ids]
+        keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
+        log_p = None if ref_logprobs is None else ref_logprobs.double().sum(-1).view(rollout.lengths.shape).cpu()
+        return {name: self._held(name, rewards[name], here, keys, log_p) for name in self.transforms}
+
+    def _held(self, name: str, rewards: Tensor, here: Sequence[References], keys: Tensor, log_p: Tensor | None) -> Held:
+        absent = rewards.isnan()
+        own = torch.where(absent, 0.0, rewards.double().cpu())
+        reference = torch.stack([one.rewards[name] for one in here])
+        transform, u = self.transforms[name], calibrate(own, reference)
+        if isinstance(transform, VariationalBoN):
+            assert log_p is not None  # the configuration was checked
+            order = torch.stack([one.order for one in here])
+            log_f = log_strict_cdf(own, keys, reference, order, self.smoother)
+            values = vbon_reward(log_f, log_p, transform.n, bound=transform.bound)
+        else:
+            values = transform(u)
+        return Held(values.masked_fill(absent, torch.nan), u.masked_fill(absent, torch.nan))
+
+    def _references(self, ids: Sequence[int]) -> References:
+        digest = digest_of_prompt(ids)
+        if digest not in self.known:
+            assert self.rollouts is not None
+            row = self.rollouts.row(ids)
+            assert row is not None
+            rewards = {name: self.rollouts.rewards[name][row] for name in self.transforms}
+            self.known[digest] = References(rewards, partial(_keys, self.rollouts, row))
+        return self.known[digest]
+
+    def _draw(self, batch: Batch, reference: Decoder | None) -> None:
+        """Samples of the prompts of which nothing is known; on all ranks, because sampling gathers the model."""
+        unknown = [i for i, ids in enumerate(batch.ids) if not self._knows(ids)]
+        if not self.ranks.any(bool(unknown)):
+            return
+        assert self.drawing is not None
+        assert reference is not None
+        own = _picked(batch, unknown)
+        rollout, fault = self.drawing.draw(reference, own), None
+        try:
+            self._keep(own, rollout)
+        except RewardError as error:
+            fault = error
+        if self.ranks.any(fault is not None):
+            raise fault or RewardError("a reward failed on another rank, on samples of the reference")
+
+    def _keep(self, own: Batch, rollout: Rollout) -> None:
+        if not own.ids:
+            return
+        assert self.drawing is not None
+        values = self.drawing.score(own, rollout).values
+        for name in self.transforms:
+            if values[name].isnan().any():
+                raise RewardError(
+                    f"reward {name!r} abstained for a sample of the reference, whose prompt has no CDF then"
+                )
+        keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
+        for i, ids in enumerate(own.ids):
+            rewards = {name: values[name][i].double().cpu() for name in self.transforms}
+            self.known[digest_of_prompt(ids)] = References(rewards, partial(keys.__getitem__, i))
+
+    def _knows(self, ids: Sequence[int]) -> bool:
+        return digest_of_prompt(ids) in self.known or (self.rollouts is not None and self.rollouts.row(ids) is not None)
+
+
+def make(
+    cfg: Config,
+    sampler: Sampler,
+    objectives: Mapping[str, Objective],
+    prompts: Sequence[Sequence[int]],
+    origin: Callable[[], Origin],
+    ranks: Ranks,
+) -> ReferenceRewards:
+    """Of a run with these prompts; ``sampler`` is its own.
+
+    Raises ValueError for rollouts that are cut short or do not fit the run, and for prompts that have none.
+    """
+    wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
+    own, rollouts = cfg.calibration, None
+    rewards = [reward for reward in sampler.rewards if reward.name in wanted]
+    if wanted and own.rollouts:
+        rollouts = reference_rollouts.load(own.rollouts)
+        rollouts.check(origin(), scorers(cfg.rewards, objectives, rewards))
+        for name in wanted:
+            rollouts.ecdf(name)  # refuses abstentions
+    K = own.samples if rollouts is None else rollouts.index.samples
+    drawing = None
+    if own.missing == "draw":
+        drawing = replace(sampler, samples=K, seed=sampler.seed ^ (1 << 61), rewards=rewards)
+    parsed = {
+        name: variational.parse(text)
+        or parse_transform(text, beta=cfg.loss.beta, references=K, function=user_code.function)
+        for name, text in wanted.items()
+    }
+    found = ReferenceRewards(parsed, rollouts, drawing, own.smoother, ranks)
+    absent = found.missing(prompts) if wanted and drawing is None else 0
+    if absent:
+        raise ValueError(
+            f"{absent} of {len(prompts)} prompts have no rollouts in {own.rollouts!r}; `nlgrpo rollout` with this "
+            "configuration draws them, or calibration.missing = 'draw' does when a prompt comes"
+        )
+    return found
+
+
+def _keys(rollouts: ReferenceRollouts, row: int) -> Tensor:
+    return string_keys(rollouts.ids(row))
+
+
+def _picked(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some prompts, numbered by their own digests, so that the noise does not depend on when a prompt comes."""
+    ids = [batch.ids[i] for i in rows]
+    index = [int(digest_of_prompt(one)[:8], 16) for one in ids]
+    columns: dict[str, list[Any]] = {name: [values[i] for i in rows] for name, values in batch.columns.items()}
+    return Batch(index, ids, [batch.prompts[i] for i in rows], columns)
