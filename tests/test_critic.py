@@ -19,6 +19,12 @@ P, M, LIMIT, TEMPERATURE, BETA, LR, CRITIC_LR, EPS = 3, 2, 8, 0.8, 0.3, 0.01, 0.
 OPTIM = OptimConfig(eps=EPS, max_grad_norm=0.0)
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Pictures take longer than these runs."""
+    monkeypatch.setattr(train.report, "write_report", lambda folder: folder)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("models")

@@ -27,6 +27,12 @@ def mostly(completion_ids, **_):
 """
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Pictures take longer than these runs."""
+    monkeypatch.setattr(train.report, "write_report", lambda folder: folder)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("held")
