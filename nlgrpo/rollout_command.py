@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,17 @@ from rich.text import Text
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import config_checks, hf_weights, parallel, parts, reference_rollouts
+from nlgrpo import (
+    calibration_figures,
+    config_checks,
+    figures,
+    hf_weights,
+    kolmogorov_smirnov,
+    metrics,
+    parallel,
+    parts,
+    reference_rollouts,
+)
 from nlgrpo import model as models
 from nlgrpo.config import Config
 from nlgrpo.data import Batch, PromptSet
@@ -36,6 +46,7 @@ from nlgrpo.parallel import Ranks
 from nlgrpo.recipes import from_arguments
 from nlgrpo.reference_rollouts import Index, ReferenceRollouts
 from nlgrpo.rollouts import Sampler
+from nlgrpo.sample_store import saying_what_stays
 from nlgrpo.stages import Crew
 from nlgrpo.timing import StopSignal, as_clock
 
@@ -56,6 +67,10 @@ class Options:
     """K, completions of each prompt."""
     prompts: int | None = None
     """The first so many prompts of the source; none: all."""
+    ks: tuple[int, ...] = ()
+    """Numbers of samples, two or more: do so many give another CDF than so many others (vBoN, Table 1)?"""
+    ks_nested: bool = False
+    """Take the smaller number from among the larger, as the paper does, so that this may be K."""
     dry_run: bool = False
     """Say what there is to do; draw nothing."""
 
@@ -89,6 +104,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
         raise ValueError(f"--samples {options.samples}: ranks among a prompt's samples need 2 of them at least")
     if options.samples >= 2**31:
         raise ValueError(f"--samples {options.samples}: expected less than 2^31")
+    most = max(options.ks, default=0) if options.ks_nested else sum(sorted(options.ks)[-2:])
+    if options.ks and (len(options.ks) < 2 or min(options.ks) < 1 or most > options.samples):
+        raise ValueError(
+            f"--ks {' '.join(map(str, options.ks))}: expected two numbers or more, any two of which are together at "
+            f"most --samples {options.samples}; with --ks-nested each of them"
+        )
     if options.prompts is not None and options.prompts < 1:
         raise ValueError(f"--prompts {options.prompts}: expected 1 or more; leave it out for all")
     config_checks.check(cfg)
@@ -280,6 +301,34 @@ def table(rollouts: ReferenceRollouts) -> Table:
     return found
 
 
+def ks_tables(rollouts: ReferenceRollouts, sizes: Sequence[int], nested: bool) -> Iterator[Table]:
+    """A table a reward; prompts of which a sample was not scored are left out."""
+    for name, values in rollouts.rewards.items():
+        whole = values[~values.isnan().any(1)]
+        if not len(whole):
+            continue
+        how = "the smaller of the larger's own" if nested else "of samples that share none"
+        title = f"{name}: two-sample Kolmogorov-Smirnov tests at 5%, {how}"
+        found = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        for heading in kolmogorov_smirnov.COLUMNS:
+            found.add_column(heading, justify="right")
+        for row in kolmogorov_smirnov.ks_table(whole, sizes, nested=nested):
+            found.add_row(*row.cells())
+        yield found
+
+
+def draw_calibration(rollouts: ReferenceRollouts) -> list[Path]:
+    """``calibration-NAME.png`` of every reward, in the folder: rewards over ranks, before and after."""
+    written = []
+    for name, values in rollouts.rewards.items():
+        whole = values[~values.isnan().any(1)]
+        if len(whole) and whole.shape[1] >= 4:
+            written.append(rollouts.folder / f"calibration-{name}.png")
+            with saying_what_stays(rollouts.folder):
+                metrics.atomic_write_bytes(written[-1], figures.render(partial(calibration_figures.calibration, whole)))
+    return written
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -292,18 +341,22 @@ def main(arguments: Sequence[str]) -> int:
         job = build(options, cfg, Crew(ranks, Console(quiet=not ranks.first), stop))
         job.crew.console.print(plan(job))
         if not options.dry_run:
-            _run(job)
+            _run(job, options)
     return 0
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, options: Options) -> None:
     say = partial(job.crew.console.print, highlight=False, soft_wrap=True)
     drawn = roll_out(job, open_folder(job))
     if drawn is None:
         say("stopped and saved; the same command goes on from there")
     elif job.crew.ranks.first:
-        say(table(reference_rollouts.load(job.folder)))
+        rollouts = reference_rollouts.load(job.folder)
+        say(table(rollouts))
+        for tests in ks_tables(rollouts, options.ks, options.ks_nested) if options.ks else ():
+            say(tests)
         if drawn.tokens:
             speed = drawn.tokens / drawn.seconds
             say(f"drew {drawn.tokens:,} tokens in {as_clock(drawn.seconds)}, {speed:,.0f} tokens/s")
+        say("\n".join(f"picture   {path}" for path in draw_calibration(rollouts)))
         say(f"rollouts  {job.folder}")

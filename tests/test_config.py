@@ -260,7 +260,7 @@ def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
         ("modle.path = 'x'", "unknown key 'modle'; did you mean 'model'?"),
         ("steps = 3", "unknown key 'steps'; did you mean 'train.steps'?"),
         ("[rollout]\nsample = 3", "unknown key 'rollout.sample'; did you mean 'rollout.samples'?"),
-        ("[train]\nlr = 1e-3", "unknown key 'train.lr'; did you mean 'optim.lr'?"),
+        ("[train]\nlr = 1e-3", "unknown key 'train.lr'; did you mean 'critic.lr' or 'optim.lr'?"),
         ("[train]\nprompts = 3", "did you mean 'rollout.prompts' or 'evaluation.prompts'?"),
         ("[rewards.x]\nfuncton = 'f'", "unknown key 'rewards.x.functon'; did you mean 'rewards.x.function'?"),
         ("[optim]\nzzzzz = 1", "unknown key 'optim.zzzzz'; known are: optim.lr, optim.schedule"),

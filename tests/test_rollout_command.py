@@ -13,7 +13,7 @@ from helpers import Job, environment, run_all, tiny_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from nlgrpo import cli, draws, engine, hf_weights, parts, rollout_command, sample_store, stages
+from nlgrpo import cli, draws, engine, hf_weights, kolmogorov_smirnov, parts, rollout_command, sample_store, stages
 from nlgrpo import model as models
 from nlgrpo.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from nlgrpo.draws import Origin, scorers
@@ -525,3 +525,32 @@ def test_the_table(work, rollouts, capsys):
     assert f"{rollouts.lengths.double().mean():.1f} tokens a completion" in text
     assert f"{(~rollouts.finished).double().mean():.1%} cut at 8" in text
     assert f"drew {int(rollouts.lengths.sum())} tokens" in text
+
+
+# --- how much so many samples tell ------------------------------------------------------------------------------------
+
+
+def test_ks_tests_are_scipys_and_pictures_are_drawn(work, capsys):
+    """Of the nested kind, where the larger side is all K samples, in any order: rejections by scipy's exact test."""
+    from scipy.stats import ks_2samp
+
+    assert cli.main([*arguments(work, "first"), "--ks", "3", str(K), "--ks-nested"]) == 0
+    shown = capsys.readouterr().out
+    assert "short: two-sample Kolmogorov-Smirnov tests at 5%, the smaller of the larger's own" in said(shown)
+    kept = load(work / "first")
+    few = kolmogorov_smirnov.ks_table(kept.rewards["short"], [3, K], nested=True)[0]
+    chosen = kolmogorov_smirnov._shuffled(kept.rewards["short"], 0)
+    truth = [ks_2samp(row[:3], row, method="exact").pvalue <= 0.05 for row in chosen.numpy()]
+    assert few.rejected == sum(truth)
+    assert f"{few.rejected} of {len(truth)}" in said(shown)
+    for name in ("short", "near"):
+        whole = not kept.rewards[name].isnan().all(1).any()
+        picture = work / "first" / f"calibration-{name}.png"
+        assert not whole or picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("sizes", [["5"], ["0", "2"], ["4", str(K)]])
+def test_what_ks_refuses(work, sizes, capsys):
+    assert cli.main([*arguments(work, "none"), "--ks", *sizes]) == 1
+    assert f"together at most --samples {K}" in said(capsys.readouterr().err)
+    assert not (work / "none").exists()
