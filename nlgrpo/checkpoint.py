@@ -20,6 +20,7 @@ torch.distributed.checkpoint keeps as a pickle: load a checkpoint only from some
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import nlgrpo
+from nlgrpo import writing
 from nlgrpo.seeding import random_state, set_random_state
 
 log = logging.getLogger("nlgrpo")
@@ -72,6 +74,7 @@ def save(
     Afterwards the newest ``keep`` up to this step are kept; a later one, as a damaged one may be, is not touched.
 
     Neither model, optimiser nor a random generator is changed: an optimiser that has not stepped stays as it is.
+    Raises ValueError on every rank where one of them cannot write; earlier checkpoints are then as they were.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"save(step={step}, keep={keep}): step is 0 or more, keep 1 or more.")
@@ -80,22 +83,16 @@ def save(
     partial = folder / f".{target.name}.partial"
     tensors = _all_tensors(model, optimizer)
     text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer)})
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        _tidy(folder)
-        partial.mkdir()
-    _gather(None)
-    with _single_process_is_fine():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=_ranks() == 1)
-    _write(partial / f"rng-{rank:05d}.json", _to_json(random_state()))
-    if rank == 0:
-        _write(partial / "state.json", text)
-    digests = _gather({path.name: _digest(path) for path in sorted(partial.iterdir()) if _writer(path.name) == rank})
-    if rank == 0:
-        _write_manifest(partial, {name: digest for part in digests for name, digest in part.items()})
-        _publish(partial, target)
-        _prune(folder, step, keep)
-    _gather(None)
+    try:
+        _on_all(folder, lambda: _begin(partial) if rank == 0 else None)
+        _on_all(folder, lambda: _save_tensors(partial, tensors))
+        _on_all(folder, lambda: _write_beside(partial, text))
+        digests = _on_all(folder, lambda: _digests(partial))
+        _on_all(folder, lambda: _finish(partial, target, digests, keep) if rank == 0 else None)
+    except ValueError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way of going on
+        raise
     return target
 
 
@@ -210,6 +207,21 @@ def _gather(value: Value) -> list[Value]:
     return values
 
 
+def _on_all(folder: Path, work: Callable[[], Value]) -> list[Value]:
+    """Every rank's result of its own ``work``, and on every rank the ValueError of the first that cannot write."""
+    value, fault = None, ""
+    try:
+        with writing.into(folder):
+            value = work()
+    except ValueError as error:
+        fault = str(error)
+    done = _gather((value, fault))
+    first = next((fault for _, fault in done if fault), None)
+    if first is not None:
+        raise ValueError(first)
+    return [value for value, _ in done]
+
+
 @contextmanager
 def _single_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -218,6 +230,42 @@ def _single_process_is_fine() -> Iterator[None]:
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _begin(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    _tidy(partial.parent)
+    partial.mkdir()
+
+
+def _save_tensors(partial: Path, tensors: Tensors) -> None:
+    try:
+        with _single_process_is_fine():
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=_ranks() == 1)
+    except dcp.CheckpointException as error:
+        fault, _ = next(iter(error.failures.values()))
+        if isinstance(fault, OSError) or "inline_container" not in str(fault):
+            raise fault from None
+        # PyTorch's writer of tensors knows only that its file did not become as long as it should be.
+        free = shutil.disk_usage(partial).free
+        raise OSError(errno.ENOSPC, f"a file was written in part only; {free:,} bytes are free") from error
+
+
+def _write_beside(partial: Path, text: str) -> None:
+    _write(partial / f"rng-{_rank():05d}.json", _to_json(random_state()))
+    if _rank() == 0:
+        _write(partial / "state.json", text)
+
+
+def _digests(partial: Path) -> dict[str, Any]:
+    """Of the files that this rank has written."""
+    return {path.name: _digest(path) for path in sorted(partial.iterdir()) if _writer(path.name) == _rank()}
+
+
+def _finish(partial: Path, target: Path, digests: list[dict[str, Any]], keep: int) -> None:
+    _write_manifest(partial, {name: digest for part in digests for name, digest in part.items()})
+    _publish(partial, target)
+    _prune(target.parent, int(target.name.removeprefix("step-")), keep)
 
 
 def _steps(folder: Path) -> list[int]:

@@ -305,7 +305,8 @@ def collect(e: Evaluation, candidate: Draws) -> Sampled:
 
 def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
     there = [chunk for chunk in chunks if chunk is not None]
-    return {name: torch.cat([chunk[name] for chunk in there]).double() for name in there[0]}
+    names = sorted(there[0])  # a file has them in any order
+    return {name: torch.cat([chunk[name] for chunk in there]).double() for name in names}
 
 
 def _answers(function: Any, completions: Sequence[Sequence[str]]) -> Tensor:

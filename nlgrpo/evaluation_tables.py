@@ -28,10 +28,10 @@ from nlgrpo.evaluation import (
     selected_value,
     weighted_win_rate,
 )
-from nlgrpo.metrics import atomic_write
 from nlgrpo.objectives import BestOfN, Objective, is_pairwise, parse
 from nlgrpo.rewind import RewindAndRepeat
 from nlgrpo.sampled import Sampled
+from nlgrpo.writing import atomic_write
 
 FILE = "results.json"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nlgrpo import __version__
-from nlgrpo.metrics import atomic_write
 from nlgrpo.sampled import read_evaluation
+from nlgrpo.writing import atomic_write
 
 FILE = "sweep.json"
 State = Literal["waiting", "running", "done", "failed", "stopped"]

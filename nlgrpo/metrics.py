@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from nlgrpo import writing
 from nlgrpo.timing import as_clock
 
 FILE = "metrics.jsonl"
@@ -100,21 +100,6 @@ def _nanstd(values: Tensor) -> Tensor:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8): a reader, also after a kill, sees all of the old or of the new file."""
-    atomic_write_bytes(path, text.encode())
-
-
-def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """`atomic_write` of bytes."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-
-
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSON-lines file that has a ``step`` in each; lines that a kill left half written are passed over."""
     if not path.is_file():
@@ -133,7 +118,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _trim(path: Path, resume_step: int) -> None:
     """Keep what was logged before ``resume_step``: those steps are run again and would be there twice."""
     kept = [entry for entry in read_jsonl(path) if entry["step"] < resume_step]
-    atomic_write(path, "".join(_line(entry) for entry in kept))
+    writing.atomic_write(path, "".join(_line(entry) for entry in kept))
+
+
+def _append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """The file is open no longer than that, so that nothing of a line that could not be written waits in a buffer."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(_line(entry) for entry in entries)
 
 
 def _line(entry: Mapping[str, Any]) -> str:
@@ -169,7 +160,7 @@ class MetricsLogger:
     live line; else (a file, a pipe) it is about 40 plain lines a run, without control codes. ``shown`` names what is
     in it, with formats.
 
-    Raises ValueError where ``tensorboard=True`` and it is not installed.
+    Raises ValueError where ``tensorboard=True`` and it is not installed, and where a file cannot be written.
     """
 
     def __init__(
@@ -186,12 +177,12 @@ class MetricsLogger:
         self.enabled, self._shown = enabled, shown
         if not enabled:
             return
-        run.mkdir(parents=True, exist_ok=True)
-        for name in (FILE, SAMPLES_FILE):
-            _trim(run / name, resume_step)
-        self._file = (run / FILE).open("a", encoding="utf-8")
-        self._samples = (run / SAMPLES_FILE).open("a", encoding="utf-8")
-        self._tensorboard = _tensorboard_writer(run, tensorboard, resume_step)
+        self._run = run
+        with writing.into(run):
+            run.mkdir(parents=True, exist_ok=True)
+            for name in (FILE, SAMPLES_FILE):
+                _trim(run / name, resume_step)
+            self._tensorboard = _tensorboard_writer(run, tensorboard, resume_step)
         self._total = total_steps
         self._console = console or _console()
         self._progress = _live_line(self._console, total_steps, resume_step)
@@ -202,12 +193,12 @@ class MetricsLogger:
         if not self.enabled:
             return
         values = {name: float(value) for name, value in metrics.items()}
-        self._file.write(_line({"step": step, **values}))
-        self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                if math.isfinite(value):
-                    self._tensorboard.add_scalar(name, value, step)
+        with writing.into(self._run):
+            _append(self._run / FILE, [{"step": step, **values}])
+            if self._tensorboard is not None:
+                for name, value in values.items():
+                    if math.isfinite(value):
+                        self._tensorboard.add_scalar(name, value, step)
         self._times.append((step + 1, time.monotonic()))
         self._show(step, values)
 
@@ -215,21 +206,19 @@ class MetricsLogger:
         """Print sampled completions, their rewards and advantages, and append them to ``samples.jsonl``."""
         if not self.enabled or not rows:
             return
-        for row in rows:
-            self._samples.write(_line({"step": step, **asdict(row)}))
-        self._samples.flush()
+        with writing.into(self._run):
+            _append(self._run / SAMPLES_FILE, [{"step": step, **asdict(row)} for row in rows])
         self._console.print(samples_table(step, rows, self._console.encoding))
 
     def close(self) -> None:
-        """Take the live line off the terminal and close the files; a second call does nothing."""
+        """Take the live line off the terminal and end TensorBoard's file; a second call does nothing."""
         if not self.enabled:
             return
         if self._progress is not None:
             self._progress.stop()
         if self._tensorboard is not None:
-            self._tensorboard.close()
-        self._file.close()
-        self._samples.close()
+            with writing.into(self._run):
+                self._tensorboard.close()
 
     def __enter__(self) -> MetricsLogger:
         return self

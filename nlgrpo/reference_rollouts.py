@@ -18,11 +18,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from nlgrpo import __version__
+from nlgrpo import __version__, writing
 from nlgrpo.draws import Draws, Origin, Scorer, score_name
 from nlgrpo.ecdf import ECDF
-from nlgrpo.metrics import atomic_write
-from nlgrpo.sample_store import Store, Tensors, chunk_name, digest_of_prompt, saying_what_stays
+from nlgrpo.sample_store import Store, Tensors, chunk_name, digest_of_prompt
 from nlgrpo.sampling import Sampling
 
 FILE = "rollouts.json"
@@ -73,8 +72,7 @@ class Index:
         )
 
     def write(self, folder: Path) -> None:
-        with saying_what_stays(folder):
-            atomic_write(folder / FILE, json.dumps(asdict(self), indent=1) + "\n")
+        writing.atomic_write(folder / FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_index(folder: Path) -> Index:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nlgrpo import __version__, evaluation_figures, figures, findings, metrics, page, varied
+from nlgrpo import __version__, evaluation_figures, figures, findings, page, varied, writing
 from nlgrpo.evaluation import bootstrap
 from nlgrpo.evaluation_tables import Entry, Estimate
 from nlgrpo.findings import NS, REFERENCE, TRAINING_KL, Findings
@@ -55,9 +55,10 @@ def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Pat
     if out.suffix not in (".html", ".htm"):
         raise ValueError(f"cannot write {out}: the name must end in .html")
     found = findings.read(given)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing.into(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
     name = ", ".join(folder.resolve().name for folder in given[:4]) + f" and {len(given) - 4} more" * (len(given) > 4)
-    metrics.atomic_write_bytes(out, _Report(found, out).html(name).encode(errors="replace"))
+    writing.atomic_write_bytes(out, _Report(found, out).html(name).encode(errors="replace"))
     return out
 
 
@@ -161,7 +162,7 @@ class _Report:
     def _picture(self, name: str, title: str, draw: Callable[..., Figure]) -> str:
         prefix = "" if self.out.name == FILE else f"{self.out.stem}-"
         drawn = figures.picture(draw)
-        metrics.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), drawn.png)
+        writing.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), drawn.png)
         return page.picture(drawn, title)
 
     def _about_kl(self) -> str:
@@ -329,8 +330,10 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     n = min(s.lengths.shape[1] for s in models.values())
     ns = [best_of for best_of in NS if best_of <= n]
     values = {label: bootstrap(weighted_best_of_n(s, ns)) for label, s in models.items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:]))
+    drawn = figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:])
+    with writing.into(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    writing.atomic_write_bytes(out, drawn)
     Console().print(_compare_table(values, ns))
     return out
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo import checkpoint, metrics, parallel, preferences, reward_model
+from nlgrpo import checkpoint, metrics, parallel, preferences, reward_model, writing
 from nlgrpo import model as models
 from nlgrpo.bradley_terry import bradley_terry_loss, evaluate_pairs
 from nlgrpo.families import shape_of
@@ -137,19 +137,20 @@ class Run:
         folder = self.folder / "model"
         parameters = full_parameters(self.model, self.compute)
         if self.ranks.first:
-            reward_model.save(
-                self.model,
-                folder,
-                tokenizer=self.tokenizer,
-                pad=self.pad,
-                max_length=self.max_length,
-                parameters=parameters,
-            )
+            with writing.into(folder):
+                reward_model.save(
+                    self.model,
+                    folder,
+                    tokenizer=self.tokenizer,
+                    pad=self.pad,
+                    max_length=self.max_length,
+                    parameters=parameters,
+                )
         return folder
 
     def write_results(self, **results: dict[str, Any]) -> None:
         if self.ranks.first:
-            metrics.atomic_write(self.folder / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
+            writing.atomic_write(self.folder / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
     def logger(self) -> metrics.MetricsLogger:
         return metrics.MetricsLogger(

@@ -31,10 +31,10 @@ from nlgrpo import (
     figures,
     hf_weights,
     kolmogorov_smirnov,
-    metrics,
     parallel,
     parts,
     reference_rollouts,
+    writing,
 )
 from nlgrpo import model as models
 from nlgrpo.config import Config
@@ -46,7 +46,6 @@ from nlgrpo.parallel import Ranks
 from nlgrpo.recipes import from_arguments
 from nlgrpo.reference_rollouts import Index, ReferenceRollouts
 from nlgrpo.rollouts import Sampler
-from nlgrpo.sample_store import saying_what_stays
 from nlgrpo.stages import Crew
 from nlgrpo.timing import StopSignal, as_clock
 
@@ -324,8 +323,7 @@ def draw_calibration(rollouts: ReferenceRollouts) -> list[Path]:
         whole = values[~values.isnan().any(1)]
         if len(whole) and whole.shape[1] >= 4:
             written.append(rollouts.folder / f"calibration-{name}.png")
-            with saying_what_stays(rollouts.folder):
-                metrics.atomic_write_bytes(written[-1], figures.render(partial(calibration_figures.calibration, whole)))
+            writing.atomic_write_bytes(written[-1], figures.render(partial(calibration_figures.calibration, whole)))
     return written
 
 

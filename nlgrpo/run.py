@@ -24,6 +24,7 @@ from nlgrpo import (
     reference_rewards,
     run_folder,
     sampled,
+    writing,
 )
 from nlgrpo import model as models
 from nlgrpo.aggregation import Aggregate, moving_average
@@ -218,7 +219,8 @@ class Run:
         folder = self.folder / "model"
         parameters = full_parameters(learner.model, self.compute)
         if self.ranks.first:
-            models.save(learner.model, folder, tokenizer=self.tokenizer, parameters=parameters, like=self.source)
+            with writing.into(folder):
+                models.save(learner.model, folder, tokenizer=self.tokenizer, parameters=parameters, like=self.source)
         return folder
 
 

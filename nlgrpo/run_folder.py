@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nlgrpo import config, metrics
+from nlgrpo import config, writing
 from nlgrpo.parallel import Ranks
 
 FILE = "config.json"
@@ -28,6 +28,8 @@ def claim(
         fault = _claim(folder, cfg, free, restart, removed) if ranks.first else ""
     except OSError as error:
         fault = f"{folder} cannot be the folder of a run: {error}"
+    except ValueError as error:  # it can be, and cannot be written
+        fault = str(error)
     fault = ranks.gather_objects(fault)[0]
     if fault:
         raise ValueError(fault)
@@ -53,7 +55,7 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
     elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {f"{FILE}.tmp"}):
         return f"{folder} exists and holds no run; choose another folder with --train.out"
     folder.mkdir(parents=True, exist_ok=True)
-    metrics.atomic_write(known, json.dumps(now, indent=2) + "\n")
+    writing.atomic_write(known, json.dumps(now, indent=2) + "\n")
     return ""
 
 

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo import writing
 from nlgrpo.engine import Rollout
-from nlgrpo.metrics import atomic_write, atomic_write_bytes
 
 Tensors = dict[str, Tensor]
 
@@ -40,10 +40,10 @@ class Store:
         text = json.dumps(identity, sort_keys=True, indent=1)
         store = cls(root, _short(text.encode()))
         written = store.folder / "identity.json"
-        with saying_what_stays(store.folder):
+        with writing.into(store.folder):
             store.folder.mkdir(parents=True, exist_ok=True)
             if first and not written.is_file():
-                atomic_write(written, text + "\n")
+                writing.atomic_write(written, text + "\n")
         return store
 
     def has(self, name: str) -> bool:
@@ -60,23 +60,10 @@ class Store:
 
     def write(self, name: str, tensors: Tensors) -> None:
         content = safetensors.torch.save({key: x.contiguous().cpu() for key, x in tensors.items()})
-        with saying_what_stays(self.folder):
-            atomic_write_bytes(self._path(name), content)
+        writing.atomic_write_bytes(self._path(name), content)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
-
-
-@contextmanager
-def saying_what_stays(folder: Path) -> Iterator[None]:
-    """What the system refuses within, as the ValueError that a command ends with."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"cannot write into {folder}: {error.strerror}. What has been kept there stays, and the same "
-            "command goes on from it."
-        ) from error
 
 
 def chunk_name(index: Sequence[int], ids: Sequence[Sequence[int]]) -> str:

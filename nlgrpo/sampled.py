@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.metrics import atomic_write
+from nlgrpo.writing import atomic_write
 
 FILE = "evaluation.json"
 

@@ -6,6 +6,7 @@ Every point is a run of `nlgrpo train` in a process of its own. The sweep's fold
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nlgrpo import config_checks, grid, metrics
+from nlgrpo import config_checks, grid, metrics, writing
 from nlgrpo import manifest as manifests
 from nlgrpo.config import differences, to_dict
 from nlgrpo.grid import Setting
@@ -38,6 +39,7 @@ from nlgrpo.summary import Row, format_interval, summarize
 from nlgrpo.timing import StopSignal
 
 LOCK = "sweep.lock"
+FULL = (writing.CANNOT, os.strerror(errno.ENOSPC))  # the latter of a log that has no room for more
 ABOUT = """Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 --seed 0,1,2
 
 Keys are those of `nlgrpo train`, --objective is that of all rewards, --seed is --train.seed. An option with several
@@ -274,7 +276,11 @@ def _run(manifest: Manifest, setting: Setting, point: Point, stop: StopSignal, r
         point.state = "stopped"
     else:
         point.state, point.error = "failed", _error(point, first)
+    if any(said in point.error for said in FULL):  # the other points would end so too
+        point.state = "stopped"
     manifest.write()
+    if point.state == "stopped" and point.error:
+        raise ValueError(f"{point.name}: {point.error.removeprefix('error: ')}")
 
 
 def _command(arguments: Sequence[str], ranks: int) -> list[str]:

@@ -28,7 +28,7 @@ from nlgrpo import proofs_estimators as estimators
 from nlgrpo import proofs_shape as shape
 from nlgrpo import proofs_training as training
 from nlgrpo.claims import Proof, Result
-from nlgrpo.metrics import atomic_write
+from nlgrpo.writing import atomic_write, atomic_write_bytes
 
 FILE = "verify.json"
 
@@ -99,7 +99,7 @@ def _run(check: Check, options: Verify, console: Console) -> tuple[Check, Sequen
     proof = check.prove(options.quick)
     if check.draw is not None:
         picture = figures.render(partial(check.draw, **proof.drawn))
-        (options.out / f"{check.prove.__name__}.png").write_bytes(picture)
+        atomic_write_bytes(options.out / f"{check.prove.__name__}.png", picture)
     holding = sum(result.holds for result in proof.results)
     took = time.perf_counter() - start
     console.print(f"{check.title}: {holding} of {len(proof.results)} hold, {took:.1f} s", highlight=False)

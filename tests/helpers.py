@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -70,12 +71,15 @@ def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int =
 
 @dataclass
 class Job:
-    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``."""
+    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``, or with
+    a ``limit`` meets a disk on which no file gets longer than so many bytes.
+    """
 
     arguments: list[str]
     function: str = ""
     at: int = 1
     signal: int = signal.SIGKILL
+    limit: int | None = None
     main: str = "nlgrpo.train:main"
 
 
@@ -127,7 +131,7 @@ def _run(job: Job) -> None:
     main = getattr(importlib.import_module(module), name)
     try:
         if job.function:
-            _signal_at(job)
+            _disturb_at(job)
         status = main(job.arguments)
     finally:
         sys.stdout.flush()
@@ -135,8 +139,8 @@ def _run(job: Job) -> None:
         os._exit(status)
 
 
-def _signal_at(job: Job) -> None:
-    """Make the run send itself the signal just before the call."""
+def _disturb_at(job: Job) -> None:
+    """Make the run send itself the signal, or take the disk's room away, just before the call."""
     module, _, names = job.function.partition(":")
     *path, name = names.split(".")
     owner = importlib.import_module(module)
@@ -147,7 +151,9 @@ def _signal_at(job: Job) -> None:
     def counted(*args, **kwargs):
         nonlocal calls
         calls += 1
-        if calls == job.at:
+        if calls == job.at and job.limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job.limit, job.limit))  # "File too large", from every writer
+        elif calls == job.at:
             os.kill(os.getpid(), job.signal)
         return function(*args, **kwargs)
 

@@ -1,6 +1,7 @@
 """`nlgrpo evaluate` on tiny models: what is drawn, kept and scored, against transformers and the runs' own samples."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -201,14 +202,12 @@ def test_a_damaged_file_is_drawn_anew(work, results):
 
 
 def test_a_full_disk_is_said(work, monkeypatch, capsys):
-    from nlgrpo import sample_store
-
-    def full(path, content):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sample_store, "atomic_write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert cli.main(arguments(work, "full")) == 1
-    assert "No space left on device. What has been kept there stays" in " ".join(capsys.readouterr().err.split())
+    assert "No space left on device. What is whole there stays" in " ".join(capsys.readouterr().err.split())
 
 
 def test_two_ranks_find_what_one_does(work, results):

@@ -43,7 +43,7 @@ def enumerated(rewards, size, pick):
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
+@pytest.mark.parametrize("n", range(1, 9))
 def test_best_and_worst_of_n_are_the_mean_over_all_subsets(n, ties):
     rewards, ns = group(3, n, ties=ties), range(1, n + 1)
     best = torch.stack([enumerated(rewards, size, max) for size in ns])
@@ -54,7 +54,11 @@ def test_best_and_worst_of_n_are_the_mean_over_all_subsets(n, ties):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("worst", [False, True])
-@pytest.mark.parametrize(("n_a", "n_b", "size"), [(5, 6, 1), (5, 6, 3), (6, 4, 4), (4, 4, 4), (1, 5, 1)])
+@pytest.mark.parametrize(
+    ("n_a", "n_b", "size"),
+    [(n, n, size) for n in range(1, 9) for size in range(1, n + 1)]
+    + [(5, 6, 1), (5, 6, 3), (6, 4, 4), (1, 5, 1), (8, 3, 2), (7, 8, 7)],
+)
 def test_win_rate_is_the_mean_over_all_pairs_of_subsets(n_a, n_b, size, worst, ties):
     a, b = group(3, n_a, 1, ties), group(3, n_b, 2, ties)
     pick = min if worst else max
@@ -273,20 +277,6 @@ def test_bad_input_is_refused_with_what_came(call, message):
         call()
 
 
-def test_bootstrap_agrees_with_scipy():
-    values = group(2, 80, seed=9)
-    mean, low, high = bootstrap(values, resamples=20_000, level=0.9)
-    torch.testing.assert_close(mean, values.mean(-1))
-    for i in range(2):
-        theirs = scipy.stats.bootstrap(
-            (values[i].numpy(),), lambda x, axis: x.mean(axis), n_resamples=20_000, confidence_level=0.9,
-            method="percentile", rng=0,
-        ).confidence_interval  # fmt: skip
-        width = theirs.high - theirs.low
-        assert low[i].item() == pytest.approx(theirs.low, abs=0.03 * width)
-        assert high[i].item() == pytest.approx(theirs.high, abs=0.03 * width)
-
-
 def test_bootstrap_is_seeded_paired_and_has_no_interval_for_one_prompt():
     values = group(1, 50)[0]
     assert bootstrap(values)[1] == bootstrap(values)[1]
@@ -295,12 +285,10 @@ def test_bootstrap_is_seeded_paired_and_has_no_interval_for_one_prompt():
     torch.testing.assert_close(torch.stack([mean, low, high])[:, 1], torch.stack([mean, low, high])[:, 0] + 1)
     mean, low, high = bootstrap(torch.tensor([3.0]))
     assert (mean.item(), low.isnan().item(), high.isnan().item()) == (3, True, True)
-
-
-def test_bootstrap_covers_the_mean_about_as_often_as_it_says():
-    trials = group(400, 60, seed=2)
-    covered = sum(bool(low <= 0 <= high) for _, low, high in (bootstrap(t, resamples=400) for t in trials))
-    assert 0.90 < covered / 400 < 0.98
+    mean, low, high = bootstrap(torch.tensor([[0.1] * 7, [0.1] * 6 + [0.2]]))  # whose mean is not 0.1 in floats
+    assert low[0] == mean[0] == high[0]
+    assert 0.1 <= low[1] < mean[1] < high[1] <= 0.2 + 1e-6
+    assert all(x.isfinite() for x in bootstrap(torch.tensor([0.0, 1.0]), resamples=1))
 
 
 def sampled(prompts=6, n=5, abstained=(), **changes):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from nlgrpo.metrics import MetricsLogger, Sample, atomic_write, read_jsonl, rollout_metrics, samples_table
+from nlgrpo.metrics import MetricsLogger, Sample, read_jsonl, rollout_metrics, samples_table
+from nlgrpo.writing import atomic_write
 
 
 def rollouts(prompts=5, samples=4, abstain=0.0, seed=0):
