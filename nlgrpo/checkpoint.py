@@ -209,17 +209,18 @@ def _gather(value: Value) -> list[Value]:
 
 def _on_all(folder: Path, work: Callable[[], Value]) -> list[Value]:
     """Every rank's result of its own ``work``, and on every rank the ValueError of the first that cannot write."""
-    value, fault = None, ""
+    result: list[Value] = []
+    fault = ""
     try:
         with writing.into(folder):
-            value = work()
+            result = [work()]
     except ValueError as error:
         fault = str(error)
-    done = _gather((value, fault))
+    done = _gather((result, fault))
     first = next((fault for _, fault in done if fault), None)
     if first is not None:
         raise ValueError(first)
-    return [value for value, _ in done]
+    return [value for part, _ in done for value in part]
 
 
 @contextmanager

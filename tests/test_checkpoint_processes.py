@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -255,3 +256,41 @@ def test_all_ranks_agree_on_what_is_damaged(tmp_path):
     errors = on_ranks(2, work_load_damaged, tmp_path, "none")
     assert errors[0] == errors[1]
     assert "No checkpoint" in errors[0]
+
+
+def work_save_without_room(rank, folder):
+    """Of the second rank's disk: first its tensors, then its random generators have no room."""
+    model, optimizer = sharded()
+    steps(model, optimizer, 2)
+    save(folder / "run", 1, model, optimizer)
+    heard, before = [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    for full, limit in (("save", 500), ("_write", 100)):
+        owner = checkpoint.dcp if full == "save" else checkpoint
+        original = getattr(owner, full)
+
+        def without_room(*args, original=original, limit=limit, **kwargs):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit if rank == 1 else before[0], before[1]))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        setattr(owner, full, without_room)
+        try:
+            save(folder / "run", 2, model, optimizer)
+        except ValueError as error:
+            heard.append([str(error), names(folder / "run")])
+        finally:
+            setattr(owner, full, original)
+        dist.barrier()
+    save(folder / "run", 2, model, optimizer)
+    return heard
+
+
+def test_all_ranks_hear_of_a_full_disk(tmp_path):
+    first, second = on_ranks(2, work_save_without_room, tmp_path, "full")
+    assert [said for said, _ in first] == [said for said, _ in second]
+    assert len(first) == 2
+    assert all(said.startswith(f"cannot write into {tmp_path / 'run'}: ") for said, _ in first)
+    assert all(left == ["step-00000001"] for _, left in first)
+    assert names(tmp_path / "run") == ["step-00000001", "step-00000002"]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from helpers import Job, run_all, tiny_model
+from test_checkpoint import load, make, names, save, train
 from test_report import make_run
 
 from nlgrpo import cli, figures
@@ -142,6 +143,17 @@ def test_a_page_that_has_no_room(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["report", str(run), "--out", str(tmp_path / "file" / "page.html")]) == 1
     assert f"cannot write into {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+def test_a_save_without_room_leaves_the_checkpoints_as_they_were(tmp_path):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    save(tmp_path, 1, model, optimizer)
+    for size in (100, 3000):  # of which the second is enough for the texts, and for a part of the tensors
+        with room(size), pytest.raises(ValueError, match=f"cannot write into {tmp_path}: "):
+            save(tmp_path, 2, model, optimizer)
+        assert names(tmp_path) == ["step-00000001"]
+        assert load(tmp_path, *make()) == {"step": 1}
 
 
 def test_the_old_file_stays_and_nothing_beside_it(tmp_path):

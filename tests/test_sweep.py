@@ -256,6 +256,8 @@ out.mkdir(exist_ok=True)
 print("SAFE", sys.flags.safe_path)
 if how == "fail": sys.exit("one\\nerror: the second\\n\\nthird")
 if how == "raise": raise KeyError("unnamed")
+if how == "full": sys.exit("error: cannot write into there: no room")
+if how == "full log": raise OSError(28, "No space left on device")
 if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
 if how == "save": sys.exit(0)
 if how == "hold":
@@ -310,6 +312,31 @@ def test_failed_points_do_not_stop_the_others_and_run_again_when_told_to(fake, t
     status, ran, out = fake(*axis, "--retry")
     assert (status, ran) == (0, ["beta=2"])
     assert fake(*axis, "--retry")[:2] == (0, [])
+
+
+@pytest.mark.parametrize("how", ["full", "full log"])
+def test_a_full_disk_ends_the_sweep_and_the_same_command_goes_on(fake, tmp_path, how):
+    axis = ("--loss.beta", "1,2,3")
+    status, ran, out = fake(*axis, b2=how)
+    assert (status, ran) == (1, ["beta=1", "beta=2"])
+    said = "cannot write into there: no room" if how == "full" else "No space left on device"
+    assert "error: beta=2: " in out.splitlines()[-1]
+    assert said in out.splitlines()[-1]
+    assert states(tmp_path / "out") == {"beta=1": "done", "beta=2": "stopped", "beta=3": "waiting"}
+    assert fake(*axis)[:2] == (0, ["beta=2", "beta=3"])
+
+
+def test_a_manifest_that_has_no_room(fake, tmp_path, monkeypatch):
+    fake("--loss.beta", "1,2", b1="fail")
+    before = (tmp_path / "out" / FILE).read_bytes()
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(full))
+        status, ran, out = fake("--loss.beta", "1,2,3", "--retry")
+    assert (status, ran) == (1, [])
+    assert f"error: cannot write into {tmp_path / 'out'}: No space left on device." in out
+    assert (tmp_path / "out" / FILE).read_bytes() == before
+    assert fake("--loss.beta", "1,2,3", "--retry")[:2] == (0, ["beta=1", "beta=3"])
 
 
 def test_points_are_added_and_kept(fake, tmp_path):
