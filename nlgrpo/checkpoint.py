@@ -125,8 +125,8 @@ def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[st
         raise ValueError(f"checkpoint {path} is damaged: {damage}")
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    whole = any(name.startswith("model/policy.") for name in tensors)  # a policy beside its critic
-    prefix = "model/policy." if whole else "model/"
+    beside_critic = any(name.startswith("model/policy.") for name in tensors)
+    prefix = "model/policy." if beside_critic else "model/"
     stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     taken = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
@@ -408,9 +408,7 @@ def _blank_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: set
     """A state to load into, for the parameters that had one: without a gradient so far, a parameter has none."""
     optimizer.state.clear()
     optimizer.zero_grad(set_to_none=True)  # PyTorch makes no blank state while there are gradients
-    if not names:
-        return {"state": {}}
-    states: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    states: dict[str, Any] = get_optimizer_state_dict(model, optimizer) if names else {"state": {}}
     return {**states, "state": {name: entry for name, entry in states["state"].items() if name in names}}
 
 

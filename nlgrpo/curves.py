@@ -28,8 +28,8 @@ from rich.text import Text
 
 from nlgrpo import __version__, calibration_figures, figures, user_code
 from nlgrpo.calibration import EXPONENTS, Curve, Transform, alignment_curve, at_kl, parse_transform, suggest
-from nlgrpo.metrics import atomic_write
 from nlgrpo.transforms import FixedPoint, Log
+from nlgrpo.writing import atomic_write, atomic_write_bytes
 
 COLUMNS = ("beta", "kl", "win_rate", "bon_win_rate", "won_win_rate")
 POINTS = 48  # of a curve
@@ -148,7 +148,7 @@ def _write(
     atomic_write(folder / "curves.csv", text.getvalue())
     reference = alignment_curve(Log(), [1 / (m - 1) for m in REFERENCE], n)
     picture = figures.render(partial(calibration_figures.alignment, lines, reference))
-    (folder / "curves.png").write_bytes(picture)
+    atomic_write_bytes(folder / "curves.png", picture)
 
 
 def _points(curves: Mapping[str, Curve], transforms: Mapping[str, Transform]) -> list[dict[str, Any]]:
