@@ -124,6 +124,7 @@ def main() -> int:
     parser.add_argument("--weights", nargs="+", type=float, default=[0.25, 0.5, 0.75], help="of the first reward")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="OBJECTIVE or OBJECTIVE/AGGREGATE")
     parser.add_argument("--ns", nargs="+", type=int, default=[1, 4], help="N of the best-of-N in the picture")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of each run")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     options, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     try:
@@ -131,7 +132,7 @@ def main() -> int:
         if len(names) != 2:
             raise ValueError(f"{options.recipe} has {len(names)} rewards, and the picture has two axes")
         rows = [row(names, method, weight) for method in options.methods for weight in options.weights]
-        status = sweep.run([options.recipe, *more], rows, options.out)
+        status = sweep.run([options.recipe, *more], rows, options.out, ranks=options.nproc_per_node)
     except ValueError as error:
         parser.error(str(error))
     if any(run.state != "done" for run in read_manifest(options.out)):
