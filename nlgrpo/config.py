@@ -108,7 +108,7 @@ class RewardConfig:
 
 @dataclass
 class CalibrationConfig:
-    """Of rewards that have a transform: the reference's samples that they are held against."""
+    """The reference's samples: those that a reward with a transform is held against, and what `offline` learns from."""
 
     rollouts: str = ""
     """Folder of `nlgrpo rollout`."""
@@ -121,10 +121,24 @@ class CalibrationConfig:
 
 
 @dataclass
+class OfflineConfig:
+    """Of bon_sft, dpo, ipo and bonbon: how a step's samples, of calibration.rollouts, become winners and pairs."""
+
+    n: int = 2
+    """N. A prompt's samples of a step are cut at random into sets of N, each of which gives its best one or a pair."""
+    rejected: Literal["worst", "random"] = "worst"
+    """What the best of a set is paired with: the worst of it, or any other one."""
+    alpha: float = 0.005
+    """Of bonbon: weight of the likelihood of the best; that of the pairs is 1 - alpha."""
+
+
+@dataclass
 class LossConfig:
-    algorithm: Literal["grpo", "ppo"] = "grpo"
-    """What tells the tokens of a completion apart: nothing, or a critic (the section `critic`). Both take the
-    linearised reward; in PPO it comes with the last token."""
+    algorithm: Literal["grpo", "ppo", "bon_sft", "dpo", "ipo", "bonbon"] = "grpo"
+    """grpo and ppo take the linearised rewards of completions that the policy draws; in PPO they come with the last
+    token, and a critic (section `critic`) tells the others apart. The rest are baselines that draw nothing: they learn
+    from the reference's samples in calibration.rollouts (section `offline`), by the weighted sum of the rewards:
+    likelihood of the best of N, and losses on pairs."""
     aggregate: str = "sum"
     """Of the objectives by their weights: "sum", "min" (of those with a weight), "smooth_min:GAMMA"."""
     aggregate_at: Literal["batch", "prompt"] = "batch"
@@ -147,7 +161,8 @@ class LossConfig:
     dual_clip: float | None = None
     """Of ppo: where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any does."""
     beta: float = 1e-4
-    """Weight of the KL divergence to the model that training starts from; 0 keeps no reference."""
+    """Weight of the KL divergence to the model that training starts from; 0 keeps no reference. It is DPO's and IPO's
+    beta; bon_sft and bonbon have none."""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -162,6 +177,20 @@ class LossConfig:
     """Passes over each rollout."""
     minibatches: int = 1
     """Optimiser steps in a pass."""
+
+    @property
+    def offline(self) -> bool:
+        """Whether nothing is drawn, and a step learns from the reference's samples."""
+        return self.paired or self.algorithm == "bon_sft"
+
+    @property
+    def paired(self) -> bool:
+        return self.algorithm in ("dpo", "ipo", "bonbon")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the frozen model is needed."""
+        return self.paired if self.offline else self.beta > 0
 
 
 @dataclass
@@ -260,6 +289,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

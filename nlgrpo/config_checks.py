@@ -110,6 +110,8 @@ def _faults(config: Config, world: int) -> list[str]:
     ]
     if rollout.prompts % world:
         faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
+    if loss.offline:
+        faults += _offline_faults(config)
     if loss.algorithm == "ppo":
         faults += _critic_faults(config, need)
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
@@ -145,6 +147,32 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
             f"{name}.transform = {reward.transform!r}: needs samples of the reference, calibration.rollouts "
             "(a folder of `nlgrpo rollout`) or calibration.missing = 'draw'"
         )
+    return faults
+
+
+def _offline_faults(config: Config) -> list[str]:
+    """Of an algorithm that learns from the reference's samples, with what it would pass over in silence."""
+    loss, own, samples = config.loss, config.offline, config.rollout.samples
+    name, least, faults = f"loss.algorithm = {loss.algorithm!r}", 2 if loss.paired else 1, []
+    if not config.calibration.rollouts:
+        faults.append(f"{name}: needs samples of the reference, calibration.rollouts (a folder of `nlgrpo rollout`)")
+    if not least <= own.n <= samples:
+        allowed = f"from {least} to rollout.samples = {samples}, the samples of a prompt that a step takes"
+        faults.append(f"offline.n = {own.n}: with {name} allowed is {allowed}")
+    if not 0 <= own.alpha <= 1:
+        faults.append(f"offline.alpha = {own.alpha}: allowed is in [0, 1]")
+    if loss.algorithm in ("dpo", "ipo") and loss.beta == 0:
+        faults.append(f"loss.beta = 0: {name} has no optimum there; allowed is > 0")
+    if loss.epochs * loss.minibatches > 1:
+        several = f"loss.epochs = {loss.epochs}, loss.minibatches = {loss.minibatches}"
+        faults.append(f"{several}: with {name} a step is one of the optimiser, and train.steps says how many")
+    if loss.target_kl is not None:
+        faults.append(f"loss.target_kl follows the KL of completions that the policy draws, and {name} draws none")
+    if loss.aggregate != "sum":
+        faults.append(f"loss.aggregate = {loss.aggregate!r}: {name} chooses by the weighted sum of the rewards")
+    for reward, given in config.rewards.items():
+        if given.weight and objectives.is_pairwise(given.objective):
+            faults.append(f"rewards.{reward}: {name} chooses by rewards, and {given.objective!r} is of kernels")
     return faults
 
 
@@ -198,7 +226,7 @@ def _reward_faults(config: Config) -> list[str]:
             faults.append(f"rewards.{name}.scale = {reward.scale}: allowed is a finite number other than 0")
         if not reward.function:
             faults.append(f"rewards.{name}.function is missing")
-        if reward.transform:
+        if reward.transform and not config.loss.offline:
             faults += _transform_faults(f"rewards.{name}", reward, config)
         if not reward.timeout > 0:
             faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")

@@ -92,19 +92,19 @@ class PromptSet:
         if count == 0:
             return self, self
         cut = len(self) - count
-        parts = [
-            PromptSet(
-                self.ids[part],
-                self.prompts[part],
-                self.rows[part],
-                seed=self.seed,
-                shuffle=self.shuffle,
-                dropped=self.dropped,
-                unmatched=self.unmatched,
-            )
-            for part in (slice(0, cut), slice(cut, None))
-        ]
-        return parts[0], parts[1]
+        return self.only(range(cut)), self.only(range(cut, len(self)))
+
+    def only(self, places: Sequence[int]) -> PromptSet:
+        """The set of the prompts at these places of the source."""
+        return PromptSet(
+            [self.ids[i] for i in places],
+            [self.prompts[i] for i in places],
+            [self.rows[i] for i in places],
+            seed=self.seed,
+            shuffle=self.shuffle,
+            dropped=self.dropped,
+            unmatched=self.unmatched,
+        )
 
     def _place(self, number: int) -> int:
         epoch, position = divmod(number, len(self))

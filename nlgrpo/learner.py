@@ -46,7 +46,7 @@ def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy, the frozen reference it is held to (None where beta is 0), PPO's critic, and how they are optimised."""
+    """A policy, the frozen reference it is held to (None: to none), PPO's critic, and how they are optimised."""
 
     model: Decoder
     reference: Decoder | None
@@ -71,8 +71,12 @@ class Learner:
         """This rank's ``rows`` packed; as many micro-batches on every rank, because each one is a collective."""
         samples = rollout.tokens.shape[1]
         prompts = [prompt for prompt in rollout.prompt_ids for _ in range(samples)]
+        packed = pack(prompts, rollout.completion_ids(), rows, self.micro_batch_tokens, self.ranks.device)
+        return self.in_step(packed)
+
+    def in_step(self, packed: list[MicroBatch]) -> list[MicroBatch]:
+        """With empty ones behind them, so that all ranks have as many; collective."""
         device = self.ranks.device
-        packed = pack(prompts, rollout.completion_ids(), rows, self.micro_batch_tokens, device)
         most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
         return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
 

@@ -11,6 +11,8 @@ from nlgrpo.rank_based import OfN
 
 def notes(config: Config, objectives: Mapping[str, Objective]) -> list[str]:
     """A line for each setting that breaks a property, with what keeps it."""
+    if config.loss.offline:
+        return [*_of_sampling(config), *_of_choices(config)]
     return [*_of_sampling(config), *_of_estimators(config, objectives), *_of_the_loss(config), *_of_the_kl(config)]
 
 
@@ -20,6 +22,17 @@ def _of_sampling(config: Config) -> Iterator[str]:
             (("top_k", r.top_k, 0), ("top_p", r.top_p, 1), ("min_p", r.min_p, 0)) if value != off]  # fmt: skip
     if cuts:
         yield f"rollout.{', rollout.'.join(cuts)}: samples are those of a cut policy, and the whole one is trained."
+
+
+def _of_choices(config: Config) -> Iterator[str]:
+    given = [(f"rewards.{name}", reward) for name, reward in config.rewards.items() if reward.weight]
+    passed = [f"{name}.transform = {reward.transform!r}" for name, reward in given if reward.transform]
+    passed += [f"{name}.objective = {reward.objective!r}" for name, reward in given if reward.objective != "mean"]
+    if passed:
+        yield (
+            f"{', '.join(passed)}: of no effect on training; {config.loss.algorithm} chooses by the rewards "
+            f"themselves, the best of offline.n = {config.offline.n}."
+        )
 
 
 def _of_estimators(config: Config, objectives: Mapping[str, Objective]) -> Iterator[str]:

@@ -40,8 +40,23 @@ def pack(
     ``prompt_ids`` has a prompt for each completion. Sequences are taken longest first into the first micro-batch with
     room, which leaves little of it empty; one that is longer than ``max_tokens`` goes alone.
     """
-    sizes = {r: len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in rows}
-    return [_micro_batch(prompt_ids, completion_ids, part, device) for part in bins(sizes, max_tokens)]
+    return pack_sets(prompt_ids, completion_ids, [[r] for r in sorted(rows)], max_tokens, device)
+
+
+def pack_sets(
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    sets: Sequence[Sequence[int]],
+    max_tokens: int,
+    device: torch.device | str = "cpu",
+) -> list[MicroBatch]:
+    """`pack`, with the completions of a set never parted, because their loss needs them all; too long a set is alone.
+
+    ``sets`` are rows, (B, n) as lists.
+    """
+    sizes = {i: sum(len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in own) for i, own in enumerate(sets)}
+    parts = [[r for i in part for r in sets[i]] for part in bins(sizes, max_tokens)]
+    return [_micro_batch(prompt_ids, completion_ids, part, device) for part in parts]
 
 
 def bins(sizes: Mapping[int, int], max_tokens: int) -> list[list[int]]:

@@ -10,6 +10,8 @@ from nlgrpo.attention import implementation
 from nlgrpo.config import Config
 from nlgrpo.kernels.head import BLOCK_BYTES
 from nlgrpo.notes import notes
+from nlgrpo.offline import Samples
+from nlgrpo.preference_losses import bonbon_margin
 from nlgrpo.run import Run
 
 
@@ -27,7 +29,7 @@ def memory(run: Run) -> dict[str, float]:
     return {
         "parameters, gradients, Adam": 4 * count * stored / world,
         "critic, gradients, Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
-        "reference": count * compute / world if cfg.loss.beta > 0 else 0,
+        "reference": count * compute / world if cfg.loss.has_reference else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "whole parameters while sampling": count * compute if compute != stored or world > 1 else 0,
         "cache of keys and values": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
@@ -39,13 +41,7 @@ def memory(run: Run) -> dict[str, float]:
 def show(run: Run) -> Table:
     """The plan as a table; what ``--dry-run`` prints."""
     cfg, ranks = run.config, run.ranks
-    completions = cfg.rollout.prompts * cfg.rollout.samples
-    updates = cfg.loss.epochs * cfg.loss.minibatches
     epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
-    terms = [f"{r.weight:g} {run.objectives[n]}({n})" for n, r in cfg.rewards.items()]
-    objective = " + ".join(terms) if cfg.loss.aggregate == "sum" else f"{cfg.loss.aggregate} of {', '.join(terms)}"
-    objective += " at each prompt" if cfg.loss.aggregate_at == "prompt" else ""
-    kl = f" - {cfg.loss.beta:g} KL (in the {cfg.loss.kl_in}, {cfg.loss.kl})" if cfg.loss.beta > 0 else ""
     uses = memory(run)
     parts = ", ".join(f"{name} {_size(size)}" for name, size in uses.items() if size)
     rows = {
@@ -53,11 +49,9 @@ def show(run: Run) -> Table:
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
         "ranks": f"{ranks.world} on {ranks.device.type}, attention by {implementation(ranks.device.type, run.compute)}",
         "data": f"{run.prompts!r}",
-        "objective": f"maximise {objective}{kl}",
+        **(_objective(run) if run.samples is None else _choices(cfg, run.samples)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
-        "a step": f"{cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples = {completions} completions of up to "
-        f"{cfg.rollout.max_new_tokens} tokens, {completions // ranks.world} a rank; {updates} optimiser step"
-        f"{'s' * (updates > 1)}, loss {cfg.loss.surrogate} by {cfg.loss.level}, normalised as {cfg.loss.normalization}",
+        "a step": _step(cfg, ranks.world),
         **_critic(cfg),
         "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs of the prompts; learning rate {cfg.optim.lr:g} "
         f"{cfg.optim.schedule}",
@@ -75,6 +69,50 @@ def show(run: Run) -> Table:
     for name, text in rows.items():
         table.add_row(name, Text(text))
     return table
+
+
+def _objective(run: Run) -> dict[str, str]:
+    loss, rewards = run.config.loss, run.config.rewards
+    terms = [f"{r.weight:g} {run.objectives[n]}({n})" for n, r in rewards.items()]
+    objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
+    objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
+    kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {loss.kl})" if loss.beta > 0 else ""
+    return {"objective": f"maximise {objective}{kl}"}
+
+
+def _choices(cfg: Config, samples: Samples) -> dict[str, str]:
+    """What an algorithm that draws nothing learns, and from what."""
+    K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
+    terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
+    formula = {
+        "bon_sft": "-log pi(best)",
+        "dpo": f"-log sigmoid({beta} h)",
+        "ipo": f"(h - 1 / (2 x {beta}))^2",
+        "bonbon": f"-{cfg.offline.alpha:g} log pi(best) + {1 - cfg.offline.alpha:g} (h - {bonbon_margin(n):g})^2",
+    }[cfg.loss.algorithm]
+    other = "worst of them" if cfg.offline.rejected == "worst" else "another one of them"
+    chosen = f"best of {n} samples by {' + '.join(terms)}" + f", against the {other}" * samples.paired
+    left_out = [f"{samples.unknown:,} prompts have none"] * (samples.unknown > 0)
+    left_out += [f"{samples.tied:,} have samples of one reward only"] * (samples.tied > 0)
+    said = f"; {', '.join(left_out)}: left out" if left_out else ""
+    margin = "; h: by how much log pi / pi_ref is more for the best" * samples.paired
+    return {
+        "objective": f"minimise {formula}, the {chosen}{margin}",
+        "rollouts": f"{K} samples of each prompt in {samples.rollouts.folder}{said}",
+    }
+
+
+def _step(cfg: Config, world: int) -> str:
+    P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
+    if cfg.loss.offline:
+        what = "pairs, less those of equal rewards" if cfg.loss.paired else "winners"
+        return f"{P} prompts x {M} of their samples, in {M // n} sets of {n} each = {P * (M // n)} {what}"
+    updates = cfg.loss.epochs * cfg.loss.minibatches
+    return (
+        f"{P} prompts x {M} samples = {P * M} completions of up to {cfg.rollout.max_new_tokens} tokens, "
+        f"{P * M // world} a rank; {updates} optimiser step{'s' * (updates > 1)}, loss {cfg.loss.surrogate} by "
+        f"{cfg.loss.level}, normalised as {cfg.loss.normalization}"
+    )
 
 
 def _has_own_critic(cfg: Config) -> bool:

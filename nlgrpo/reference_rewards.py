@@ -27,7 +27,7 @@ from nlgrpo.model import Decoder
 from nlgrpo.objectives import Objective
 from nlgrpo.parallel import Ranks
 from nlgrpo.reference_rollouts import ReferenceRollouts
-from nlgrpo.rewards import RewardError
+from nlgrpo.rewards import Reward, RewardError
 from nlgrpo.rollouts import Sampler
 from nlgrpo.sample_store import digest_of_prompt
 from nlgrpo.transforms import Transform, parse_transform
@@ -153,6 +153,20 @@ class ReferenceRewards:
         return digest_of_prompt(ids) in self.known or (self.rollouts is not None and self.rollouts.row(ids) is not None)
 
 
+def fitting_rollouts(
+    cfg: Config, rewards: Sequence[Reward], objectives: Mapping[str, Objective], origin: Callable[[], Origin]
+) -> ReferenceRollouts:
+    """Those of calibration.rollouts, with these rewards of every sample.
+
+    Raises ValueError where they are cut short, do not fit the run, or where one of the rewards abstained.
+    """
+    rollouts = reference_rollouts.load(cfg.calibration.rollouts)
+    rollouts.check(origin(), scorers(cfg.rewards, objectives, rewards))
+    for reward in rewards:
+        rollouts.ecdf(reward.name)  # refuses abstentions
+    return rollouts
+
+
 def make(
     cfg: Config,
     sampler: Sampler,
@@ -166,13 +180,12 @@ def make(
     Raises ValueError for rollouts that are cut short or do not fit the run, and for prompts that have none.
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
+    if cfg.loss.offline:  # chooses among the rewards themselves
+        wanted = {}
     own, rollouts = cfg.calibration, None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
     if wanted and own.rollouts:
-        rollouts = reference_rollouts.load(own.rollouts)
-        rollouts.check(origin(), scorers(cfg.rewards, objectives, rewards))
-        for name in wanted:
-            rollouts.ecdf(name)  # refuses abstentions
+        rollouts = fitting_rollouts(cfg, rewards, objectives, origin)
     K = own.samples if rollouts is None else rollouts.index.samples
     drawing = None
     if own.missing == "draw":

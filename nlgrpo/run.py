@@ -20,6 +20,7 @@ from nlgrpo import (
     hf_weights,
     metrics,
     objectives,
+    offline,
     parts,
     reference_rewards,
     run_folder,
@@ -31,7 +32,6 @@ from nlgrpo.aggregation import Aggregate, moving_average
 from nlgrpo.config import Config
 from nlgrpo.draws import Origin
 from nlgrpo.families import Shape, shape_of
-from nlgrpo.groups import Groups
 from nlgrpo.kl import AdaptiveBeta
 from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.model import Decoder
@@ -82,6 +82,7 @@ class Run:
     objectives: dict[str, objectives.Objective]
     aggregate: Aggregate
     references: ReferenceRewards
+    samples: offline.Samples | None  # of the reference, for an algorithm that draws none
     compute: torch.dtype
     progress: Progress = field(default_factory=Progress)
 
@@ -143,11 +144,10 @@ class Run:
         batch = self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
         return self.evaluator().evaluate(model, batch, self.ranks, self.objectives, self.weights())
 
-    def speed(self, clock: Clock, groups: Groups) -> dict[str, float]:
-        """``time/*``, ``perf/*`` and the tokens so far."""
-        generated = int(groups.lengths.sum())
-        times = clock.metrics(generated)
-        flops = self.shape.parameters * (6 * groups.tokens * self.config.loss.epochs + 2 * generated)
+    def speed(self, clock: Clock, trained: int, generated: int = 0) -> dict[str, float]:
+        """``time/*``, ``perf/*`` and the tokens so far, of a step that generated and trained on so many."""
+        times = clock.metrics(generated or trained)
+        flops = self.shape.parameters * (6 * trained * self.config.loss.epochs + 2 * generated)
         used = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
         return times | used | {"num_tokens": self.progress.num_tokens}
 
@@ -160,9 +160,10 @@ class Run:
         waits = step < own.warmup_steps
         return {"lr": 0.0 if waits else lr, "critic_lr": learning_rate(replace(optim, lr=own.lr), step, steps)}
 
-    def controller(self) -> AdaptiveBeta | None:
-        target = self.config.loss.target_kl
-        return None if target is None else AdaptiveBeta(self.progress.beta, target)
+    def next_beta(self, kl: float) -> float:
+        """That of the step after one with this KL per token."""
+        beta, target = self.progress.beta, self.config.loss.target_kl
+        return beta if target is None else AdaptiveBeta(beta, target).step(kl)
 
     def logger(self) -> metrics.MetricsLogger:
         return metrics.MetricsLogger(
@@ -171,17 +172,18 @@ class Run:
             enabled=self.ranks.first,
             tensorboard=self.config.train.tensorboard,
             resume_step=self.progress.step,
+            shown=metrics.SHOWN if self.samples is None else offline.SHOWN,
         )
 
     def learner(self) -> Learner:
-        """Load the policy and, where it is held to one, the frozen reference."""
+        """Load the policy and, where there is one, the frozen reference."""
         cfg = self.config
         stored = torch.float32 if self.compute == torch.bfloat16 else self.compute
         sharded = partial(shard, ranks=self.ranks, compute=self.compute)
         model = models.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
         model.activation_checkpointing = cfg.model.activation_checkpointing
         reference = None
-        if cfg.loss.beta > 0:
+        if cfg.loss.has_reference:
             reference = models.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.requires_grad_(False)
         value = critic.make(cfg, model, self.ranks, self.compute)
@@ -239,18 +241,20 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     compute = parts.compute_dtype(cfg.model.dtype, ranks.device)
     sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)
     origin = partial(Origin.of, source, tokenizer, compute, sampling)
+    samples = offline.make(cfg, loaded, parsed, prompts, origin)
     return Run(
         config=cfg,
         ranks=ranks,
         tokenizer=tokenizer,
         shape=shape,
         source=source,
-        prompts=prompts,
+        prompts=prompts if samples is None else samples.prompts,
         held_out=held_out,
         sampler=sampler,
         objectives=parsed,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
         references=reference_rewards.make(cfg, sampler, parsed, prompts.ids, origin, ranks),
+        samples=samples,
         compute=compute,
         progress=Progress(beta=cfg.loss.beta),
     )

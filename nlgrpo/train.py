@@ -1,7 +1,8 @@
 """The main job: ``torchrun nlgrpo/train.py [recipe] [file.toml] [--section.key value ...] [--dry-run]``.
 
 Non-linear GRPO (IAMA, Alg. 1 and 2): draw M completions a prompt, score them, replace each reward by the first
-variation of its objective at the group's empirical distribution, and take a GRPO step on that.
+variation of its objective at the group's empirical distribution, and take a GRPO step on that. Baselines that draw
+nothing (BoN-SFT, DPO, IPO, BoNBoN) take steps of their own in the same loop.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import parallel, plan, report, summary
+from nlgrpo import offline, parallel, plan, report, summary
 from nlgrpo.advantages import subtract_baseline
 from nlgrpo.aggregation import combine
 from nlgrpo.config import Config
@@ -24,6 +25,7 @@ from nlgrpo.engine import Rollout
 from nlgrpo.groups import Groups
 from nlgrpo.learner import Learner
 from nlgrpo.metrics import MetricsLogger
+from nlgrpo.offline import Samples
 from nlgrpo.recipes import from_arguments
 from nlgrpo.reference_rewards import Held
 from nlgrpo.rewards import RewardError, Scores
@@ -33,48 +35,70 @@ from nlgrpo.seeding import random_state, seed_everything, set_random_state
 from nlgrpo.timing import Clock, StopSignal
 
 
-# fmt: off
 def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> bool:
     """The loop, from where the run stands. Returns False where a signal ended it early, after a checkpoint."""
-    cfg, ranks, progress, controller = run.config, run.ranks, run.progress, run.controller()
-    for step in range(progress.step, cfg.train.steps):
-        clock   = Clock(ranks.device)
-        batch   = run.next_batch()                                   # this rank's share of P prompts
-        rollout = run.sampler.draw(learner.model, batch)             # x M completions, with the sampler's log-probs
-        clock.lap("generate")
-        ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
-        clock.lap("reference")
-        scores, held = score(run, learner, batch, rollout, ref)      # {name: (P, M)}, NaN where a reward abstains
-        clock.lap("rewards")
-        groups  = Groups.gather(ranks, scores, rollout, held)        # from here on all ranks, all P
-        values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
-        each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
-        worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
-        linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
-        if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with one, token by token
-            penalty = learner.kl_reward(rollout, ref, progress.beta)
-            linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
-        adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
-        clock.lap("linearize")
-        stats   = learner.update(
-            rollout, adv[groups.own], step=step, **run.rates(step),
-            beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
-        )
-        clock.lap("update")
-        shown   = groups.scores(run.objectives)                      # {name: (P, M)}, kernels as numbers too
-        stats |= {"beta": progress.beta} | groups.metrics(worth, values, shown, run.weights(), adv)
-        progress.advance(cfg.rollout.prompts, groups.tokens)
-        if controller is not None and "kl" in stats:                # not where all groups were dropped
-            progress.beta = controller.step(stats["kl"])
-        log.log(step, stats | run.speed(clock, groups))
-        if every(cfg.train.samples_every, step):
-            log.table(step, groups.samples(batch, run.sampler.texts(rollout), shown, each, adv))
-        stopping = ranks.any(stop.received)
-        if stopping or step + 1 == cfg.train.steps or every(cfg.train.checkpoint_every, step + 1):
+    cfg = run.config.train
+    for step in range(run.progress.step, cfg.steps):
+        if run.samples is None:
+            learn_from_rewards(run, learner, log)
+        else:
+            learn_from_choices(run, run.samples, learner, log)
+        stopping = run.ranks.any(stop.received)
+        if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
             run.save(learner)
         if stopping:
-            return step + 1 == cfg.train.steps
+            return step + 1 == cfg.steps
     return True
+
+
+# fmt: off
+def learn_from_rewards(run: Run, learner: Learner, log: MetricsLogger) -> None:
+    """A step of GRPO or PPO."""
+    cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
+    clock   = Clock(ranks.device)
+    batch   = run.next_batch()                                   # this rank's share of P prompts
+    rollout = run.sampler.draw(learner.model, batch)             # x M completions, with the sampler's log-probs
+    clock.lap("generate")
+    ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
+    clock.lap("reference")
+    scores, held = score(run, learner, batch, rollout, ref)      # {name: (P, M)}, NaN where a reward abstains
+    clock.lap("rewards")
+    groups  = Groups.gather(ranks, scores, rollout, held)        # from here on all ranks, all P
+    values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
+    each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
+    worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
+    linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
+    if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with one, token by token
+        penalty = learner.kl_reward(rollout, ref, progress.beta)
+        linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
+    adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
+    clock.lap("linearize")
+    stats   = learner.update(
+        rollout, adv[groups.own], step=step, **run.rates(step),
+        beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
+    )
+    clock.lap("update")
+    shown   = groups.scores(run.objectives)                      # {name: (P, M)}, kernels as numbers too
+    stats |= {"beta": progress.beta} | groups.metrics(worth, values, shown, run.weights(), adv)
+    progress.advance(cfg.rollout.prompts, groups.tokens)
+    if "kl" in stats:                                            # not where all groups were dropped
+        progress.beta = run.next_beta(stats["kl"])
+    log.log(step, stats | run.speed(clock, groups.tokens, int(groups.lengths.sum())))
+    if every(cfg.train.samples_every, step):
+        log.table(step, groups.samples(batch, run.sampler.texts(rollout), shown, each, adv))
+
+
+def learn_from_choices(run: Run, samples: Samples, learner: Learner, log: MetricsLogger) -> None:
+    """A step of BoN-SFT, DPO, IPO or BoNBoN."""
+    cfg, progress, step = run.config, run.progress, run.progress.step
+    clock  = Clock(run.ranks.device)
+    chosen = samples.choose(progress.cursor, cfg.rollout.prompts, run.ranks)  # this rank's winners or pairs
+    clock.lap("choose")
+    stats  = offline.update(learner, chosen, cfg.offline, **run.rates(step))
+    clock.lap("update")
+    tokens = int(stats.pop("tokens"))                            # of all ranks
+    progress.advance(cfg.rollout.prompts, tokens)
+    log.log(step, stats | run.speed(clock, tokens))
 # fmt: on
 
 
