@@ -95,7 +95,7 @@ def _choices(cfg: Config, samples: Samples) -> dict[str, str]:
     left_out = [f"{samples.unknown:,} prompts have none"] * (samples.unknown > 0)
     left_out += [f"{samples.tied:,} have samples of one reward only"] * (samples.tied > 0)
     said = f"; {', '.join(left_out)}: left out" if left_out else ""
-    margin = "; h: by how much log pi / pi_ref is more for the best" * samples.paired
+    margin = "; h: log pi / pi_ref of the best less that of the other" * samples.paired
     return {
         "objective": f"minimise {formula}, the {chosen}{margin}",
         "rollouts": f"{K} samples of each prompt in {samples.rollouts.folder}{said}",

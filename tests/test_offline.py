@@ -1,18 +1,24 @@
-"""BoN-SFT, DPO, IPO and BoNBoN: the update against plain PyTorch on transformers' models in float64; runs on rollouts."""
+"""BoN-SFT, DPO, IPO, BoNBoN: the update against plain PyTorch on transformers' models in float64; runs on rollouts."""
 
 import json
 import math
+import os
+import signal
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import WORDS, tiny_model
 
+from nlgrpo import cli, config_checks, offline, train
 from nlgrpo import model as models
-from nlgrpo import offline, train
-from nlgrpo.config import LossConfig, OfflineConfig, OptimConfig
+from nlgrpo import run as runs
+from nlgrpo.config import CalibrationConfig, Config, LossConfig, OfflineConfig, OptimConfig, RewardConfig, RolloutConfig
 from nlgrpo.learner import Learner, make_optimizer
 from nlgrpo.parallel import Ranks
+from nlgrpo.recipes import from_arguments
+from nlgrpo.reference_rollouts import load
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TEMPERATURE, BETA, LR, EPS = 0.8, 0.3, 0.01, 1e-3
@@ -145,3 +151,288 @@ def test_without_a_set_nothing_moves(root):
     stats = offline.update(learner, offline.Chosen([], [], 2, 0), OfflineConfig(), LR)
     assert torch.equal(learner.model.embed.weight, before)
     assert stats == {"sets": 0, "grad_norm": 0.0, "learning_rate": LR, "tokens": 0}
+
+
+# --- what a step takes ------------------------------------------------------------------------------------------------
+
+
+def options(root, **more):
+    """One token a completion, so that all strings can be enumerated."""
+    given = {
+        "model.path": root / "policy",
+        "model.dtype": "float64",
+        "data.source": root / "prompts.jsonl",
+        "data.evaluation": root / "prompts.jsonl",
+        "rollout.prompts": 4,
+        "rollout.samples": 12,
+        "rollout.max_new_tokens": 1,
+        "rewards.first.function": f"{root / 'rewards.py'}:first",
+        "rewards.first.objective": "mean",
+        "rewards.low.function": f"{root / 'rewards.py'}:low",
+        "rewards.low.objective": "mean",
+        "rewards.low.weight": 0.0,
+        "rewards.of_some.function": f"{root / 'rewards.py'}:of_some",
+        "rewards.of_some.weight": 0.0,
+        "calibration.rollouts": root / "rollouts",
+        "loss.beta": 0.5,
+        "train.steps": 2,
+        "evaluation.prompts": 0,
+    }
+    given |= {name.replace("__", "."): value for name, value in more.items()}
+    return ["blank", *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
+
+
+def rolled_out(root, out, samples, **more):
+    extra = ["--prompts", str(more.pop("prompts"))] if "prompts" in more else []
+    assert cli.main(["rollout", *options(root, **more), "--samples", str(samples), "--out", str(out), *extra]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def rollouts(root):
+    return rolled_out(root, root / "rollouts", 50)
+
+
+def run_of(root, **more):
+    return runs.build(from_arguments(options(root, **more))[0], ALONE)
+
+
+def of_step(run, cursor, count, ranks=ALONE):
+    chosen = run.samples.choose(cursor, count, ranks)
+    flat = list(zip(map(tuple, chosen.prompt_ids), map(tuple, chosen.completion_ids), strict=True))
+    return chosen, [tuple(flat[i] for i in own) for own in chosen.sets]
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "bon_sft"])
+def test_every_sample_is_used_once_before_one_is_used_again(root, rollouts, algorithm):
+    """n = 1 or pairs of 2: 4 visits take 12 of 50 samples each, which are those that were drawn."""
+    run = run_of(root, loss__algorithm=algorithm, offline__n=2 if algorithm == "dpo" else 1)
+    kept = load(rollouts)
+    for again in range(2):
+        seen = Counter(response for v in range(4) for own in of_step(run, again * 16 + 4 * v, 4)[1] for response in own)
+        for ids in run.prompts.ids:
+            theirs = Counter(map(tuple, kept.ids(kept.row(ids))))
+            ours = Counter({y: count for (x, y), count in seen.items() if x == tuple(ids)})
+            assert ours <= theirs
+            assert algorithm == "dpo" or ours.total() == 48
+    assert of_step(run, 0, 4)[1] != of_step(run, 16, 4)[1]  # in another order then
+    assert of_step(run, 0, 4)[1] == of_step(run, 0, 4)[1]
+
+
+def test_pairs_are_the_best_and_the_worst_by_the_weighted_sum(root, rollouts):
+    more = {"offline__n": 3, "rewards__low__weight": 20.0, "rewards__first__weight": -1.0}
+    run = run_of(root, loss__algorithm="bonbon", **more)
+    _, found = of_step(run, 0, 4)
+    worth = {y: -float(y % 8) - 20 * (y >= 16) for y in range(len(WORDS))}
+    assert len(found) > 10
+    assert all(worth[chosen[0]] > worth[rejected[0]] for (_, chosen), (_, rejected) in found)
+    mean = sum(worth[chosen[0]] for (_, chosen), _ in found) / len(found)
+    single = sum(sum(worth[y] for (y,) in load(rollouts).ids(p)) / 50 for p in range(4)) / 4
+    assert mean > single + 5  # the best of 3, of rewards that spread over 27
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_what_a_step_takes(root, rollouts, world):
+    run = run_of(root, loss__algorithm="ipo")
+    whole, found = of_step(run, 4, 4)
+    parts = [of_step(run, 4, 4, Ranks(r, world, torch.device("cpu"))) for r in range(world)]
+    assert {part.total for part, _ in parts} == {whole.total} == {len(found)}
+    assert Counter(own for _, mine in parts for own in mine) == Counter(found)
+    assert max(len(mine) for _, mine in parts) - min(len(mine) for _, mine in parts) <= 1
+
+
+def test_prompts_that_teach_nothing_are_left_out_and_counted(root, rollouts, tmp_path, capsys):
+    given = options(root, loss__algorithm="dpo", rewards__first__weight=0.0, rewards__of_some__weight=1.0)
+    assert train.main([*given, "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rollouts 50 samples of each prompt in" in said
+    assert "1 have samples of one reward only: left out" in said
+    assert "PromptSet(3 prompts" in said
+    assert "4 prompts x 12 of their samples, in 6 sets of 2 each = 24 pairs, less those of equal rewards" in said
+    few = rolled_out(root, tmp_path / "few", 14, prompts=3)
+    run = run_of(root, loss__algorithm="bon_sft", calibration__rollouts=few)
+    assert (run.samples.unknown, run.samples.tied, len(run.prompts)) == (1, 0, 3)
+    run = run_of(root, loss__algorithm="bon_sft", rewards__first__weight=0.0, rewards__of_some__weight=1.0)
+    assert (run.samples.tied, len(run.prompts)) == (0, 4)  # ties have a best one all the same
+
+
+# --- where training leads ---------------------------------------------------------------------------------------------
+
+
+def distributions(folder):
+    """pi(y | x) over the tokens, for each prompt, by our decoder (which equals transformers')."""
+    model = models.load(folder, dtype=torch.float64)
+    prompts = [[WORDS.index(word) for word in p.split()] for p in PROMPTS]
+    with torch.no_grad():
+        return torch.stack([model(torch.tensor(ids), [len(ids)])[-1] for ids in prompts]).softmax(-1)
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def best_of(p, n):
+    """The distribution of the best of n by the token modulo 8, with ties broken at random."""
+    values = torch.arange(p.shape[1]) % 8
+    out = torch.zeros_like(p)
+    for v in range(8):
+        level = values == v
+        below, upto = p[:, values < v].sum(1), p[:, values <= v].sum(1)
+        out[:, level] = p[:, level] * ((upto**n - below**n) / p[:, level].sum(1).clamp(min=1e-300))[:, None]
+    return out
+
+
+def of_the_rollouts(folder):
+    """The distribution of the samples that were kept, which is what training sees of the reference."""
+    kept = load(folder)
+    rows = [kept.row([WORDS.index(word) for word in p.split()]) for p in PROMPTS]
+    counts = torch.tensor([[[y for (y,) in kept.ids(r)].count(w) for w in range(len(WORDS))] for r in rows])
+    return counts.double() / counts.sum(1, keepdim=True)
+
+
+def test_bon_sft_leads_to_the_best_of_n_of_the_rollouts(root, rollouts, tmp_path):
+    target = best_of(of_the_rollouts(rollouts), 4)
+    assert target.sum(1).tolist() == pytest.approx([1] * 4)
+
+    def distance(folder):
+        """KL(target | pi), which the likelihood of the best minimises."""
+        return float(torch.special.xlogy(target, target / distributions(folder)).sum(1).mean())
+
+    more = {"loss__algorithm": "bon_sft", "offline__n": 4, "rollout__samples": 48, "optim__lr": 0.03}
+    given = options(root, **more, train__steps=60, optim__schedule="linear", train__out=tmp_path / "sft")
+    assert train.main(given) == 0
+    assert distance(root / "policy") > 0.5
+    assert distance(tmp_path / "sft" / "model") < 0.1 * distance(root / "policy")
+    steps = metrics_of(tmp_path / "sft")
+    assert steps[-1]["logps/chosen"] > steps[0]["logps/chosen"] + 0.5
+    assert "rewards/margins" not in steps[0]  # there is no reference
+
+
+@pytest.mark.parametrize(("algorithm", "beta", "n"), [("dpo", 0.5, 2), ("ipo", 0.1, 2), ("bonbon", 1.0, 4)])
+def test_pairs_raise_the_reward(root, rollouts, tmp_path, algorithm, beta, n):
+    values = torch.arange(len(WORDS), dtype=torch.float64) % 8
+    more = {"loss__algorithm": algorithm, "loss__beta": beta, "offline__n": n, "rollout__samples": 48}
+    given = options(root, **more, optim__lr=0.01, train__steps=30, train__out=tmp_path / algorithm)
+    assert train.main(given) == 0
+    before, after = ((distributions(f) @ values).mean() for f in (root / "policy", tmp_path / algorithm / "model"))
+    assert after > before + 1
+    first, *_, last = metrics_of(tmp_path / algorithm)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-12)
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], rel=1e-9)
+    assert last["rewards/accuracies"] > 0.9
+    assert last["loss"] < first["loss"] / 2
+
+
+def test_ipo_leads_to_its_least_squares(root, rollouts, tmp_path):
+    """Over all pairs of samples that differ in reward, log pi / pi_ref less its other's is nearest to 1 / (2 beta)."""
+    beta, values, counts = 0.5, torch.arange(len(WORDS)) % 8, of_the_rollouts(rollouts)
+    more = {"loss__algorithm": "ipo", "loss__beta": beta, "rollout__samples": 50, "optim__lr": 0.01}
+    given = options(root, **more, train__steps=80, optim__schedule="linear", train__out=tmp_path / "ipo")
+    assert train.main(given) == 0
+    found = distributions(tmp_path / "ipo" / "model").log() - distributions(root / "policy").log()
+    for p, f in zip(counts, found, strict=True):
+        pairs = [(a, b) for a in range(len(p)) for b in range(len(p)) if values[a] > values[b] and p[a] * p[b] > 0]
+        a, b = torch.tensor(pairs).T
+        roots = (p[a] * p[b]).sqrt()[:, None]
+        rows = roots * torch.nn.functional.one_hot(a, len(p)) - roots * torch.nn.functional.one_hot(b, len(p))
+        truth = torch.linalg.lstsq(rows, roots / (2 * beta), driver="gelsd").solution[:, 0]
+
+        def centred(x, p=p):
+            return (x - p @ x) * p.sqrt()
+
+        assert centred(truth).norm() > 0.3
+        assert centred(f - truth).norm() < 0.2 * centred(truth).norm()
+
+
+# --- stopping, and bad input ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["bon_sft", "bonbon"])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, rollouts, tmp_path, monkeypatch, capsys, algorithm):
+    more = {"loss__algorithm": algorithm, "optim__lr": 0.01, "rollout__prompts": 3, "offline__rejected": "random"}
+    whole, stopped = (options(root, **more, train__steps=6, train__out=tmp_path / x) for x in ("whole", "stopped"))
+    assert train.main(whole) == 0
+    update, calls = offline.update, []
+
+    def signalled(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*arguments, **keywords)
+
+    monkeypatch.setattr(offline, "update", signalled)
+    assert train.main(stopped) == 0
+    assert "stopped and saved at step 3" in capsys.readouterr().out
+    assert train.main(stopped) == 0
+    assert "going on from step 3" in capsys.readouterr().out
+    weights = [models.load(tmp_path / x / "model", dtype=torch.float64).state_dict() for x in ("whole", "stopped")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    untimed = [
+        [{k: v for k, v in step.items() if not k.startswith(("time/", "step_time", "perf/"))} for step in metrics]
+        for metrics in (metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "stopped"))
+    ]
+    assert untimed[0] == untimed[1]
+    assert len(untimed[0]) == 6
+
+
+def test_rollouts_that_do_not_serve_are_refused(root, rollouts, tmp_path):
+    more = {"loss__algorithm": "dpo"}
+    with pytest.raises(ValueError, match=r"rollout.samples = 64: .* holds 50; take 50 or less"):
+        run_of(root, **more, rollout__samples=64)
+    with pytest.raises(ValueError, match=r"drawn at temperature 1, and the run samples at 0.5"):
+        run_of(root, **more, rollout__temperature=0.5)
+    with pytest.raises(ValueError, match="reward 'mostly' was not scored"):
+        run_of(root, **more, rewards__mostly__function=f"{root / 'rewards.py'}:mostly")
+    weightless = {"rewards__mostly__function": f"{root / 'rewards.py'}:mostly", "rewards__mostly__weight": 0.0}
+    assert run_of(root, **more, **weightless).samples.unknown == 0
+    with pytest.raises(ValueError, match=r"rollouts.json is missing"):
+        run_of(root, **more, calibration__rollouts=tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "w9 w9"}) + "\n")
+    with pytest.raises(ValueError, match=r"none of the 1 prompts of .*other.jsonl has rollouts in"):
+        run_of(root, **more, data__source=other)
+
+
+def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
+    more = {"rewards__first__function": f"{root / 'rewards.py'}:same"}
+    out = rolled_out(root, tmp_path / "same", 12, **more)
+    with pytest.raises(ValueError, match=r"none of the 4 prompts .* has samples of different rewards"):
+        run_of(root, **more, loss__algorithm="ipo", calibration__rollouts=out)
+    assert run_of(root, **more, loss__algorithm="bon_sft", calibration__rollouts=out).samples.tied == 0
+    more = {"rewards__first__function": f"{root / 'rewards.py'}:mostly"}
+    out = rolled_out(root, tmp_path / "mostly", 12, **more)
+    with pytest.raises(ValueError, match="reward 'first' abstained"):
+        run_of(root, **more, loss__algorithm="dpo", calibration__rollouts=out)
+    (file, *_) = (out / "samples").glob("*/*.safetensors")
+    file.unlink()
+    with pytest.raises(ValueError, match="missing, damaged or not scored"):
+        run_of(root, **more, loss__algorithm="dpo", calibration__rollouts=out)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"calibration": CalibrationConfig()}, "loss.algorithm = 'dpo': needs samples of the reference"),
+        ({"offline": OfflineConfig(n=1)}, "offline.n = 1: .* allowed is from 2 to rollout.samples = 4"),
+        ({"offline": OfflineConfig(n=5)}, "offline.n = 5: .* allowed is from 2 to rollout.samples = 4"),
+        ({"offline": OfflineConfig(alpha=1.5)}, r"offline.alpha = 1.5: allowed is in \[0, 1\]"),
+        ({"loss": LossConfig("dpo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'dpo' has no optimum there"),
+        ({"loss": LossConfig("ipo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'ipo'"),
+        ({"loss": LossConfig("ipo", beta=-1.0)}, "loss.beta = -1.0: allowed is >= 0"),
+        ({"loss": LossConfig("dpo", epochs=2)}, "loss.epochs = 2, loss.minibatches = 1: with"),
+        ({"loss": LossConfig("dpo", target_kl=0.1)}, "loss.target_kl follows the KL of completions"),
+        ({"loss": LossConfig("dpo", aggregate="min")}, "loss.aggregate = 'min': .* the weighted sum"),
+        ({"rewards": {"a": RewardConfig("equal(pattern='a')", "rao")}}, "rewards.a: .* 'rao' is of kernels"),
+    ],
+)  # fmt: skip
+def test_what_a_configuration_refuses(changed, said):
+    good = Config(
+        rewards={"a": RewardConfig("length(target=2, scale=8)", transform="identity")},
+        rollout=RolloutConfig(samples=4),
+        calibration=CalibrationConfig("rollouts"),
+        loss=LossConfig("dpo"),
+    )
+    config_checks.check(good)
+    config_checks.check(replace(good, loss=LossConfig("bon_sft", beta=0.0), offline=OfflineConfig(n=1)))
+    with pytest.raises(ValueError, match=said):
+        config_checks.check(replace(good, **changed))
