@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nlgrpo import model as models
 from nlgrpo.kernels import linear_logprob
-from nlgrpo.packing import empty_micro_batch, pack
+from nlgrpo.packing import empty_micro_batch, pack, pack_sets
 
 sequences = st.lists(
     st.tuples(
@@ -41,6 +41,22 @@ def test_every_chosen_token_is_there_once_and_where_it_is_said_to_be(pairs, max_
             assert batch.offset[of_r].tolist() == list(range(len(completions[r])))
         seen += mine
     assert sorted(seen) == sorted(rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences, st.integers(1, 60), st.integers(1, 3))
+def test_sets_are_never_parted(pairs, max_tokens, width):
+    prompts, completions = [p for p, _ in pairs], [c for _, c in pairs]
+    sets = [list(range(i, min(i + width, len(pairs)))) for i in range(0, len(pairs), width)]
+    seen = []
+    for batch in pack_sets(prompts, completions, sets, max_tokens):
+        mine = batch.row.unique_consecutive().tolist()
+        here = [own for own in sets if own[0] in mine]
+        assert mine == [r for own in here for r in own]
+        assert len(batch.tokens) <= max_tokens or len(here) == 1
+        assert len(batch.tokens) == sum(len(prompts[r] + completions[r]) - 1 for r in mine)
+        seen += mine
+    assert sorted(seen) == list(range(len(pairs)))
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import leave_group, random_rollout, tiny_model
 
-from nlgrpo import critic, engine
+from nlgrpo import critic, engine, offline
 from nlgrpo import model as models
 from nlgrpo.advantages import advantages as to_advantages
-from nlgrpo.config import Config, CriticConfig, LossConfig, ModelConfig, OptimConfig
+from nlgrpo.config import Config, CriticConfig, LossConfig, ModelConfig, OfflineConfig, OptimConfig
 from nlgrpo.engine import Rollout
 from nlgrpo.learner import Learner, make_optimizer
 from nlgrpo.parallel import Ranks, full_parameters, gathered, shard
@@ -47,6 +47,10 @@ CASES = {
         LossConfig("ppo", beta=0.3, kl_in="reward", epochs=2, minibatches=3), dropped=(True, *[False] * 3)
     ),
     "a head on the policy": Case(LossConfig("ppo", beta=0.3, epochs=2), critic=CriticConfig(trunk="shared")),
+    "winners": Case(LossConfig("bon_sft")),
+    "pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2"),
+    "pairs in one micro-batch": Case(LossConfig("bonbon"), micro=10**6),
+    "a rank without a pair": Case(LossConfig("ipo", beta=0.3), dropped=(False, True, True, True)),
 }
 
 
@@ -64,13 +68,17 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
     where = ModelConfig(str(root / f"{case.family}-policy"))
     value = critic.make(Config(model=where, loss=case.loss, critic=case.critic), models_[0], ranks, compute)
     optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
-    reference = models_[1].requires_grad_(False) if case.loss.beta > 0 else None
+    reference = models_[1].requires_grad_(False) if case.loss.has_reference else None
     return Learner(models_[0], reference, optimizer, case.loss, OPTIM, ranks, 0.8, 9, case.micro, 3, value)
 
 
 def updated(root, case: Case, ranks: Ranks, **dtypes):
     """Metrics and whole parameters after two updates."""
     learner = make_learner(root, case, ranks, **dtypes)
+    if case.loss.offline:
+        chosen = chosen_by(case, ranks)
+        stats = [offline.update(learner, chosen, OfflineConfig(n=3, alpha=0.2), 0.01) for _ in range(2)]
+        return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
     mine = ranks.share(4)
     adv = to_advantages(torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     rollout, dropped = part_of(random_rollout(LENGTHS, [1, 4, 2, 6]), mine), torch.tensor(case.dropped)[mine]
@@ -82,6 +90,15 @@ def updated(root, case: Case, ranks: Ranks, **dtypes):
         for i in range(2)
     ]
     return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
+
+
+def chosen_by(case: Case, ranks: Ranks) -> offline.Chosen:
+    """This rank's winners or pairs: every prompt that is not dropped has the first and the last of its completions."""
+    rollout = random_rollout(LENGTHS, [1, 4, 2, 6])
+    kept = [p for p, dropped in enumerate(case.dropped) if not dropped]
+    rows = [3 * p + j for p in kept[ranks.rank :: ranks.world] for j in ((0, 2) if case.loss.paired else (0,))]
+    ids = [rollout.completion_ids()[r] for r in rows]
+    return offline.Chosen([rollout.prompt_ids[r // 3] for r in rows], ids, 1 + case.loss.paired, len(kept))
 
 
 def sampled(model, part: slice) -> Rollout:
