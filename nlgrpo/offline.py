@@ -1,7 +1,7 @@
 """Steps that draw nothing: BoN-SFT, DPO, IPO and BoNBoN on the reference's samples (`preference_losses`).
 
-A step takes P prompts, and of each the next M of its K samples in a random order of its own: all are used once before
-one is used again, and then in another order. They are cut into M // N sets of N; each gives its best one, or a pair.
+A step takes P prompts, and of each the next M of its K samples in a random order of its own, which is another one
+after K // M visits: none is used twice before. They are cut into M // N sets of N; each gives its best one, or a pair.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ class Samples:
         rows = [self._row(ids) for ids in batch.ids]
         places = torch.tensor([self._places(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)])
         rewards = self.rewards[torch.tensor(rows)[:, None], places]
-        seed = self.seed ^ (cursor << 64)  # ties and random rejected ones are others in every step
         if self.paired:
-            found = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=seed)
+            found = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=self.seed)
             prompt, picked = found.prompt, torch.stack([found.chosen, found.rejected], 1)
         else:
-            prompt, best = winners(rewards, self.config.n, seed=seed)
+            prompt, best = winners(rewards, self.config.n, seed=self.seed)
             picked = best[:, None]
         own = slice(ranks.rank, None, ranks.world)
         at = [(p, j) for p, ids in zip(prompt[own].tolist(), picked[own].tolist(), strict=True) for j in ids]
@@ -157,29 +156,26 @@ def update(learner: Learner, chosen: Chosen, config: OfflineConfig, lr: float) -
     """One step of the optimiser on what all ranks have ``chosen``, and what was measured; collective.
 
     The loss is the mean over the sets of all ranks, whose number is known first, and FSDP's mean over ranks is undone,
-    so that neither ranks nor micro-batches change it. Without a set, as where all rewards tie, nothing moves.
+    so that neither ranks nor micro-batches change it. Without a set, as where all rewards tie, there is no gradient
+    and nothing moves.
     """
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
     sums = torch.zeros(len(NAMES), dtype=torch.float64, device=learner.ranks.device)
     shape = (len(chosen.completion_ids), chosen.width)
+    ids, device = (chosen.prompt_ids, chosen.completion_ids), learner.ranks.device
     learner.optimizer.zero_grad()
-    grad_norm = 0.0
-    if chosen.total:
-        ids = (chosen.prompt_ids, chosen.completion_ids)
-        packed = pack_sets(*ids, chosen.sets, learner.micro_batch_tokens, learner.ranks.device)
-        for batch in learner.in_step(packed):
-            logps = _of_responses(learner.model, batch, shape, learner.temperature)
+    for batch in learner.in_step(pack_sets(*ids, chosen.sets, learner.micro_batch_tokens, device)):
+        logps, ref = _of_responses(learner.model, batch, shape, learner.temperature), None
+        if learner.reference is not None:
             with torch.no_grad():
-                ref = None
-                if learner.reference is not None:
-                    ref = _of_responses(learner.reference, batch, shape, learner.temperature)
-            each = losses(learner.loss, config, logps, ref)
-            (each.sum() / chosen.total * learner.ranks.world).backward()
-            sums += _sums(each.detach(), logps.detach(), ref)
-        grad_norm = clip_gradients(learner.model, learner.optim.max_grad_norm)
-        learner.optimizer.step()
-        learner.optimizer.zero_grad()
+                ref = _of_responses(learner.reference, batch, shape, learner.temperature)
+        each = losses(learner.loss, config, logps, ref)
+        (each.sum() / chosen.total * learner.ranks.world).backward()
+        sums += _sums(each.detach(), logps.detach(), ref)
+    grad_norm = clip_gradients(learner.model, learner.optim.max_grad_norm)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
     totals = learner.ranks.sum(torch.cat([sums, sums.new_tensor([chosen.tokens])])).tolist()
     measured = _metrics(dict(zip(NAMES, totals[:-1], strict=True)), chosen, implicit_beta(learner.loss, config))
     return measured | {"grad_norm": grad_norm, "learning_rate": lr, "tokens": totals[-1]}

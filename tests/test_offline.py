@@ -204,7 +204,7 @@ def of_step(run, cursor, count, ranks=ALONE):
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "bon_sft"])
-def test_every_sample_is_used_once_before_one_is_used_again(root, rollouts, algorithm):
+def test_no_sample_is_used_twice_in_a_pass(root, rollouts, algorithm):
     """n = 1 or pairs of 2: 4 visits take 12 of 50 samples each, which are those that were drawn."""
     run = run_of(root, loss__algorithm=algorithm, offline__n=2 if algorithm == "dpo" else 1)
     kept = load(rollouts)
