@@ -179,7 +179,7 @@ Series = tuple[Sequence[Mapping[str, Any]], str, str, Look]  # what was logged, 
 def curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Look], *, narrow: bool = False
 ) -> Figure:
-    """Rewards, objectives, KL, beta where it changes, and length over the steps: of one run, or each of several."""
+    """Rewards, objectives, KL, beta where it changes, and length over the steps, or `CHOICES`: of one run, or several."""
     wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
     columns = 1 if narrow else 2
     lines = math.ceil(len(wanted) / columns)
@@ -205,6 +205,14 @@ def curves(
     return figure
 
 
+CHOICES: list[tuple[str, str, dict[str, str]]] = [  # what runs on pairs and winners log, which draw no completions
+    ("Loss", "loss", {"loss": "loss"}),
+    ("Log-probs of completions", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    ("Margin of the implicit reward", "margin", {"rewards/margins": "margin"}),
+    ("Pairs in the right order", "share", {"rewards/accuracies": "share"}),
+]
+
+
 def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Series]]]:
     """Panels by what is measured; a reward has one colour in all."""
     names = sorted({name for entry in logged for name in entry})
@@ -221,6 +229,8 @@ def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Se
     ]
     if len(betas) > 1:
         panels.append(("Weight of the KL", "beta", {"beta": "beta"}))
+    if "logps/chosen" in names:
+        panels, colours = CHOICES[: 4 if "rewards/margins" in names else 2], {"rejected": Look(COLOURS[1])}
     return [
         (title, ylabel, [(logged, name, label, colours.get(label, Look())) for name, label in series.items()])
         for title, ylabel, series in panels
@@ -239,6 +249,8 @@ def _of_several(
     betas = {entry["beta"] for its in runs.values() for entry in its if isinstance(entry.get("beta"), int | float)}
     wanted += [("Weight of the KL", "beta", "beta")] * (len(betas) > 1)
     wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
+    if "logps/chosen" in names and not found:
+        wanted = [(title, ylabel, next(iter(series))) for title, ylabel, series in CHOICES]
     return [
         (title, ylabel, [(logged, name, label, looks[label]) for label, logged in runs.items()])
         for title, ylabel, name in wanted

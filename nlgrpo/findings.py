@@ -29,7 +29,9 @@ CONFIGS = ("config.json", "config.toml")
 NS = (1, 2, 4, 8, 16)
 REFERENCE = "reference"
 TRAINING_KL = "kl/training"
-LOGGED = re.compile(r"step|reward|rewards/.+/mean|objective/.+|kl|beta|completions/mean_length")
+LOGGED = re.compile(
+    r"step|reward|rewards/.+/mean|objective/.+|kl|beta|completions/mean_length|loss|rewards/(margins|accuracies)|logps/.+"
+)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import WORDS, tiny_model
 
-from nlgrpo import cli, config_checks, offline, train
+from nlgrpo import cli, config_checks, figures, offline, train
 from nlgrpo import model as models
 from nlgrpo import run as runs
 from nlgrpo.config import CalibrationConfig, Config, LossConfig, OfflineConfig, OptimConfig, RewardConfig, RolloutConfig
@@ -342,6 +342,20 @@ def test_ipo_leads_to_its_least_squares(root, rollouts, tmp_path):
 
         assert centred(truth).norm() > 0.3
         assert centred(f - truth).norm() < 0.2 * centred(truth).norm()
+
+
+@pytest.mark.parametrize("runs_of", [1, 2])
+def test_its_curves_are_those_that_it_logs(runs_of):
+    logged = [
+        {"step": i, "loss": 1.0, "logps/chosen": -3.0 - i, "logps/rejected": -4.0, "rewards/margins": 0.5 * i,
+         "rewards/accuracies": 0.25 * i} for i in range(4)
+    ]  # fmt: skip
+    given = {f"run {i}": logged for i in range(runs_of)}
+    panels = figures.curves(given, {name: figures.Look() for name in given}).axes
+    assert [panel.get_title() for panel in panels] == [title for title, *_ in figures.CHOICES]
+    assert [panel.lines[0].get_ydata().tolist() for panel in panels] == [
+        [1, 1, 1, 1], [-3, -4, -5, -6], [0, 0.5, 1, 1.5], [0, 0.25, 0.5, 0.75]
+    ]  # fmt: skip
 
 
 # --- stopping, and bad input ------------------------------------------------------------------------------------------
