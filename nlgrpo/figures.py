@@ -179,7 +179,7 @@ Series = tuple[Sequence[Mapping[str, Any]], str, str, Look]  # what was logged, 
 def curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Look], *, narrow: bool = False
 ) -> Figure:
-    """Rewards, objectives, KL, beta where it changes, and length over the steps, or `CHOICES`; of one run or several."""
+    """Rewards, objectives, KL, beta where it changes, and length over the steps, or `CHOICES`; of one or several."""
     wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
     columns = 1 if narrow else 2
     lines = math.ceil(len(wanted) / columns)
