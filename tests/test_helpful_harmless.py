@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -123,22 +124,23 @@ def test_the_cpu_version_differs_in_size_alone():
     }
 
 
-def test_the_cpu_version_trains_and_draws_its_picture(parts, tmp_path):
+def test_the_cpu_version_trains_and_draws_its_picture(parts, tmp_path, monkeypatch, capsys):
     """scripts/pareto.py, whole, on a model of 32 words: a run, a picture, and a line for every point and N."""
     tiny_model(tmp_path / "tiny")
     lexicon = tmp_path / "lexicon.txt"
     lexicon.write_text("w3\t1.5\nw4\t-2\n")
     command = [
-        *(sys.executable, str(REPOSITORY / "scripts" / "pareto.py")),
+        str(REPOSITORY / "scripts" / "pareto.py"),
         str(REPOSITORY / "examples" / "helpful_harmless.toml"),
         *("--weights", "0.25", "--methods", "bon:4", "--ns", "1", "2", "--out", "fronts", "--"),
         *("--model.path", "tiny", "--data.source", "pairs.jsonl", "--rollout.max_new_tokens", "6"),
         *("--rewards.helpful.function", f"lexicon(path={str(lexicon)!r})", "--train.steps", "2"),
         *("--evaluation.prompts", "4", "--evaluation.samples", "4", "--evaluation.ns", "1", "2"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("best of ")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(command[0], run_name="__main__")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best of ")]
     assert len(lines) == 2
     assert all(", KL 0.0" in line and "beaten" in line for line in lines)
     assert (tmp_path / "fronts" / "pareto.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -437,21 +438,22 @@ def test_a_reward_that_fails_half_way(work, capsys):
     assert torch.equal(load(work / "fickle").rewards["fickle"], load(work / "fickle").lengths.double())
 
 
-@pytest.mark.parametrize("fails", ["atomic_write_bytes", "atomic_write"])
-def test_a_full_disk_is_said_and_gone_on_from(work, rollouts, tmp_path, monkeypatch, capsys, fails):
-    whole, calls = getattr(sample_store, fails), 0
+@pytest.mark.parametrize("file", [1, 2, 4, 6])
+def test_a_full_disk_is_said_and_gone_on_from(work, rollouts, tmp_path, monkeypatch, capsys, file):
+    """Met by the description of the draws, by the index, and by files of completions and scores."""
+    sync, calls = os.fsync, 0
 
-    def full(path, content):
+    def full(descriptor):
         nonlocal calls
         calls += 1
-        if calls == (4 if fails == "atomic_write_bytes" else 1):
+        if calls == file:
             raise OSError(28, "No space left on device")
-        whole(path, content)
+        sync(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sample_store, fails, full)
+        patch.setattr(os, "fsync", full)
         assert cli.main(arguments(work, tmp_path / "full")) == 1
-    assert "No space left on device. What has been kept there stays" in said(capsys.readouterr().err)
+    assert "No space left on device. What is whole there stays" in said(capsys.readouterr().err)
     assert cli.main(arguments(work, tmp_path / "full")) == 0
     assert contents(tmp_path / "full") == contents(work / "first")
 
