@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from nlgrpo.attention import implementation
 from nlgrpo.config import Config
@@ -13,6 +11,7 @@ from nlgrpo.notes import notes
 from nlgrpo.offline import Samples
 from nlgrpo.preference_losses import bonbon_margin
 from nlgrpo.run import Run
+from nlgrpo.tables import named_lines
 
 
 def memory(run: Run) -> dict[str, float]:
@@ -63,12 +62,7 @@ def show(run: Run) -> Table:
     said = notes(cfg, run.objectives)
     if said:
         rows["note"] = "\n".join(said)
-    table = Table(box=SIMPLE_HEAD, show_header=False, title="plan", title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in rows.items():
-        table.add_row(name, Text(text))
-    return table
+    return named_lines("plan", rows)
 
 
 def _objective(run: Run) -> dict[str, str]:

@@ -90,17 +90,19 @@ class ReferenceRewards:
             return {}
         self._draw(batch, reference)
         here = [self._references(ids) for ids in batch.ids]
-        keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
-        log_p = None if ref_logprobs is None else ref_logprobs.double().sum(-1).view(rollout.lengths.shape).cpu()
-        return {name: self._held(name, rewards[name], here, keys, log_p) for name in self.transforms}
+        return {name: self._held(name, rewards[name], here, rollout, ref_logprobs) for name in self.transforms}
 
-    def _held(self, name: str, rewards: Tensor, here: Sequence[References], keys: Tensor, log_p: Tensor | None) -> Held:
+    def _held(
+        self, name: str, rewards: Tensor, here: Sequence[References], rollout: Rollout, ref_logprobs: Tensor | None
+    ) -> Held:
         absent = rewards.isnan()
         own = torch.where(absent, 0.0, rewards.double().cpu())
         reference = torch.stack([one.rewards[name] for one in here])
         transform, u = self.transforms[name], calibrate(own, reference)
         if isinstance(transform, VariationalBoN):
-            assert log_p is not None  # the configuration was checked
+            assert ref_logprobs is not None  # the configuration was checked
+            log_p = ref_logprobs.double().sum(-1).view(own.shape).cpu()
+            keys = string_keys(rollout.completion_ids()).view(own.shape)
             order = torch.stack([one.order for one in here])
             log_f = log_strict_cdf(own, keys, reference, order, self.smoother)
             values = vbon_reward(log_f, log_p, transform.n, bound=transform.bound)

@@ -14,7 +14,6 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import metrics, parallel, run_folder
@@ -23,6 +22,7 @@ from nlgrpo.parallel import Ranks
 from nlgrpo.reward_model_config import RewardModelConfig, from_arguments
 from nlgrpo.reward_model_run import FREE, RESULTS, WRITTEN, Run, build
 from nlgrpo.seeding import seed_everything
+from nlgrpo.tables import named_lines
 from nlgrpo.timing import Clock, StopSignal, flops_utilisation
 
 
@@ -142,12 +142,7 @@ def plan(run: Run) -> Table:
         f"learning rate {cfg.optim.lr:g} {cfg.optim.schedule}",
         "folder": str(run.folder),
     }
-    table = Table(box=SIMPLE_HEAD, show_header=False, title="plan", title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in rows.items():
-        table.add_row(name, Text(text))
-    return table
+    return named_lines("plan", rows)
 
 
 def _padding(run: Run) -> str:

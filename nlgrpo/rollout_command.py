@@ -47,6 +47,7 @@ from nlgrpo.recipes import from_arguments
 from nlgrpo.reference_rollouts import Index, ReferenceRollouts
 from nlgrpo.rollouts import Sampler
 from nlgrpo.stages import Crew
+from nlgrpo.tables import named_lines
 from nlgrpo.timing import StopSignal, as_clock
 
 ABOUT = """Draw and score samples of the reference: nlgrpo rollout [recipe] [file.toml] [--section.key value ...]
@@ -156,12 +157,7 @@ def plan(job: Job) -> Table:
         "rewards": "\n".join(f"{scorer.name}: {scorer.spec}" for scorer in job.scorers),
         "folder": str(job.folder),
     }
-    table = Table(box=SIMPLE_HEAD, show_header=False, title="rollouts", title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in rows.items():
-        table.add_row(name, Text(text))
-    return table
+    return named_lines("rollouts", rows)
 
 
 def _repeated(batch: Batch) -> str:

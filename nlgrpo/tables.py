@@ -1,0 +1,19 @@
+"""The form in which every command says what it is going to do: names with a text each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+
+def named_lines(title: str, rows: Mapping[str, str]) -> Table:
+    """A line, or a few, for every name; texts are shown as they are, whatever brackets they hold."""
+    table = Table(box=SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, Text(text))
+    return table
