@@ -1,6 +1,6 @@
 # make train       install into .venv and run the main job
 # make test        install what the tests need and run them
-# make test-builds the tests that build: a wheel, kernels for three GPUs, quick runs of the benchmarks
+# make test-builds the tests that build: a wheel, kernels for three GPUs, quick benchmarks and experiments
 # make test-asan   the tests of the compiled CPU ops, under AddressSanitizer and UBSan
 # make check       formatter, linter, type checker
 
@@ -15,7 +15,8 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildca
 	tests/test_config.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
 	tests/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 
-BUILD_TESTS := tests/test_extension_build.py tests/test_bench.py tests/kernels/test_triton_builds.py
+BUILD_TESTS := tests/test_extension_build.py tests/test_bench.py tests/test_experiments.py \
+	tests/kernels/test_triton_builds.py
 
 .PHONY: train test test-builds test-asan check clean
 

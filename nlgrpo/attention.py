@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -55,18 +56,23 @@ class PackedAttention:
         return cast(Tensor, varlen_attn(q, k, v, *bounds, scale=scale, window_size=(left, 0)))
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """One call a sequence: exact lengths beat one padded call on a CPU, in time and in memory."""
+        """A call for each run of sequences of one length: exact lengths beat one padded call on a CPU.
+
+        A group's samples have one length where none has ended; their results are those of a call each, bit for bit.
+        """
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(self.lengths)]
         out = []
-        for q_i, k_i, v_i in zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True):
+        parts = (x.split([length * count for length, count in runs]) for x in (q, k, v))
+        for (length, count), *qkv in zip(runs, *parts, strict=True):
             mask = None
-            if window is not None and len(q_i) > window:
-                mask = q_i.new_ones(len(q_i), len(q_i), dtype=torch.bool).tril().triu(1 - window)
-            query, key, value = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))  # heads first
+            if window is not None and length > window:
+                mask = q.new_ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+            query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)  # heads before tokens
             grouped = q.shape[1] != k.shape[1]
             out_i = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
-            out.append(out_i[0].transpose(0, 1))
+            out.append(out_i.transpose(1, 2).flatten(0, 1))
         return torch.cat(out) if out else torch.zeros_like(q)
 
 

@@ -1,4 +1,4 @@
-"""The command ``nlgrpo sweep``: a grid of runs, one after another, that goes on where it was stopped.
+"""The command ``nlgrpo sweep``: a grid of runs, one or a few at a time, that goes on where it was stopped.
 
 Every point is a run of `nlgrpo train` in a process of its own. The sweep's folder holds a folder and a log of each, and
 ``sweep.json``: the configuration that all share, and what has become of every point.
@@ -15,13 +15,17 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -32,7 +36,7 @@ from nlgrpo import config_checks, grid, metrics, writing
 from nlgrpo import manifest as manifests
 from nlgrpo.config import differences, to_dict
 from nlgrpo.grid import Setting
-from nlgrpo.manifest import Manifest, Point
+from nlgrpo.manifest import Manifest, Point, State
 from nlgrpo.recipes import from_arguments
 from nlgrpo.sampled import read_evaluation
 from nlgrpo.summary import Row, format_interval, summarize
@@ -62,6 +66,8 @@ class Options:
     """Check all points and list them; run nothing."""
     nproc_per_node: int = 1
     """Ranks of each run, which torchrun starts if they are several."""
+    jobs: int = 1
+    """Points that run at a time, each on cores and GPUs of its own."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -86,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         retry=options.retry,
         dry_run=options.dry_run,
         ranks=options.nproc_per_node,
+        jobs=options.jobs,
     )
 
 
@@ -98,15 +105,16 @@ def run(
     retry: bool = False,
     dry_run: bool = False,
     ranks: int = 1,
+    jobs: int = 1,
 ) -> int:
-    """Run the points that are not done, and print the table of all; the exit status as in `main`.
+    """Run the points that are not done, ``jobs`` at a time, and print the table of all; the exit status as in `main`.
 
     ``start`` are arguments of `nlgrpo train` for every point, and each of ``rows`` the options of one, by their names
     without dashes; ``axes`` are those by which points differ and are named, by default all. Raises ValueError for a
     configuration that cannot be run, before any point begins, and for a folder that is not this sweep's.
     """
     settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
-    _check(settings, ranks)
+    _check(settings, ranks, jobs)
     _usable(folder)
     if dry_run:
         manifest, points = _merge(folder, settings)
@@ -118,7 +126,8 @@ def run(
             manifest, points = _merge(folder, settings)
             (folder / "logs").mkdir(exist_ok=True)
             manifest.write()
-            stopped = _run_all(manifest, list(zip(settings, points, strict=True)), retry, ranks, lock)
+            work = Work(manifest, ranks, jobs, lock)
+            stopped = work.run_all(list(zip(settings, points, strict=True)), retry)
     except OSError as error:
         raise ValueError(f"the sweep cannot use {folder}: {error}; the same command goes on once it can") from error
     _show(manifest)
@@ -130,10 +139,13 @@ def run(
     return 1 if failed and not stopped else 0
 
 
-def _check(settings: Sequence[Setting], ranks: int) -> None:
+def _check(settings: Sequence[Setting], ranks: int, jobs: int) -> None:
     """Refuse what no run can begin with, all points and all faults at once."""
-    if ranks < 1:
-        raise ValueError(f"--nproc-per-node = {ranks}: allowed is >= 1")
+    for option, number in (("nproc-per-node", ranks), ("jobs", jobs)):
+        if number < 1:
+            raise ValueError(f"--{option} = {number}: allowed is >= 1")
+    if jobs > 1 and 0 < len(_gpus()) < jobs * ranks:
+        raise ValueError(f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(_gpus())}")
     faults: dict[str, list[str]] = {}
     for setting in settings:
         for fault in _faults(setting, ranks):
@@ -236,21 +248,106 @@ def _locked(folder: Path) -> Iterator[int]:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run_all(manifest: Manifest, jobs: Sequence[tuple[Setting, Point]], retry: bool, ranks: int, lock: int) -> bool:
-    """Run what is to be run, one after another. Returns whether a signal ended it early."""
-    stop = StopSignal()
-    todo = _to_run([point for _, point in jobs], retry)
-    _say(f"{manifest.folder}: {len(jobs)} points, {len(todo)} to run")
-    for i, point in enumerate(todo):
-        if stop.received:
-            break
-        setting = next(setting for setting, its in jobs if its is point)
-        where = f"[{i + 1}/{len(todo)}] {point.name}"
-        _say(f"{where}: {'goes on' if point.folder.exists() else 'begins'}")
-        _run(manifest, setting, point, stop, ranks, lock)
-        ended = f"{where}: {point.state} after {_time(point.seconds)}"
-        _say(ended + (f": {point.error}" if point.error else "") + _time_left(manifest, len(todo) - i - 1))
-    return stop.received and bool(_to_run(todo, retry=False))
+@dataclass
+class Work:
+    """Runs the points of a manifest, ``jobs`` at a time; a thread waits for the process of each."""
+
+    manifest: Manifest
+    ranks: int
+    jobs: int
+    lock: int  # the folder's, which every run holds as well
+    stop: StopSignal = field(default_factory=StopSignal)
+    insisted: bool = False  # by a second Ctrl-C
+    broken: bool = False  # by what would end the other points too
+    writes: threading.Lock = field(default_factory=threading.Lock)
+
+    def run_all(self, points: Sequence[tuple[Setting, Point]], retry: bool) -> bool:
+        """Run what is to be run, in this order. Returns whether a signal ended it early."""
+        todo = _to_run([point for _, point in points], retry)
+        _say(f"{self.manifest.folder}: {len(points)} points, {len(todo)} to run")
+        free, ended = SimpleQueue[int](), list[Point]()
+        for place in range(self.jobs):
+            free.put(place)
+
+        def run(number: int, point: Point) -> None:
+            if self.stop.received or self.broken:
+                return
+            place = free.get()
+            where = f"[{number}/{len(todo)}] {point.name}"
+            _say(f"{where}: {'goes on' if point.folder.exists() else 'begins'}")
+            try:
+                self._run(next(setting for setting, its in points if its is point), point, place)
+            except BaseException:
+                self.broken = True
+                raise
+            finally:
+                free.put(place)
+            ended.append(point)
+            how = f"{where}: {point.state} after {_time(point.seconds)}" + (f": {point.error}" if point.error else "")
+            _say(how + _time_left(self.manifest, (len(todo) - len(ended)) / self.jobs))
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            runs = [pool.submit(run, i, point) for i, point in enumerate(todo, 1)]
+            try:
+                wait(runs, return_when=FIRST_EXCEPTION)
+            except KeyboardInterrupt:  # the second Ctrl-C
+                self.insisted = True
+            finally:
+                pool.shutdown(cancel_futures=True)
+        for failed in runs:
+            if not failed.cancelled():
+                failed.result()
+        return self.stop.received and bool(_to_run(todo, retry=False))
+
+    def _run(self, setting: Setting, point: Point, place: int) -> None:
+        """Run one point to its end, or to the checkpoint that it writes when it is told to stop."""
+        self._note(point, "running")
+        began = time.monotonic()
+        line = command(["train", *setting.arguments, f"--train.out={point.folder}"], self.ranks)
+        with point.log.open("ab") as log:
+            log.write(f"$ {shlex.join(line)}\n".encode())
+            log.flush()
+            first = log.tell()
+            status = self._wait(line, log.fileno(), _environment(place, self.ranks, self.jobs))
+        point.seconds = round(point.seconds + time.monotonic() - began, 1)
+        if point.finished():
+            self._note(point, "done", status)
+        elif self.stop.received or status == 0:  # saved, by a signal that came to the sweep or to the run
+            self._note(point, "stopped", status)
+        else:
+            error = _error(point, status, first)
+            full = any(said in error for said in FULL)
+            self._note(point, "stopped" if full else "failed", status, error)
+            if full:
+                raise ValueError(f"{point.name}: {error.removeprefix('error: ')}")
+
+    def _note(self, point: Point, state: State, status: int | None = None, error: str = "") -> None:
+        with self.writes:
+            point.state, point.status, point.error = state, status, error
+            self.manifest.write()
+
+    def _wait(self, line: Sequence[str], log: int, environment: Mapping[str, str]) -> int:
+        """The exit status of a process that is told of a stop once, however the sweep was, and again if it was.
+
+        It leads a session of its own, because a Ctrl-C goes to the whole group of the terminal, and the ranks of a
+        torchrun would get it twice.
+        """
+        child = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=[self.lock],
+            start_new_session=True,
+        )
+        told = 0
+        while child.poll() is None:
+            if told < self.stop.received + self.insisted:
+                child.terminate()
+                told += 1
+            time.sleep(0.05)
+        return child.wait()
 
 
 def _to_run(points: Sequence[Point], retry: bool) -> list[Point]:
@@ -258,69 +355,32 @@ def _to_run(points: Sequence[Point], retry: bool) -> list[Point]:
     return [point for point in points if point.state not in passed]
 
 
-def _run(manifest: Manifest, setting: Setting, point: Point, stop: StopSignal, ranks: int, lock: int) -> None:
-    """Run one point to its end, or to the checkpoint that it writes when it is told to stop."""
-    point.state, point.status, point.error = "running", None, ""
-    manifest.write()
-    began = time.monotonic()
-    command = _command([*setting.arguments, f"--train.out={point.folder}"], ranks)
-    with point.log.open("ab") as log:
-        log.write(f"$ {shlex.join(command)}\n".encode())
-        log.flush()
-        first = log.tell()
-        point.status = _wait(command, log.fileno(), stop, lock)
-    point.seconds = round(point.seconds + time.monotonic() - began, 1)
-    if point.finished():
-        point.state = "done"
-    elif stop.received or point.status == 0:  # saved, by a signal that came to the sweep or to the run
-        point.state = "stopped"
-    else:
-        point.state, point.error = "failed", _error(point, first)
-    if any(said in point.error for said in FULL):  # the other points would end so too
-        point.state = "stopped"
-    manifest.write()
-    if point.state == "stopped" and point.error:
-        raise ValueError(f"{point.name}: {point.error.removeprefix('error: ')}")
-
-
-def _command(arguments: Sequence[str], ranks: int) -> list[str]:
+def command(arguments: Sequence[str], ranks: int) -> list[str]:
+    """What starts `nlgrpo` with these arguments in a process of its own, by torchrun where the ranks are several."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *launcher, "-m", "nlgrpo.cli", "train", *arguments]
+    return [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments]
 
 
-def _wait(command: Sequence[str], log: int, stop: StopSignal, lock: int) -> int:
-    """The exit status of a process that is told of a stop once, however the sweep was.
-
-    It leads a session of its own, because a Ctrl-C goes to the whole group of the terminal, and the ranks of a torchrun
-    would get it twice.
-    """
+def _environment(place: int, ranks: int, jobs: int) -> dict[str, str]:
+    """Of a run at one of the ``jobs`` places: of several, each has GPUs and its share of the cores to itself."""
     environment = dict(os.environ)
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` would look into this folder first, as the sweep did not
         environment["PYTHONSAFEPATH"] = "1"
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        pass_fds=[lock],
-        start_new_session=True,
-    )
-    told = False
-    try:
-        while child.poll() is None:
-            if stop.received and not told:
-                child.terminate()
-                told = True
-            time.sleep(0.05)
-    except KeyboardInterrupt:  # the second Ctrl-C
-        child.terminate()
-    return child.wait()
+    if jobs > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // (jobs * ranks))))
+        if gpus := _gpus():
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place * ranks : (place + 1) * ranks])
+    return environment
 
 
-def _error(point: Point, first: int) -> str:
+def _gpus() -> list[str]:
+    """By the names that CUDA_VISIBLE_DEVICES gives them."""
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
+
+
+def _error(point: Point, status: int, first: int) -> str:
     """The last line that a failed run wrote behind byte ``first`` of its log, of those that name an error if any do."""
-    status = point.status or 0
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     with point.log.open("rb") as log:
@@ -339,8 +399,8 @@ def _time(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def _time_left(manifest: Manifest, points: int) -> str:
-    """For so many points, by the mean of those that are done."""
+def _time_left(manifest: Manifest, points: float) -> str:
+    """For so many points, one after another, by the mean of those that are done."""
     took = [point.seconds for point in manifest.points if point.state == "done" and point.seconds > 0]
     return f"; about {_time(points * sum(took) / len(took))} left" if took and points else ""
 

@@ -260,6 +260,8 @@ if how == "full": sys.exit("error: cannot write into there: no room")
 if how == "full log": raise OSError(28, "No space left on device")
 if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
 if how == "save": sys.exit(0)
+if how == "meet":
+    while (here / "ran").read_text().count("\\n") < 2: time.sleep(0.01)
 if how == "hold":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     (here / "held").write_text("")
@@ -273,7 +275,7 @@ if how == "hold":
 def fake(tmp_path, monkeypatch, call):
     """``nlgrpo sweep`` into ``tmp_path / "out"``, whose points end as ``how`` says; returns which of them ran."""
     code = FAKE.replace("EVALUATION", repr(json.dumps({"after": EVALUATION})))
-    monkeypatch.setattr(sweep, "_command", lambda arguments, ranks: [sys.executable, "-c", code, *arguments])
+    monkeypatch.setattr(sweep, "command", lambda arguments, ranks: [sys.executable, "-c", code, *arguments])
 
     def run(*arguments, **how):
         (tmp_path / "how").write_text(json.dumps({f"beta={name[1:]}": way for name, way in how.items()}))
@@ -403,6 +405,46 @@ def test_a_signal_ends_the_sweep_with_its_run(fake, tmp_path):
     assert fake("--loss.beta", "1,2,3")[:2] == (1, ["beta=2", "beta=3"])
 
 
+def test_several_points_run_at_a_time(fake, tmp_path):
+    axis = ("--loss.beta", "1,2,3,4", "--jobs", "2")
+    status, ran, _ = fake(*axis, b1="meet", b2="fail")  # 1 ends once another has begun
+    assert (status, sorted(ran)) == (1, ["beta=1", "beta=2", "beta=3", "beta=4"])
+    assert states(tmp_path / "out") == {"beta=1": "done", "beta=2": "failed", "beta=3": "done", "beta=4": "done"}
+    assert fake(*axis, "--retry")[:2] == (0, ["beta=2"])
+
+
+def test_a_signal_ends_all_points_that_run(fake, tmp_path):
+    def kill():
+        while not (tmp_path / "ran").exists() or len((tmp_path / "ran").read_text().split()) < 2:
+            time.sleep(0.02)
+        while not (tmp_path / "held").exists():
+            time.sleep(0.02)
+        time.sleep(0.5)  # the other one has set its handler, too
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=kill).start()
+    status, _, _ = fake("--loss.beta", "1,2,3", "--jobs", "2", b1="hold", b2="hold")
+    assert status == 0
+    assert states(tmp_path / "out") == {"beta=1": "stopped", "beta=2": "stopped", "beta=3": "waiting"}
+
+
+def test_each_of_several_jobs_has_its_own_machine(monkeypatch):
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    alone = sweep._environment(0, 2, 1)
+    assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & set(alone)
+    assert [sweep._environment(place, 2, 2)["CUDA_VISIBLE_DEVICES"] for place in (0, 1)] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert [sweep._environment(place, 1, 4)["CUDA_VISIBLE_DEVICES"] for place in range(4)] == ["7", "5", "3", "1"]
+    monkeypatch.setattr(sweep.torch, "get_num_threads", lambda: 12)
+    assert [sweep._environment(0, 1, jobs)["OMP_NUM_THREADS"] for jobs in (2, 5, 99)] == ["6", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert sweep._environment(0, 1, 2)["OMP_NUM_THREADS"] == "4"
+    with pytest.raises(ValueError, match="3 of 2 ranks each need 6 GPUs, and there are 4"):
+        sweep._check([], 2, 3)
+
+
 def test_runs_look_for_the_package_where_the_sweep_did(fake, tmp_path, monkeypatch):
     log = tmp_path / "out" / "logs" / "beta=1.log"
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
@@ -415,11 +457,11 @@ def test_runs_look_for_the_package_where_the_sweep_did(fake, tmp_path, monkeypat
 
 
 def test_several_ranks_are_started_by_torchrun():
-    several = sweep._command(["blank"], 2)
+    several = sweep.command(["train", "blank"], 2)
     assert several[1:] == [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli", "train", "blank"
     ]  # fmt: skip
-    assert sweep._command(["blank"], 1)[1:] == ["-m", "nlgrpo.cli", "train", "blank"]
+    assert sweep.command(["train", "blank"], 1)[1:] == ["-m", "nlgrpo.cli", "train", "blank"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -445,6 +487,7 @@ def test_several_ranks_are_started_by_torchrun():
         ),
         (["blank", "--objective", "mean,bon:2"], "--objective is that of all rewards, and there is none"),
         (["--loss.beta", "1,2", "--nproc-per-node", "0"], "--nproc-per-node = 0"),
+        (["--loss.beta", "1,2", "--jobs", "0"], "--jobs = 0: allowed is >= 1"),
         (["--loss.beta", "1,2", "--evaluation.prompts", "0"], "points are compared, and known to be done"),
         (["-x", "--loss.beta", "1,2"], "-x is no option"),
         (["no-such-recipe", "--loss.beta", "1,2"], "unknown recipe"),
@@ -612,7 +655,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
         (work / "hold").unlink()  # the run is told before its step goes on
 
     monkeypatch.setattr(subprocess.Popen, "terminate", terminate)
-    monkeypatch.setattr(sweep, "_command", lambda given, _: [sys.executable, "-c", UNDRAWN, *given])
+    monkeypatch.setattr(sweep, "command", lambda given, _: [sys.executable, "-c", UNDRAWN, *given])
     thread = threading.Thread(target=stop)
     thread.start()
     status, shown, _ = call(*command(work))
