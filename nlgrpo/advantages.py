@@ -46,7 +46,7 @@ def advantages(
     by that of all advantages together (P M - 1). TRL takes the rewards there, before their group means are subtracted;
     a linearised reward has a free constant per group, which must not count.
 
-    A group of equal values has advantages of exactly 0 in every case, and so has a group of one.
+    With a baseline a group of equal values has advantages of exactly 0 in every case, and so has a group of one.
 
     Raises ValueError for an unknown ``scale`` or ``baseline``, a shape that is not (P, M >= 1), and values that are not
     finite.

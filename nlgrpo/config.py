@@ -164,9 +164,10 @@ class LossConfig:
     """Weight of the KL divergence to the model that training starts from; 0 keeps no reference. It is DPO's and IPO's
     beta; bon_sft and bonbon have none."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence."""
+    """Estimator of the KL divergence in the loss, in metrics and for target_kl; in the reward it is k1."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """In the loss token by token, or as -beta log(pi/pi_ref) of a completion in its linearised reward."""
+    """In the loss token by token, or as -beta log(pi/pi_ref) of a completion in its linearised reward; in PPO's
+    reward that of a token comes with it."""
     kl_importance: bool = False
     """Weigh k3 in the loss by the ratio (TRL's use_bias_correction_kl), exact in the gradient off-policy too."""
     target_kl: float | None = None
@@ -204,7 +205,7 @@ class CriticConfig:
     lr: float = 1e-5
     """Its learning rate; of a shared trunk, that of the head. It follows optim's schedule."""
     warmup_steps: int = 0
-    """Steps in which the critic learns alone: the policy's learning rate is 0."""
+    """Steps in which the critic learns alone: the policy's learning rate is 0, and its schedule begins after them."""
     gamma: float = 1.0
     """Discount of what comes a token later."""
     lam: float = 0.95
@@ -214,7 +215,8 @@ class CriticConfig:
     coef: float = 0.5
     """Weight of the value loss beside the policy's."""
     whiten: bool = True
-    """Bring the advantages of all tokens to mean 0 and deviation 1."""
+    """Bring the advantages of all tokens to mean 0 and deviation 1. A KL in the loss then weighs beta times that
+    deviation; one in the reward (loss.kl_in) is divided with it."""
 
 
 @dataclass

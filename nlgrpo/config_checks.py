@@ -74,7 +74,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need(
             "rollout.samples",
             ">= 2, because the baseline is the mean of the group; 1 with loss.baseline = 'none'",
-            rollout.samples >= (1 if loss.baseline == "none" else 2),
+            rollout.samples >= (1 if loss.baseline == "none" or loss.offline else 2),
         ),
         need("rollout.max_new_tokens", ">= 1", rollout.max_new_tokens >= 1),
         need("rollout.temperature", "> 0", rollout.temperature > 0),
@@ -116,10 +116,16 @@ def _faults(config: Config, world: int) -> list[str]:
         faults += _critic_faults(config, need)
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
         faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
+    if loss.scale != "none" and not loss.offline and (loss.baseline == "none" or loss.algorithm == "ppo"):
+        instead = "critic.whiten does so" if loss.algorithm == "ppo" else "take a baseline, or the scale 'none'"
+        faults.append(
+            f"loss.scale = {loss.scale!r} divides the deviations from a baseline, which "
+            f"{'PPO' if loss.algorithm == 'ppo' else repr(loss.baseline)} does not have: {instead}"
+        )
     if loss.dual_clip is not None and loss.surrogate != "ppo":
         faults.append(f"loss.dual_clip bounds the clipped ratio of 'ppo', and loss.surrogate is {loss.surrogate!r}")
-    if loss.kl_importance and loss.kl != "k3":
-        faults.append(f"loss.kl_importance weighs k3, and loss.kl is {loss.kl!r}")
+    if loss.kl_importance and (loss.kl != "k3" or loss.kl_in != "loss"):
+        faults.append(f"loss.kl_importance weighs k3 in the loss, and here is {loss.kl} in the {loss.kl_in}")
     if loss.target_kl is not None and loss.beta == 0:
         faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
@@ -159,6 +165,10 @@ def _offline_faults(config: Config) -> list[str]:
     if not least <= own.n <= samples:
         allowed = f"from {least} to rollout.samples = {samples}, the samples of a prompt that a step takes"
         faults.append(f"offline.n = {own.n}: with {name} allowed is {allowed}")
+    if loss.algorithm == "bonbon" and own.rejected == "random" and own.n > 2:
+        faults.append(
+            "offline.rejected = 'random': bonbon's margin is that of the best and the worst of n; use 'worst'"
+        )
     if not 0 <= own.alpha <= 1:
         faults.append(f"offline.alpha = {own.alpha}: allowed is in [0, 1]")
     if loss.algorithm in ("dpo", "ipo") and loss.beta == 0:
@@ -231,7 +241,10 @@ def _reward_faults(config: Config) -> list[str]:
         if not reward.timeout > 0:
             faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
         try:
-            fewest = objectives.parse(reward.objective, user_code.function).fewest
+            objective = objectives.parse(reward.objective, user_code.function)
+            fewest = objective.fewest
+            if samples == 1 and fewest == 1 and not config.loss.offline and not objectives.learns_from_one(objective):
+                fewest = 2
         except ValueError as error:
             faults.append(f"rewards.{name}.objective: {error}")
         else:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nlgrpo import model as models
 from nlgrpo import reward_model
 from nlgrpo.config import Config, CriticConfig
 from nlgrpo.engine import Rollout
+from nlgrpo.families import Shape, shape_of
 from nlgrpo.gae import clipped_value_loss, gae
 from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch
@@ -108,10 +110,30 @@ class Critic:
         return clip_gradients(self.module, max_norm)
 
 
-def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Critic | None:
-    """The critic of a configuration; None where it has none. A new head gives values of 0.
+def check(cfg: Config, policy: Shape, longest: int) -> None:
+    """Look at the critic's model, before a run begins, without its weights; ``longest``: tokens that it has to read.
 
-    Raises ValueError for a model with another vocabulary, and as `reward_model.load`.
+    Raises ValueError for one that is not there, or that cannot read what the policy writes.
+    """
+    if cfg.loss.algorithm != "ppo" or not cfg.critic.path:
+        return
+    shape = shape_of(models.read_config(reward_model.locate(cfg.critic.path)[0]))
+    if shape.vocab != policy.vocab:
+        raise ValueError(
+            f"critic: {cfg.critic.path} has a vocabulary of {shape.vocab:,} tokens and the policy one of "
+            f"{policy.vocab:,}; a critic reads the policy's tokens: begin it at a model with that tokenizer"
+        )
+    if shape.context < longest:
+        raise ValueError(
+            f"critic: {cfg.critic.path} has a context of {shape.context:,} tokens, and prompts with their completions "
+            f"come to {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or take another model"
+        )
+
+
+def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Critic | None:
+    """The critic of a configuration, which `check` has seen; None where it has none. A new head gives values of 0.
+
+    Raises ValueError as `reward_model.load`.
     """
     if cfg.loss.algorithm != "ppo":
         return None
@@ -121,11 +143,6 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Cr
         return Critic(cfg.critic, _zero(head), ranks)
     path, seed = cfg.critic.path or cfg.model.path, cfg.train.seed
     model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device)
-    if model.shape.vocab != policy.shape.vocab:
-        raise ValueError(
-            f"critic: {path} has a vocabulary of {model.shape.vocab:,} tokens and the policy one of "
-            f"{policy.shape.vocab:,}; a critic reads the policy's tokens: begin it at a model with that tokenizer"
-        )
     if not trained:
         _zero(reward_model.head_of(model))
     model.activation_checkpointing = cfg.model.activation_checkpointing

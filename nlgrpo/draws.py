@@ -55,7 +55,9 @@ def scorers(
     for reward in rewards:
         own = asked[reward.name]
         spec = f"{own.function} x {own.scale!r}" + f" in {own.objective}" * reward.pairwise
-        found.append(Scorer(reward, objectives[reward.name], spec, digest_of_function(reward.function, spec)))
+        found.append(
+            Scorer(reward, objectives[reward.name], spec, digest_of_function(reward.function, own.function, spec))
+        )
     return found
 
 

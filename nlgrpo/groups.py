@@ -13,7 +13,7 @@ from nlgrpo.advantages import Baseline, advantages, effective_sample_size
 from nlgrpo.data import Batch, plain_text
 from nlgrpo.engine import Rollout
 from nlgrpo.metrics import Sample, rollout_metrics
-from nlgrpo.objectives import Objective, linearize_present, per_completion, value_present
+from nlgrpo.objectives import Objective, linearize_present, per_completion, present, value_present
 from nlgrpo.parallel import Ranks
 from nlgrpo.reference_rewards import Held
 from nlgrpo.rewards import Scores
@@ -42,15 +42,16 @@ class Groups:
         device, count = ranks.device, len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
         tokens = ranks.sum(rollout.lengths.sum() + prompts)
+
+        def gather(values: Tensor) -> Tensor:
+            return ranks.gather(values.to(device))
+
         kept = {name: values.clone() for name, values in scores.values.items()}
         for values in kept.values():
             values[scores.skipped] = torch.nan
         return cls(
-            rewards={name: ranks.gather(values.to(device)) for name, values in kept.items()},
-            held={
-                name: Held(ranks.gather(own.values.to(device)), ranks.gather(own.ranks.to(device)))
-                for name, own in (held or {}).items()
-            },
+            rewards={name: gather(values) for name, values in kept.items()},
+            held={name: own.without(scores.skipped).map(gather) for name, own in (held or {}).items()},
             lengths=ranks.gather(rollout.lengths),
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
             dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
@@ -69,6 +70,11 @@ class Groups:
     def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
         """(m, P, M) first variation of every R_i at its group, less its baseline; 0 where the reward abstained."""
         return torch.stack([linearize_present(objectives[name], r, baseline) for name, r in self.seen().items()])
+
+    def judged(self, objectives: Mapping[str, Objective], weights: Mapping[str, float]) -> Tensor:
+        """(P, M) bool: whether a reward that has a weight says something of the completion; not in dropped groups."""
+        seen = {name: r for name, r in self.seen().items() if weights[name] != 0}
+        return torch.stack([present(objectives[name], r) for name, r in seen.items()]).any(0)
 
     def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
         """(P, M) of every reward, for people: of a kernel, each completion's share in the diversity of its group."""

@@ -109,7 +109,7 @@ class Learner:
 
         All tokens of a completion have its advantage, unless a critic tells them apart. The loss is the one over all
         ranks: its denominators are counted globally first, and FSDP's mean over ranks is undone, so that neither ranks
-        nor micro-batches change it. Groups that are ``dropped (P,)`` count nowhere.
+        nor micro-batches change it. Groups (P,), or completions (P, M), that are ``dropped`` count nowhere.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = critic_lr if "critic" in group else lr

@@ -40,6 +40,7 @@ __all__ = [
     "WorstOfN",
     "linearize_present",
     "parse",
+    "present",
     "value_present",
 ]
 
@@ -58,6 +59,18 @@ def linearize_present(objective: Objective, rewards: Tensor, baseline: Baseline 
     for rows, columns in _by_presence(absent, objective.fewest):
         linear[rows, columns] = objective.advantage(_picked(rewards, rows, columns), baseline)
     return linear
+
+
+def present(objective: Objective, rewards: Tensor) -> Tensor:
+    """(P, M) bool: the entries that count, which are not NaN, in groups of as many as the objective needs."""
+    there = ~_absent(objective, rewards)
+    return there & (there.sum(-1, keepdim=True) >= objective.fewest)
+
+
+def learns_from_one(objective: Objective) -> bool:
+    """Whether a group of one has a linearised reward that its reward changes; soft best-of-N has none."""
+    one, two = (objective.advantage(torch.tensor([[x]], dtype=torch.float64), "none") for x in (1.0, 2.0))
+    return not torch.equal(one, two)
 
 
 def value_present(objective: Objective, rewards: Tensor) -> Tensor:

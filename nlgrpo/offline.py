@@ -64,6 +64,7 @@ class Samples:
     rollouts: ReferenceRollouts
     rewards: Tensor  # (P, K) float64, the weighted sum, by the rows of the rollouts
     prompts: PromptSet  # those that there is something to learn from
+    repeated: int  # prompts of the data that came before
     unknown: int  # prompts of the data without rollouts
     tied: int  # prompts all of whose samples have one reward, which make no pair
     paired: bool
@@ -130,7 +131,9 @@ def make(
         )
     worth = torch.stack([cfg.rewards[r.name].weight * rollouts.rewards[r.name] for r in counting]).sum(0)
     rows = [rollouts.row(ids) for ids in prompts.ids]
-    known = [(i, row) for i, row in enumerate(rows) if row is not None]
+    first = {row: i for i, row in reversed(list(enumerate(rows))) if row is not None}
+    known = sorted((i, row) for row, i in first.items())
+    unknown = sum(row is None for row in rows)
     uneven = worth.amax(1) > worth.amin(1)
     kept = [i for i, row in known if uneven[row] or not cfg.loss.paired]
     if not kept:
@@ -140,7 +143,8 @@ def make(
         rollouts=rollouts,
         rewards=worth,
         prompts=prompts.only(kept),
-        unknown=len(rows) - len(known),
+        repeated=len(rows) - len(known) - unknown,
+        unknown=unknown,
         tied=len(known) - len(kept),
         paired=cfg.loss.paired,
         config=cfg.offline,

@@ -70,7 +70,8 @@ def _objective(run: Run) -> dict[str, str]:
     terms = [f"{r.weight:g} {run.objectives[n]}({n})" for n, r in rewards.items()]
     objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
     objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
-    kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {loss.kl})" if loss.beta > 0 else ""
+    estimator = loss.kl if loss.kl_in == "loss" else "k1"
+    kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
     return {"objective": f"maximise {objective}{kl}"}
 
 
@@ -87,6 +88,7 @@ def _choices(cfg: Config, samples: Samples) -> dict[str, str]:
     other = "worst of them" if cfg.offline.rejected == "worst" else "another one of them"
     chosen = f"best of {n} samples by {' + '.join(terms)}" + f", against the {other}" * samples.paired
     left_out = [f"{samples.unknown:,} prompts have none"] * (samples.unknown > 0)
+    left_out += [f"{samples.repeated:,} are repeated"] * (samples.repeated > 0)
     left_out += [f"{samples.tied:,} have samples of one reward only"] * (samples.tied > 0)
     said = f"; {', '.join(left_out)}: left out" if left_out else ""
     margin = "; h: log pi / pi_ref of the best less that of the other" * samples.paired

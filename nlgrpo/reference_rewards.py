@@ -45,6 +45,13 @@ class Held:
     ranks: Tensor
     """u; its mean is the win rate of single samples against the reference."""
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Held:
+        return Held(function(self.values), function(self.ranks))
+
+    def without(self, groups: Tensor) -> Held:
+        """NaN in the ``groups`` (P,) bool."""
+        return self.map(lambda x: x.masked_fill(groups.to(x.device)[:, None], torch.nan))
+
 
 @dataclass(frozen=True)
 class References:
@@ -85,12 +92,23 @@ class ReferenceRewards:
         ref_logprobs: Tensor | None,
         reference: Decoder | None,
     ) -> dict[str, Held]:
-        """Of rewards {name: (P, M)} of ``rollout``; collective. ``ref_logprobs`` (P M, L) are needed by vBoN only."""
+        """Of rewards {name: (P, M)} of ``rollout``; collective. ``ref_logprobs`` (P M, L) are needed by vBoN only.
+
+        Raises RewardError on all ranks where a reward of the reference's samples failed, or cannot be held against.
+        """
         if not self.transforms:
             return {}
         self._draw(batch, reference)
-        here = [self._references(ids) for ids in batch.ids]
-        return {name: self._held(name, rewards[name], here, rollout, ref_logprobs) for name in self.transforms}
+        found, fault = dict[str, Held](), None
+        try:
+            here = [self._references(ids) for ids in batch.ids]
+            for name in self.transforms:
+                found[name] = self._held(name, rewards[name], here, rollout, ref_logprobs)
+        except ValueError as error:
+            fault = RewardError(f"reward held against the reference's samples: {error}")
+        if self.ranks.any(fault is not None):
+            raise fault or RewardError("a reward could not be held against the reference's samples on another rank")
+        return found
 
     def _held(
         self, name: str, rewards: Tensor, here: Sequence[References], rollout: Rollout, ref_logprobs: Tensor | None
@@ -108,7 +126,7 @@ class ReferenceRewards:
             values = vbon_reward(log_f, log_p, transform.n, bound=transform.bound)
         else:
             values = transform(u)
-        return Held(values.masked_fill(absent, torch.nan), u.masked_fill(absent, torch.nan))
+        return Held(values, u).map(lambda x: x.masked_fill(absent, torch.nan))
 
     def _references(self, ids: Sequence[int]) -> References:
         digest = digest_of_prompt(ids)
@@ -194,7 +212,7 @@ def make(
         drawing = replace(sampler, samples=K, seed=sampler.seed ^ (1 << 61), rewards=rewards)
     parsed = {
         name: variational.parse(text)
-        or parse_transform(text, beta=cfg.loss.beta, references=K, function=user_code.function)
+        or parse_transform(text, beta=beta_of(cfg, name), references=K, function=user_code.function)
         for name, text in wanted.items()
     }
     found = ReferenceRewards(parsed, rollouts, drawing, own.smoother, ranks)
@@ -205,6 +223,12 @@ def make(
             "configuration draws them, or calibration.missing = 'draw' does when a prompt comes"
         )
     return found
+
+
+def beta_of(cfg: Config, name: str) -> float:
+    """The weight of the KL beside a transformed reward of weight 1: w Phi - beta KL is w (Phi - beta/w KL)."""
+    weight = abs(cfg.rewards[name].weight)
+    return cfg.loss.beta / weight if weight > 0 else cfg.loss.beta
 
 
 def _keys(rollouts: ReferenceRollouts, row: int) -> Tensor:

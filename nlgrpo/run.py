@@ -154,16 +154,18 @@ class Run:
     def rates(self, step: int) -> dict[str, float]:
         """Learning rates of the policy and of PPO's critic, which begins alone."""
         optim, own, steps = self.config.optim, self.config.critic, self.config.train.steps
-        lr = learning_rate(optim, step, steps)
         if self.config.loss.algorithm != "ppo":
-            return {"lr": lr}
-        waits = step < own.warmup_steps
-        return {"lr": 0.0 if waits else lr, "critic_lr": learning_rate(replace(optim, lr=own.lr), step, steps)}
+            return {"lr": learning_rate(optim, step, steps)}
+        late = step - own.warmup_steps  # the policy's schedule begins with it
+        lr = 0.0 if late < 0 else learning_rate(optim, late, steps - own.warmup_steps)
+        return {"lr": lr, "critic_lr": learning_rate(replace(optim, lr=own.lr), step, steps)}
 
-    def next_beta(self, kl: float) -> float:
-        """That of the step after one with this KL per token."""
+    def next_beta(self, step: int, kl: float) -> float:
+        """That of the step after ``step``, which had this KL per token; a policy that waits says nothing by it."""
         beta, target = self.progress.beta, self.config.loss.target_kl
-        return beta if target is None else AdaptiveBeta(beta, target).step(kl)
+        if target is None or self.rates(step)["lr"] == 0:
+            return beta
+        return AdaptiveBeta(beta, target).step(kl)
 
     def logger(self) -> metrics.MetricsLogger:
         return metrics.MetricsLogger(
@@ -241,6 +243,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     compute = parts.compute_dtype(cfg.model.dtype, ranks.device)
     sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)
     origin = partial(Origin.of, source, tokenizer, compute, sampling)
+    critic.check(cfg, shape, longest=max(map(len, prompts.ids), default=0) + cfg.rollout.max_new_tokens)
     samples = offline.make(cfg, loaded, parsed, prompts, origin)
     return Run(
         config=cfg,

@@ -115,10 +115,11 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return _short(json.dumps(whole, sort_keys=True).encode())
 
 
-def digest_of_function(function: Callable[..., Any], spec: str) -> str:
-    """Of what a reward does: its spec, the source file of its code, and every file or folder that its arguments name.
+def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> str:
+    """Of what a reward does: its spec, the source file of its code, and every file or folder that it is ``named`` by.
 
-    What the code reads elsewhere is not seen.
+    ``named`` is its text in the configuration: a model's folder, or a function whose arguments may be paths. What the
+    code reads elsewhere is not seen.
     """
     while isinstance(function, partial):
         function = function.func
@@ -127,13 +128,14 @@ def digest_of_function(function: Callable[..., Any], spec: str) -> str:
         source = [Path(inspect.getfile(code))]
     except TypeError:  # built in
         source = []
-    found = [path for path in [*source, *_named_in(spec)] if len(str(path)) < 4096 and path.exists()]
+    found = [path for path in [*source, *_paths_in(named)] if len(str(path)) < 4096 and path.exists()]
     return _short(f"{spec} {digest_of(*dict.fromkeys(found))}".encode())
 
 
-def _named_in(spec: str) -> list[Path]:
-    """Texts in quotes in a spec, and what stands before its brackets, which may be a model's folder."""
-    return [Path(part) for part in (spec.partition("(")[0], *spec.replace('"', "'").split("'")[1::2]) if part.strip()]
+def _paths_in(named: str) -> list[Path]:
+    """Texts in quotes, and what stands before the brackets; not those that are folders whatever they mean."""
+    parts = (named.partition("(")[0].strip(), *named.replace('"', "'").split("'")[1::2])
+    return [Path(part) for part in parts if part.strip() and part not in (".", "..", "/")]
 
 
 def _short(content: bytes) -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +128,8 @@ def run(
             manifest.write()
             work = Work(manifest, ranks, jobs, lock)
             stopped = work.run_all(list(zip(settings, points, strict=True)), retry)
+    except BrokenPipeError:  # of what reads its output
+        raise
     except OSError as error:
         raise ValueError(f"the sweep cannot use {folder}: {error}; the same command goes on once it can") from error
     _show(manifest)
@@ -258,7 +260,7 @@ class Work:
     lock: int  # the folder's, which every run holds as well
     stop: StopSignal = field(default_factory=StopSignal)
     insisted: bool = False  # by a second Ctrl-C
-    broken: bool = False  # by what would end the other points too
+    broken: bool = False  # by what ends the other points too
     writes: threading.Lock = field(default_factory=threading.Lock)
 
     def run_all(self, points: Sequence[tuple[Setting, Point]], retry: bool) -> bool:
@@ -272,31 +274,30 @@ class Work:
         def run(number: int, point: Point) -> None:
             if self.stop.received or self.broken:
                 return
-            place = free.get()
-            where = f"[{number}/{len(todo)}] {point.name}"
-            _say(f"{where}: {'goes on' if point.folder.exists() else 'begins'}")
+            place, where = free.get(), f"[{number}/{len(todo)}] {point.name}"
             try:
+                _say(f"{where}: {'goes on' if point.folder.exists() else 'begins'}")
                 self._run(next(setting for setting, its in points if its is point), point, place)
+                ended.append(point)
+                how = f"{point.state} after {_time(point.seconds)}" + (f": {point.error}" if point.error else "")
+                _say(f"{where}: {how}{_time_left(self.manifest, (len(todo) - len(ended)) / self.jobs)}")
             except BaseException:
                 self.broken = True
                 raise
             finally:
                 free.put(place)
-            ended.append(point)
-            how = f"{where}: {point.state} after {_time(point.seconds)}" + (f": {point.error}" if point.error else "")
-            _say(how + _time_left(self.manifest, (len(todo) - len(ended)) / self.jobs))
 
         with ThreadPoolExecutor(self.jobs) as pool:
             runs = [pool.submit(run, i, point) for i, point in enumerate(todo, 1)]
-            try:
-                wait(runs, return_when=FIRST_EXCEPTION)
-            except KeyboardInterrupt:  # the second Ctrl-C
-                self.insisted = True
-            finally:
-                pool.shutdown(cancel_futures=True)
-        for failed in runs:
-            if not failed.cancelled():
-                failed.result()
+            while True:
+                try:
+                    wait(runs)
+                    break
+                except KeyboardInterrupt:  # the second Ctrl-C
+                    self.insisted = True
+        self.stop.restore()
+        for each in runs:
+            each.result()
         return self.stop.received and bool(_to_run(todo, retry=False))
 
     def _run(self, setting: Setting, point: Point, place: int) -> None:
@@ -343,7 +344,7 @@ class Work:
         )
         told = 0
         while child.poll() is None:
-            if told < self.stop.received + self.insisted:
+            if told < (self.stop.received or self.broken) + self.insisted:
                 child.terminate()
                 told += 1
             time.sleep(0.05)
@@ -367,7 +368,7 @@ def _environment(place: int, ranks: int, jobs: int) -> dict[str, str]:
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` would look into this folder first, as the sweep did not
         environment["PYTHONSAFEPATH"] = "1"
     if jobs > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // (jobs * ranks))))
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // (jobs * ranks)))
         if gpus := _gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place * ranks : (place + 1) * ranks])
     return environment

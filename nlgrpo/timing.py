@@ -58,8 +58,12 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._remember)
+        self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore(self) -> None:
+        """Signals do again what they did."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = True

@@ -73,16 +73,17 @@ def learn_from_rewards(run: Run, learner: Learner, log: MetricsLogger) -> None:
         linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
     adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
     clock.lap("linearize")
+    dropped = scores.skipped if learner.critic is None else ~groups.judged(run.objectives, run.weights())[groups.own]
     stats   = learner.update(
         rollout, adv[groups.own], step=step, **run.rates(step),
-        beta=progress.beta, ref_logprobs=ref, dropped=scores.skipped,
+        beta=progress.beta, ref_logprobs=ref, dropped=dropped,   # a critic would take 0 for a reward
     )
     clock.lap("update")
     shown   = groups.scores(run.objectives)                      # {name: (P, M)}, kernels as numbers too
     stats |= {"beta": progress.beta} | groups.metrics(worth, values, shown, run.weights(), adv)
     progress.advance(cfg.rollout.prompts, groups.tokens)
     if "kl" in stats:                                            # not where all groups were dropped
-        progress.beta = run.next_beta(stats["kl"])
+        progress.beta = run.next_beta(step, stats["kl"])
     log.log(step, stats | run.speed(clock, groups.tokens, int(groups.lengths.sum())))
     if every(cfg.train.samples_every, step):
         log.table(step, groups.samples(batch, run.sampler.texts(rollout), shown, each, adv))

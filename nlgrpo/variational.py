@@ -27,6 +27,7 @@ from nlgrpo.kernels import ecdf
 from nlgrpo.log_cdf import add_half, fit_exponential
 
 LINEAR = -36.0  # log p/F + log N below which (1 + p/F)^N - 1 is N p/F: the next term is 1e-16 of it
+LEAST = -1e4  # of a log F by a curve, which soon becomes -inf where it is steep
 NEAR_ONE = -0.7  # log of the larger of F and p, where F + p may be 1
 
 
@@ -176,18 +177,23 @@ def log_strict_cdf(
 
     "add-half" is log((count + 1/2) / (K + 1)), None log(count / K), which is -inf below the least sample, and
     "exponential" the curve -a e^{-b r} fitted to the reference's own log F (vBoN, Sec. 6; `nlgrpo.log_cdf`), which sees
-    the order in its fit only: at equal rewards it is equal.
+    the order in its fit only: at equal rewards it is equal. It is followed below the least sample as far as the samples
+    reach, and to `LEAST`; a prompt whose samples with F > 0 share one reward has none, and takes "add-half".
 
     Raises ValueError as `strict_counts`, for another smoother, and for prompts that no curve fits.
     """
     if smoother not in (None, "add-half", "exponential"):
         raise ValueError(f"smoother={smoother!r} is not known; expected None, 'add-half' or 'exponential'.")
     K = reference.shape[-1]
-    if smoother == "exponential":
-        own = strict_counts(reference, reference_keys, reference, reference_keys) / K
-        return fit_exponential(reference.unbind(), own.double().unbind(), None)(rewards)
     F = strict_counts(rewards, keys, reference, reference_keys).double() / K
-    return F.log() if smoother is None else add_half(F, K)
+    found = F.log() if smoother is None else add_half(F, K)
+    if smoother == "exponential":
+        own = strict_counts(reference, reference_keys, reference, reference_keys).double() / K
+        for p, r in enumerate(reference):
+            if r[own[p] > 0].unique().numel() > 1:
+                seen = torch.maximum(rewards[p : p + 1].to(r), 2 * r.min() - r.max())
+                found[p] = fit_exponential([r], [own[p]], None)(seen).clamp(min=LEAST)[0]
+    return found
 
 
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:

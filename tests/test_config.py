@@ -196,7 +196,11 @@ def test_ranks_must_divide_the_batch():
 
 
 def test_settings_that_contradict_each_other():
-    assert "kl_importance weighs k3, and loss.kl is 'k1'" in faults(changed(loss__kl_importance=True, loss__kl="k1"))[0]
+    weighed = {"loss__kl_importance": True, "loss__kl": "k3"}
+    assert "kl_importance weighs k3 in the loss, and here is k1" in faults(changed(**weighed | {"loss__kl": "k1"}))[0]
+    assert "and here is k3 in the reward" in faults(changed(**weighed, loss__kl_in="reward"))[0]
+    assert "from a baseline, which 'none' does" in faults(changed(loss__scale="group", loss__baseline="none"))[0]
+    config_checks.check(changed(loss__scale="group", loss__baseline="loo"))
     assert "loss.beta = 0 does not feel" in faults(changed(loss__target_kl=0.1, loss__beta=0.0))[0]
     assert "more than the completions of a step" in faults(changed(loss__minibatches=49))[0]
     config_checks.check(changed(loss__minibatches=48))

@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from helpers import random_rollout, tiny_model
 
 from nlgrpo import config, config_checks, critic, train
 from nlgrpo import model as models
+from nlgrpo import run as runs
 from nlgrpo.config import Config, CriticConfig, LossConfig, ModelConfig, OptimConfig, RewardConfig
+from nlgrpo.groups import Groups
 from nlgrpo.learner import Learner, make_optimizer
+from nlgrpo.objectives import parse
 from nlgrpo.parallel import Ranks
 from nlgrpo.recipes import from_arguments
 
@@ -238,6 +242,10 @@ def test_the_policy_of_a_checkpoint_beside_a_critic_can_begin_a_reward_model(roo
         ({"critic": CriticConfig(warmup_steps=-1)}, "critic.warmup_steps = -1"),
         ({"critic": CriticConfig(path="a", trunk="shared")}, "critic.path = 'a': a head on the policy has no model"),
         ({"loss": LossConfig("ppo", level="sequence")}, "loss.level = 'sequence'"),
+        (
+            {"loss": LossConfig("ppo", scale="batch")},
+            "loss.scale = 'batch' divides .* PPO does not have: critic.whiten",
+        ),
     ],
 )
 def test_what_a_configuration_refuses(changed, said):
@@ -249,5 +257,94 @@ def test_what_a_configuration_refuses(changed, said):
 
 def test_a_group_of_one_needs_no_baseline_with_a_critic():
     cfg, _ = from_arguments(["length-mean", "--loss.algorithm", "ppo", "--loss.baseline", "none"])
-    config_checks.check(replace(cfg, rollout=replace(cfg.rollout, samples=1)))
+    alone = replace(cfg, rollout=replace(cfg.rollout, samples=1))
+    config_checks.check(alone)
     assert config.to_dict(cfg)["critic"]["trunk"] == "own"
+    for objective in ("soft:0.1", "erm:2", "bop:3", "cvar:0.5", "bon:4"):  # of one sample, two of them are constant
+        rewards = {"a": RewardConfig("length(target=2, scale=8)", objective)}
+        if objective in ("soft:0.1", "erm:2"):
+            with pytest.raises(ValueError, match=r"needs rollout\.samples >= 2"):
+                config_checks.check(replace(alone, rewards=rewards))
+        else:
+            config_checks.check(replace(alone, rewards=rewards))
+
+
+# --- what is not told to it -------------------------------------------------------------------------------------------
+
+
+def test_which_completions_a_reward_judges():
+    rewards = {name: torch.tensor([[1.0, torch.nan, 2.0], [torch.nan] * 3]) for name in ("a", "b", "c")}
+    rewards["b"] = torch.tensor([[torch.nan, torch.nan, 2.0], [torch.nan, torch.nan, 5.0]])
+    groups = Groups(rewards, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0)
+    means = {"a": parse("mean"), "b": parse("mean"), "c": parse("mean")}
+    of_a = [[True, False, True], [False] * 3]
+    assert groups.judged(means, {"a": 1.0, "b": 0.0, "c": 0.0}).tolist() == of_a
+    assert groups.judged(means, {"a": 1.0, "b": -1.0, "c": 0.0}).tolist() == [of_a[0], [False, False, True]]
+    pair = means | {"b": parse("bon:2:unbiased")}  # which needs two
+    assert groups.judged(pair, {"a": 1.0, "b": 1.0, "c": 0.0}).tolist() == of_a
+
+
+def test_a_completion_that_no_reward_judges_teaches_nothing(root, prompts, tmp_path):
+    """One that abstains is not one of reward 0, whatever the critic expects."""
+    (root / "judge.py").write_text(
+        "def some(completion_ids, **_):\n"
+        "    return [None if ids[0] % 2 else 5.0 for ids in completion_ids]\n"
+        "def all(completion_ids, **_):\n"
+        "    return [5.0 for ids in completion_ids]\n"
+    )
+    found = {}
+    for name in ("some", "all"):
+        more = (
+            "--rewards.r.function",
+            f"{root / 'judge.py'}:{name}",
+            "--rewards.few.weight",
+            "0",
+            "--critic.lr",
+            "0.05",
+        )
+        more += ("--rewards.r.objective", "mean", "--train.steps", "30")
+        assert train.main(arguments(root, tmp_path / name, *more)) == 0
+        found[name] = metrics_of(tmp_path / name)
+    means = {name: steps[-1]["value/return_mean"] for name, steps in found.items()}
+    assert means["some"] == pytest.approx(means["all"], abs=0.5)  # with zeros among them it would be about 2.5
+
+
+# --- when it begins ---------------------------------------------------------------------------------------------------
+
+
+def test_the_policys_schedule_begins_behind_the_critics_warm_up():
+    given = ["length-mean", "--loss.algorithm", "ppo", "--critic.warmup_steps", "3", "--train.steps", "7"]
+    given += ["--optim.lr", "1", "--critic.lr", "10", "--optim.warmup_steps", "2", "--optim.schedule", "linear"]
+    cfg, _ = from_arguments([*given, "--loss.target_kl", "0.1", "--loss.beta", "1"])
+    run = object.__new__(runs.Run)
+    run.config, run.progress = cfg, runs.Progress(beta=1.0)
+    assert [run.rates(step)["lr"] for step in range(7)] == [0, 0, 0, 0.5, 1, 1, 0.5]
+    assert [run.rates(step)["critic_lr"] for step in range(3)] == [5, 10, 10]
+    assert [run.next_beta(step, 0.0) for step in range(3)] == [1, 1, 1]  # a policy that waits has no KL
+    assert run.next_beta(3, 0.0) < 1
+
+
+# --- its model, before a run begins -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "not-there"),
+        ({"vocab_size": 40}, "has a vocabulary of 40 tokens and the policy one of 32"),
+        ({"n_positions": 6}, "has a context of 6 tokens, and prompts with their completions come to"),
+    ],
+)
+def test_a_critic_that_cannot_serve_is_told_before_a_run_is_removed(root, prompts, tmp_path, capsys, changed, said):
+    given = arguments(root, tmp_path / "run", "--train.steps", "1")
+    assert train.main(given) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    path = tmp_path / "not-there"
+    if changed:
+        path = tmp_path / "critic"
+        shape = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 32} | changed
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(path)
+    for more in (["--dry-run"], ["--train.restart"]):
+        assert train.main([*given, "--critic.path", str(path), *more]) == 1
+        assert said in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before

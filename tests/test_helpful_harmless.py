@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -122,30 +121,3 @@ def test_the_cpu_version_differs_in_size_alone():
         "rewards.helpful.function",
         "rewards.harmless.function",
     }
-
-
-def test_the_cpu_version_trains_and_draws_its_picture(parts, tmp_path, monkeypatch, capsys):
-    """scripts/pareto.py, whole, on a model of 32 words: a run, a picture, and a line for every point and N."""
-    tiny_model(tmp_path / "tiny")
-    lexicon = tmp_path / "lexicon.txt"
-    lexicon.write_text("w3\t1.5\nw4\t-2\n")
-    command = [
-        str(REPOSITORY / "scripts" / "pareto.py"),
-        str(REPOSITORY / "examples" / "helpful_harmless.toml"),
-        *("--weights", "0.25", "--methods", "bon:4", "--ns", "1", "2", "--out", "fronts", "--"),
-        *("--model.path", "tiny", "--data.source", "pairs.jsonl", "--rollout.max_new_tokens", "6"),
-        *("--rewards.helpful.function", f"lexicon(path={str(lexicon)!r})", "--train.steps", "2"),
-        *("--evaluation.prompts", "4", "--evaluation.samples", "4", "--evaluation.ns", "1", "2"),
-    ]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(command[0], run_name="__main__")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best of ")]
-    assert len(lines) == 2
-    assert all(", KL 0.0" in line and "beaten" in line for line in lines)
-    assert (tmp_path / "fronts" / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    weights = {
-        tuple(reward["weight"] for reward in json.loads(path.read_text())["rewards"].values())
-        for path in (tmp_path / "fronts").glob("*/config.json")
-    }
-    assert weights == {(0.25, 0.75)}

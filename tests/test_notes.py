@@ -5,14 +5,19 @@ import dataclasses
 import pytest
 
 from nlgrpo import train
-from nlgrpo.config import LossConfig, RolloutConfig
+from nlgrpo.config import LossConfig, RewardConfig, RolloutConfig
 from nlgrpo.notes import notes
 from nlgrpo.objectives import parse
 from nlgrpo.recipes import RECIPES, recipe
 
 
-def said(objective="bon:4", rollout=None, **loss):
-    cfg = dataclasses.replace(recipe("length-bon"), loss=LossConfig(**loss), rollout=rollout or RolloutConfig())
+def said(objective="bon:4", rollout=None, transform="", **loss):
+    cfg = dataclasses.replace(
+        recipe("length-bon"),
+        loss=LossConfig(**loss),
+        rollout=rollout or RolloutConfig(),
+        rewards={"r": RewardConfig("length", "mean", transform=transform)},
+    )
     return notes(cfg, {"r": parse(objective)})
 
 
@@ -31,6 +36,11 @@ def test_recipes_break_nothing():
         ({"epochs": 2, "surrogate": "cispo"}, "and capping the ratios biases"),
         ({"epochs": 2, "surrogate": "reinforce"}, "and nothing corrects for it"),
         ({"kl": "k1"}, "loss.kl = 'k1' in the loss has a gradient of 0"),
+        ({"algorithm": "ppo"}, "critic.whiten divides the advantages by their deviation, and not the KL in the loss"),
+        ({"algorithm": "dpo"}, "loss.beta = 0.0001: dpo asks for margins of about 1/beta nats"),
+        ({"algorithm": "ipo", "beta": 0.1, "kl_in": "reward"}, "loss.kl_in = 'reward': of no effect on ipo"),
+        ({"transform": "vbon:4"}, "vbon:4 has a KL of the weight of the reward; take loss.beta = 1, constant"),
+        ({"transform": "bon_fp:4", "target_kl": 0.1}, "bon_fp:4 is the best transform for one beta"),
         ({"aggregate": "smooth_min:4"}, "its gradient is taken at the values of 6 prompts"),
         (
             {"rollout": RolloutConfig(top_k=5, min_p=0.1)},
@@ -53,6 +63,10 @@ def test_one_setting_one_line(settings, line):
         {"aggregate": "min", "aggregate_memory": 0.9},
         {"objective": "bon:8:unbiased"},
         {"objective": "bon:8"},
+        {"algorithm": "ppo", "kl_in": "reward"},
+        {"algorithm": "ipo", "beta": 0.1},
+        {"transform": "vbon:4", "beta": 1.0, "kl_in": "reward"},
+        {"transform": "bon_fp:4"},
     ],
 )
 def test_what_breaks_nothing_is_not_said(settings):

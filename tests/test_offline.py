@@ -254,6 +254,10 @@ def test_prompts_that_teach_nothing_are_left_out_and_counted(root, rollouts, tmp
     assert (run.samples.unknown, run.samples.tied, len(run.prompts)) == (1, 0, 3)
     run = run_of(root, loss__algorithm="bon_sft", rewards__first__weight=0.0, rewards__of_some__weight=1.0)
     assert (run.samples.tied, len(run.prompts)) == (0, 4)  # ties have a best one all the same
+    again = tmp_path / "again.jsonl"
+    again.write_text((root / "prompts.jsonl").read_text() * 3)  # whose samples would come three times a pass
+    run = run_of(root, loss__algorithm="bon_sft", data__source=again)
+    assert (run.samples.repeated, len(run.prompts), len({tuple(ids) for ids in run.prompts.ids})) == (8, 4, 4)
 
 
 # --- where training leads ---------------------------------------------------------------------------------------------
@@ -433,6 +437,10 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
         ({"loss": LossConfig("dpo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'dpo' has no optimum there"),
         ({"loss": LossConfig("ipo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'ipo'"),
         ({"loss": LossConfig("ipo", beta=-1.0)}, "loss.beta = -1.0: allowed is >= 0"),
+        (
+            {"loss": LossConfig("bonbon"), "offline": OfflineConfig(n=3, rejected="random")},
+            "offline.rejected = 'random': bonbon's margin is that of best and worst of n",
+        ),
         ({"loss": LossConfig("dpo", epochs=2)}, "loss.epochs = 2, loss.minibatches = 1: with"),
         ({"loss": LossConfig("dpo", target_kl=0.1)}, "loss.target_kl follows the KL of completions"),
         ({"loss": LossConfig("dpo", aggregate="min")}, "loss.aggregate = 'min': .* the weighted sum"),
@@ -447,6 +455,9 @@ def test_what_a_configuration_refuses(changed, said):
         loss=LossConfig("dpo"),
     )
     config_checks.check(good)
-    config_checks.check(replace(good, loss=LossConfig("bon_sft", beta=0.0), offline=OfflineConfig(n=1)))
+    winners = replace(good, loss=LossConfig("bon_sft", beta=0.0), offline=OfflineConfig(n=1))
+    config_checks.check(winners)
+    config_checks.check(replace(winners, rollout=RolloutConfig(samples=1)))
+    config_checks.check(replace(good, loss=LossConfig("bonbon"), offline=OfflineConfig(n=2, rejected="random")))
     with pytest.raises(ValueError, match=said):
         config_checks.check(replace(good, **changed))

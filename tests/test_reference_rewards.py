@@ -125,11 +125,49 @@ def test_a_vbon_reward_counts_in_a_total_order(root, rollouts, bound):
             assert float(held["first"].values[p, m]) == pytest.approx(truth, rel=1e-9)
 
 
-def test_where_the_reward_abstains_nothing_is_held(root, rollouts):
+def test_rollouts_of_another_reward_do_not_serve(root, rollouts):
     function = f"{root / 'rewards.py'}:mostly"
     more = {"rewards__first__function": function, "rewards__first__transform": "identity"}
     with pytest.raises(ValueError, match=r"reward 'first' was .*:first x 1.0, and the run's is .*:mostly x 1.0"):
         held_of(root, **more, calibration__rollouts=rollouts)
+
+
+def test_where_the_reward_abstains_nothing_is_held(root, rollouts):
+    run, batch, rollout, scores, held, ref = held_of(
+        root, rewards__first__transform="identity", calibration__rollouts=rollouts
+    )
+    absent = torch.arange(scores.values["first"].numel()).view_as(scores.values["first"]) % 3 == 1
+    rewards = {"first": scores.values["first"].masked_fill(absent, torch.nan)}
+    found = run.references.hold(rewards, batch, rollout, ref, None)["first"]
+    for ours, whole in ((found.values, held["first"].values), (found.ranks, held["first"].ranks)):
+        assert torch.equal(ours.isnan(), absent)
+        assert torch.equal(ours[~absent], whole[~absent])
+    groups = torch.arange(len(absent)) == 1
+    dropped = found.without(groups)
+    assert dropped.values[groups].isnan().all()
+    assert dropped.ranks[groups].isnan().all()
+    assert torch.equal(dropped.values[~groups].isnan(), absent[~groups])
+
+
+def test_what_cannot_be_held_stops_the_run_with_its_state(root, rollouts, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("no curve")
+
+    monkeypatch.setattr("nlgrpo.reference_rewards.calibrate", fail)
+    more = {"rewards__first__transform": "identity", "calibration__rollouts": rollouts}
+    assert train.main(options(root, **more, train__out=tmp_path / "run")) == 1
+    assert "error: reward held against the reference's samples: no curve" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_a_fixed_point_is_that_of_the_weighted_reward(root, rollouts):
+    """w Phi - beta KL has the optimum of Phi - beta/w KL."""
+    more = {"calibration__rollouts": rollouts, "rewards__first__transform": "bon_fp:4"}
+    held, half = (
+        held_of(root, **more, rewards__first__weight=weight, loss__beta=beta)[4]["first"].values
+        for weight, beta in ((1.0, 0.5), (0.5, 0.25))
+    )
+    torch.testing.assert_close(held, half, rtol=1e-12, atol=0)
 
 
 # --- prompts without rollouts -----------------------------------------------------------------------------------------

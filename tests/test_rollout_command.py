@@ -556,3 +556,21 @@ def test_what_ks_refuses(work, sizes, capsys):
     assert cli.main([*arguments(work, "none"), "--ks", *sizes]) == 1
     assert f"together at most --samples {K}" in said(capsys.readouterr().err)
     assert not (work / "none").exists()
+
+
+def test_a_reward_is_another_when_the_files_that_name_it_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "rm").mkdir(parents=True)
+
+    def digest(named, scale="1.0"):
+        return sample_store.digest_of_function(len, named, f"{named} x {scale}")
+
+    for named in ("runs/rm", "classifier(path='runs/rm')", "runs/rm(batch_size=4)"):
+        (tmp_path / "runs" / "rm" / "model.safetensors").write_bytes(b"old")
+        old = digest(named)
+        assert old == digest(named) != digest(named, "2.0")
+        (tmp_path / "runs" / "rm" / "model.safetensors").write_bytes(b"new")
+        assert digest(named) != old, named
+    pattern = digest("regex(pattern='.')")
+    (tmp_path / "run.log").write_text("a file that has nothing to do with it")
+    assert digest("regex(pattern='.')") == pattern

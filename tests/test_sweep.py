@@ -428,6 +428,37 @@ def test_a_signal_ends_all_points_that_run(fake, tmp_path):
     assert states(tmp_path / "out") == {"beta=1": "stopped", "beta=2": "stopped", "beta=3": "waiting"}
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("word", ["begins", "done"])
+def test_output_that_nobody_reads_ends_the_sweep(fake, tmp_path, monkeypatch, jobs, word):
+    say = sweep._say
+
+    def gone(line):
+        if word in line:
+            raise BrokenPipeError(32, "Broken pipe")
+        say(line)
+
+    monkeypatch.setattr(sweep, "_say", gone)
+    (tmp_path / "how").write_text("{}")
+    with pytest.raises(BrokenPipeError):
+        sweep.main(["length-bon", "--out", str(tmp_path / "out"), "--loss.beta", "1,2,3,4", "--jobs", jobs])
+    assert set(states(tmp_path / "out").values()) <= {"waiting", "stopped", "done"}
+    assert "waiting" in states(tmp_path / "out").values()
+
+
+def test_a_full_disk_stops_the_other_points_too(fake, tmp_path):
+    status, _, out = fake("--loss.beta", "1,2,3", "--jobs", "2", b1="hold", b2="full")
+    assert status == 1
+    assert "beta=2: cannot write into there: no room" in out
+    assert states(tmp_path / "out") == {"beta=1": "stopped", "beta=2": "stopped", "beta=3": "waiting"}
+
+
+def test_signals_do_again_what_they_did(fake):
+    before = signal.getsignal(signal.SIGTERM)
+    fake("--loss.beta", "1,2")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_each_of_several_jobs_has_its_own_machine(monkeypatch):
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -439,8 +470,8 @@ def test_each_of_several_jobs_has_its_own_machine(monkeypatch):
     assert [sweep._environment(place, 1, 4)["CUDA_VISIBLE_DEVICES"] for place in range(4)] == ["7", "5", "3", "1"]
     monkeypatch.setattr(sweep.torch, "get_num_threads", lambda: 12)
     assert [sweep._environment(0, 1, jobs)["OMP_NUM_THREADS"] for jobs in (2, 5, 99)] == ["6", "2", "1"]
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert sweep._environment(0, 1, 2)["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setenv("OMP_NUM_THREADS", "12")
+    assert sweep._environment(0, 1, 2)["OMP_NUM_THREADS"] == "6"
     with pytest.raises(ValueError, match="3 of 2 ranks each need 6 GPUs, and there are 4"):
         sweep._check([], 2, 3)
 

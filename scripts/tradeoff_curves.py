@@ -1,0 +1,264 @@
+"""What the runs of tradeoff.py came to: curves over KL, how they compare, and their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.optimize import brentq
+from torch import Tensor
+
+from nlgrpo import ecdf, figures, hf_weights, parts
+from nlgrpo.calibration import at_kl, parse_transform
+from nlgrpo.config import Config
+from nlgrpo.evaluation import bootstrap, win_rate
+from nlgrpo.families import shape_of
+from nlgrpo.model import read_config
+from nlgrpo.reference_rollouts import ReferenceRollouts
+
+LABELS = {"vbon": "vBoN, Eq. 5", "vbon:bound": "vBoN, Eq. 8", "bon_sft": "BoN-SFT"}
+BON = "best-of-N of the reference"
+OF = 4  # N of best-of-N and worst-of-N
+TITLES = {
+    "single": "One completion: win rate (%)",
+    "best": f"Best of {OF} each: win rate (%)",
+    "worst": f"Worst of {OF} each: win rate (%)",
+    "reward": "Mean reward",
+}
+Run = tuple[str, int, int]  # method, N, seed
+Measured = Mapping[Run, Mapping[str, Tensor]]
+
+
+def label(method: str) -> str:
+    return LABELS.get(method, method if ":" in method or method == "identity" else method.upper())
+
+
+def scale_of(quantity: str) -> float:
+    return 1 if quantity == "reward" else 100
+
+
+# --- what it came to --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A method at its strengths: ``kl`` (S,) rising from the reference's 0, and ``values[quantity]`` (S, P)."""
+
+    kl: Tensor
+    values: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Tensor]]) -> Curve:
+        """From (P,) of every quantity, and of the KL, at each strength."""
+        rows = sorted(rows, key=lambda row: float(row["kl"].mean()))
+        kl = torch.stack([row["kl"].mean() for row in rows])
+        return cls(kl, {quantity: torch.stack([row[quantity] for row in rows]) for quantity in TITLES})
+
+    def at(self, quantity: str, kls: Tensor) -> Tensor:
+        """(G, P) at each KL, by straight lines over the root of the KL, in which win rates begin as one."""
+        weights = np.stack([np.interp(kls.sqrt(), self.kl.clamp(min=0).sqrt(), unit) for unit in np.eye(len(self.kl))])
+        return torch.from_numpy(weights).T @ self.values[quantity]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference's rewards (P, K) of the held-out prompts, from the rollouts, in ascending order."""
+
+    rewards: Tensor
+
+    def measure(self, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
+        """(P,) of each quantity of a model with these rewards and KLs of its completions, (P, n)."""
+        return {
+            "kl": kl.mean(1),
+            "single": win_rate(rewards, self.rewards, 1),
+            "best": win_rate(rewards, self.rewards, OF),
+            "worst": win_rate(rewards, self.rewards, OF, worst=True),
+            "reward": rewards.mean(1),
+        }
+
+    def best_of(self, n: float) -> dict[str, Tensor]:
+        """The same of best-of-n of the reference itself, n >= 1 not only whole: its CDF is F^n, on the K samples.
+
+        Samples of one reward stay as likely beside each other as they are, so that the KL is that of the rewards.
+        """
+        below, upto = (ecdf.cdf(self.rewards, self.rewards, side) for side in ("strict", "weak"))
+        share = 1 / (upto - below) / self.rewards.shape[1]  # of a sample in all of its reward
+
+        def won(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> Tensor:
+            chance = (ours(upto) - ours(below)) * share
+            return (chance * (theirs(below) + theirs(upto)) / 2).sum(1)
+
+        chance = (upto**n - below**n) * share
+        return {
+            "kl": (chance * (chance * self.rewards.shape[1]).clamp(min=1e-300).log()).sum(1),
+            "single": won(lambda F: F**n, lambda F: F),
+            "best": won(lambda F: F ** (n * OF), lambda F: F**OF),
+            "worst": won(lambda F: 1 - (1 - F**n) ** OF, lambda F: 1 - (1 - F) ** OF),
+            "reward": (chance * self.rewards).sum(1),
+        }
+
+    def best_at(self, kl: float) -> dict[str, Tensor]:
+        """Best-of-n of the reference for the n that is at this KL."""
+        most = float(self.rewards.shape[1])
+        furthest = float(self.best_of(most)["kl"].mean())
+        if kl >= furthest:
+            return self.best_of(most)
+        return self.best_of(brentq(lambda n: float(self.best_of(n)["kl"].mean()) - max(kl, 0.0), 1.0, most))
+
+
+def held_out(config: Config, rollouts: ReferenceRollouts, name: str) -> Reference:
+    """Raises ValueError where the evaluation has prompts without rollouts."""
+    source = hf_weights.locate(config.model.path)
+    room = parts.room_for_prompts(config, shape_of(read_config(source)))
+    _, prompts = parts.load_prompts(config, parts.load_tokenizer(source), room)
+    rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
+    if None in rows:
+        raise ValueError("the evaluation has other prompts than data.source; leave data.evaluation empty")
+    return Reference(rollouts.rewards[name][rows].sort(1).values)
+
+
+def curves(measured: Measured, start: Mapping[str, Tensor]) -> dict[str, list[Curve]]:
+    """Of every method, one a seed, from the reference on, which is ``start``."""
+    found: dict[str, list[Curve]] = {}
+    for method, seed in dict.fromkeys((method, seed) for method, _, seed in measured):
+        rows = [each for (m, _, s), each in measured.items() if (m, s) == (method, seed)]
+        found.setdefault(method, []).append(Curve.of([start, *rows]))
+    return found
+
+
+def ahead(quantity: str, one: Sequence[Curve], other: Sequence[Curve], scale: float) -> str:
+    """How much higher ``one`` is, on average over the KLs that all seeds of both have come to."""
+    every = [*one, *other]
+    low, high = max(float(curve.kl[1]) for curve in every), min(float(curve.kl[-1]) for curve in every)
+    if not 0 < low < high:
+        return f"have no KLs in common (from {low:.2f}, to {high:.2f})"
+    kls = torch.linspace(low**0.5, high**0.5, 101, dtype=torch.float64).square()
+    seeds = [(a.at(quantity, kls) - b.at(quantity, kls)).mean(0) for a, b in zip(one, other, strict=True)]
+    return f"{_said(seeds, scale)}, over KL {low:.2f} to {high:.2f}"
+
+
+def behind(quantity: str, one: Sequence[Curve], reference: Reference, scale: float) -> str:
+    """How much higher best-of-N of the reference is at the KL of each run, on average over them."""
+    seeds = []
+    for curve in one:
+        gaps = [
+            reference.best_at(float(kl))[quantity] - v
+            for kl, v in zip(curve.kl[1:], curve.values[quantity][1:], strict=True)
+        ]
+        seeds.append(torch.stack(gaps).mean(0))
+    return _said(seeds, scale)
+
+
+def _said(seeds: Sequence[Tensor], scale: float) -> str:
+    """The mean over seeds of differences (P,) with its interval over prompts, and each seed's."""
+    mean, low, high = (scale * x for x in bootstrap(torch.stack(list(seeds)).mean(0)))
+    each = ", ".join(f"{scale * float(seed.mean()):+.2f}" for seed in seeds)
+    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] (seeds {each})"
+
+
+def undominated(where: Sequence[tuple[float, float]]) -> list[bool]:
+    """Of points (KL, value): whether none is nearer to the reference and better."""
+    return [not any(k < kl and v > value for k, v in where) for kl, value in where]
+
+
+def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
+    """KLs, and the best win rate of all policies there, for rewards without ties (InfAlign, Theorem 3 and Cor. 2)."""
+    transform = {"best": f"bon_fp:{OF}", "worst": f"won_fp:{OF}"}.get(quantity)
+    if transform is None or furthest < 0.1:
+        return None
+    curve = at_kl(parse_transform(transform), np.linspace(0.05, min(furthest, 20.0), 12).tolist(), OF)
+    return curve.kl, curve.bon_win_rate if quantity == "best" else curve.won_win_rate
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_curves(found: Mapping[str, Sequence[Curve]], reference: Reference, quantities: Sequence[str]) -> Figure:
+    """Curves through the means over seeds, with intervals over prompts (InfAlign, Fig. 4)."""
+    figure, every = _panels(quantities, max(float(curve.kl[-1]) for own in found.values() for curve in own), reference)
+    for axes, quantity in zip(every, quantities, strict=True):
+        for i, (method, seeds) in enumerate(found.items()):
+            kl = torch.stack([curve.kl for curve in seeds]).mean(0)
+            values = torch.stack([curve.values[quantity] for curve in seeds]).mean(0)
+            mean, low, high = (scale_of(quantity) * x.numpy() for x in bootstrap(values))
+            look, reach = figures.look(i), np.stack([mean - low, high - mean]).clip(min=0)
+            axes.errorbar(kl, mean, reach, **look.line, marker=look.marker, capsize=2, label=label(method))
+    figures.legend(figure, every)
+    return figure
+
+
+def draw_points(measured: Measured, reference: Reference, quantities: Sequence[str]) -> Figure:
+    """A point a run; pale are those below another one of their method (vBoN, Fig. 2)."""
+    figure, every = _panels(quantities, max(float(each["kl"].mean()) for each in measured.values()), reference)
+    for axes, quantity in zip(every, quantities, strict=True):
+        for i, method in enumerate(dict.fromkeys(method for method, _, _ in measured)):
+            look, own = figures.look(i), _points({run: x for run, x in measured.items() if run[0] == method}, quantity)
+            for (x, y), best in zip(own, undominated(own), strict=True):
+                axes.plot(x, y, look.marker, color=look.colour, alpha=1.0 if best else 0.3, linewidth=0)
+            axes.plot([], [], look.marker, color=look.colour, linewidth=0, label=label(method))
+    figures.legend(figure, every)
+    return figure
+
+
+def _points(measured: Measured, quantity: str) -> list[tuple[float, float]]:
+    scale = scale_of(quantity)
+    return [(float(each["kl"].mean()), scale * float(each[quantity].mean())) for each in measured.values()]
+
+
+def _panels(quantities: Sequence[str], furthest: float, reference: Reference) -> tuple[Figure, list[Axes]]:
+    """With what best-of-N of the reference reaches, and the most that any policy can."""
+    figure = figures.figure_of((5.2 * len(quantities), 5.2))
+    every = list(figure.subplots(1, len(quantities), squeeze=False)[0])
+    bon = [reference.best_of(float(n)) for n in np.geomspace(1, reference.rewards.shape[1], 60)]
+    near = [each for each in bon if float(each["kl"].mean()) <= 1.05 * max(furthest, 0.1)]
+    for axes, quantity in zip(every, quantities, strict=True):
+        xs, ys = ([float(each[key].mean()) for each in near] for key in ("kl", quantity))
+        axes.plot(xs, [scale_of(quantity) * y for y in ys], color=figures.GREY, linestyle="--", label=BON)
+        best = optimum(quantity, furthest)
+        if best is not None:
+            axes.plot(best[0], 100 * best[1], color=figures.GREY, linestyle=":", label="the most that any policy can")
+        axes.set_title(TITLES[quantity])
+        axes.set_xlabel("KL to the reference (nats)")
+    return figure, every
+
+
+# --- what holds -------------------------------------------------------------------------------------------------------
+
+
+def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measured: Measured) -> list[str]:
+    """The papers' claims, each as a difference between two methods, and who is on the fronts."""
+    claims = [("best", "exp:10", "identity"), ("worst", "exp:-10", "identity"), ("single", "identity", "grpo")]
+    claims += [("single", "vbon", other) for other in found if other not in ("vbon", "exp:-10")]
+    lines = []
+    for quantity, one, other in claims:
+        if {one, other} <= set(found):
+            gain = ahead(quantity, found[one], found[other], scale_of(quantity))
+            lines.append(f"{TITLES[quantity]}: {label(one)} over {label(other)}: {gain}")
+    for quantity in ("single", "reward"):
+        for method, own in found.items():
+            gap = behind(quantity, own, reference, scale_of(quantity))
+            lines.append(f"{TITLES[quantity]}: {BON} over {label(method)}, at its KLs: {gap}")
+    for quantity in ("single", "reward"):
+        best = undominated(_points(measured, quantity))
+        on = [method for (method, _, _), chosen in zip(measured, best, strict=True) if chosen]
+        shares = ", ".join(f"{label(m)} {100 * on.count(m) / len(on):.0f}%" for m in found if m in on)
+        lines.append(f"{TITLES[quantity]}: of the {len(on)} points on the front: {shares}")
+    return lines
+
+
+def table(measured: Measured) -> list[dict[str, object]]:
+    """A row a run: means over prompts, with their intervals."""
+    rows = []
+    for (method, n, seed), each in measured.items():
+        estimates = {quantity: _numbers(bootstrap(values)) for quantity, values in each.items()}
+        rows.append({"method": method, "n": n, "seed": seed} | estimates)
+    return rows
+
+
+def _numbers(estimate: Sequence[Tensor]) -> list[float | None]:
+    """Mean, low and high; one prompt has no interval."""
+    return [None if x.isnan() else x.item() for x in estimate]
