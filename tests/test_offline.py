@@ -439,7 +439,7 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
         ({"loss": LossConfig("ipo", beta=-1.0)}, "loss.beta = -1.0: allowed is >= 0"),
         (
             {"loss": LossConfig("bonbon"), "offline": OfflineConfig(n=3, rejected="random")},
-            "offline.rejected = 'random': bonbon's margin is that of best and worst of n",
+            "offline.rejected = 'random': bonbon's margin is that of the best and the worst",
         ),
         ({"loss": LossConfig("dpo", epochs=2)}, "loss.epochs = 2, loss.minibatches = 1: with"),
         ({"loss": LossConfig("dpo", target_kl=0.1)}, "loss.target_kl follows the KL of completions"),
