@@ -170,7 +170,7 @@ def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
     transform = {"best": f"bon_fp:{OF}", "worst": f"won_fp:{OF}"}.get(quantity)
     if transform is None or furthest < 0.1:
         return None
-    curve = at_kl(parse_transform(transform), np.linspace(0.05, min(furthest, 20.0), 12).tolist(), OF)
+    curve = at_kl(parse_transform(transform), np.geomspace(0.02, min(furthest, 20.0), 24).tolist(), OF)
     return curve.kl, curve.bon_win_rate if quantity == "best" else curve.won_win_rate
 
 
@@ -223,6 +223,8 @@ def _panels(quantities: Sequence[str], furthest: float, reference: Reference) ->
             axes.plot(best[0], 100 * best[1], color=figures.GREY, linestyle=":", label="the most that any policy can")
         axes.set_title(TITLES[quantity])
         axes.set_xlabel("KL to the reference (nats)")
+        axes.set_xscale("function", functions=(lambda kl: np.sqrt(np.maximum(kl, 0)), np.square))  # `Curve.at`
+        axes.set_xlim(0, 1.08 * max(furthest, 0.1))
     return figure, every
 
 
