@@ -651,12 +651,12 @@ def wait_for(path):
     return text
 
 
-# what `python -m nlgrpo.cli train` does, without the pictures, which take longer than the runs
+# what `python -m nlgrpo.cli` does with "train", without the pictures, which take longer than the runs
 UNDRAWN = """
 import sys
 from nlgrpo import train
 train.report.write_report = lambda folder: folder / "report.html"
-sys.exit(train.main(sys.argv[1:]))
+sys.exit(train.main(sys.argv[2:]))
 """
 
 
