@@ -59,7 +59,7 @@ def generate(
     """
     if samples < 1:
         raise ValueError(f"samples = {samples}: expected at least 1")
-    _check(model, prompts, sampling)
+    check_prompts(model, prompts, sampling)
     index = range(len(prompts)) if index is None else index
     chunk = max(1, max_rows // samples)
     with torch.inference_mode():
@@ -75,7 +75,8 @@ def generate(
     return _rollout(prompts, tokens, logprobs, samples, sampling)
 
 
-def _check(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """ValueError for a prompt that the model cannot go on from with so many new tokens."""
     room = model.shape.context - sampling.max_new_tokens
     for i, prompt in enumerate(prompts):
         if not prompt:
@@ -94,7 +95,7 @@ def _rollout(
 ) -> Rollout:
     """Cut the (R, L) draws after their first stop id; what a row drew behind it, while still in the batch, goes."""
     rows, longest = tokens.shape
-    stopped = _is_stop(tokens, _stops(sampling, tokens.device))
+    stopped = is_stop(tokens, stop_tensor(sampling, tokens.device))
     finished = stopped.any(-1)
     first = stopped.int().argmax(-1) if longest else torch.zeros_like(finished, dtype=torch.int64)
     lengths = torch.where(finished, first + 1, min(longest, sampling.max_new_tokens))
@@ -109,8 +110,8 @@ def _rollout(
     )
 
 
-class _Prefill:
-    """Packed attention over the prompts that keeps each layer's keys and values."""
+class Prefill:
+    """Packed attention over prompts that keeps each layer's keys and values in ``kv``."""
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
         self.attend = PackedAttention(lengths, device, dtype)
@@ -198,20 +199,20 @@ def _decode(
     logits, cache = _prefill(model, prompts, samples, limit)
     tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(keys), limit, dtype=torch.float32, device=device)
-    table, stops = model.rope(torch.arange(cache.column + limit, device=device)), _stops(sampling, device)
+    table, stops = model.rope(torch.arange(cache.column + limit, device=device)), stop_tensor(sampling, device)
     look_every = 1 if device.type == "cpu" else 16  # on a GPU, asking how many rows have ended waits for the device
     for t in range(limit):
         log_probs = log_distribution(logits, sampling)
         rows.token = draw(log_probs, rows.noise[:, t])
         tokens[rows.number, t] = rows.token
         logprobs[rows.number, t] = log_probs.gather(-1, rows.token[:, None])[:, 0].float()
-        rows.done |= _is_stop(rows.token, stops)
+        rows.done |= is_stop(rows.token, stops)
         if (t + 1) % look_every == 0:
             rows.drop_finished(cache)
         if t + 1 == limit or len(rows.done) == 0:
             return tokens[:, : t + 1], logprobs[:, : t + 1]
         rope = None if table is None else (table[0][rows.position], table[1][rows.position])
-        logits = _forward(model, rows.token, rows.position, rope, cache)
+        logits = run_blocks(model, rows.token, rows.position, rope, cache)
         cache.column += 1
         rows.position += 1
     raise AssertionError("the loop returns at its limit")
@@ -222,13 +223,13 @@ def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new
     weight, lengths = model.head_weight, [len(p) for p in prompts]
     packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
     positions = packed_positions(lengths, weight.device)
-    attend = _Prefill(lengths, weight.device, weight.dtype)
+    attend = Prefill(lengths, weight.device, weight.dtype)
     last = torch.tensor(lengths, device=weight.device).cumsum(0) - 1
-    logits = _forward(model, packed, positions, model.rope(positions), attend, last)
+    logits = run_blocks(model, packed, positions, model.rope(positions), attend, last)
     return logits.repeat_interleave(samples, dim=0), _Cache(attend.kv, lengths, samples, new_tokens)
 
 
-def _forward(
+def run_blocks(
     model: Decoder, tokens: Tensor, positions: Tensor, rope: Rope, attend: Attend, select: Tensor | None = None
 ) -> Tensor:
     """Logits of the selected tokens. ``block.forward``, not ``block``: the hooks that shard the blocks must not run."""
@@ -239,9 +240,11 @@ def _forward(
     return F.linear(x, model.head_weight)
 
 
-def _stops(sampling: Sampling, device: torch.device) -> Tensor:
+def stop_tensor(sampling: Sampling, device: torch.device) -> Tensor:
+    """The stop ids, for `is_stop`."""
     return torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
 
 
-def _is_stop(tokens: Tensor, stops: Tensor) -> Tensor:
+def is_stop(tokens: Tensor, stops: Tensor) -> Tensor:
+    """Of the shape of ``tokens``, bool."""
     return (tokens[..., None] == stops).any(-1)

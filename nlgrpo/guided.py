@@ -1,0 +1,356 @@
+"""Value-guided decoding of a frozen model: beams of chunks, kept by what value models think of them (IRO, SPI).
+
+    candidates  <- K B chunks of L tokens, drawn from the model behind the prompt
+    while one of them is incomplete:
+        V(y)        = sum_i V_i(x, y) / beta_i
+        beams       <- K of the candidates: one of each different text by V, then the rest by V          (IRO, Alg. 5)
+        candidates  <- the finished beams, and B chunks of L tokens behind each of the others            (IRO, Alg. 4)
+
+What answers is then chosen among the candidates, by a reward or by majority. Legend: P prompts, K beams, B successors,
+U = K B candidates of a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nlgrpo.engine import Prefill, check_prompts, is_stop, run_blocks, stop_tensor
+from nlgrpo.model import Decoder, packed_positions
+from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
+from nlgrpo.shared_cache import SharedCache
+
+
+@dataclass(frozen=True)
+class Search:
+    """How wide and how fine a search is.
+
+    ``temperature`` 0 keeps the K best candidates; above it, K are drawn without replacement with probabilities in
+    proportion to e^(V / temperature) (SPI, Sec. 4). ``diverse``: identical candidates come after different ones.
+    Raises ValueError for a value out of range.
+    """
+
+    beams: int = 4
+    successors: int = 4
+    chunk: int = 16
+    temperature: float = 0.0
+    diverse: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("beams", "successors", "chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} = {value!r}: expected a whole number >= 1")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature = {self.temperature!r}: expected a finite number >= 0")
+
+    @property
+    def candidates(self) -> int:
+        return self.beams * self.successors
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A response, or the beginning of one."""
+
+    tokens: tuple[int, ...]
+    finished: bool
+    """Ended by a stop id."""
+    value: float = math.nan
+    """V when it was last looked at; NaN where it never was."""
+
+
+@dataclass
+class Cost:
+    """What a search has used, in the units of IRO's Proposition 1."""
+
+    tokens: int = 0
+    """Drawn from the model, those behind a stop id not counted."""
+    queries: int = 0
+    """Values of a candidate that a value model was asked for."""
+
+
+CHOICE = 1 << 60  # in the seed of the noise that chooses beams: that of the tokens is another
+
+
+class Value(Protocol):
+    """What a search asks for the worth of its candidates; it follows them from chunk to chunk."""
+
+    name: str
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """New prompts, each a row."""
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        """(R,) of what row ``rows[i]`` becomes with ``chunks[i]`` behind it; these are the rows from now on."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these of the rows."""
+
+
+# --- choosing beams ---------------------------------------------------------------------------------------------------
+
+
+def select(values: Sequence[float], groups: Sequence[Hashable], beams: int, *, diverse: bool = True) -> list[int]:
+    """Which of the candidates go on, the best first: the best of each group by value, then the rest (IRO, Alg. 5).
+
+    ``groups``: equal for candidates that are the same. Equal values are taken in their order. Without ``diverse`` the
+    groups do not count. Raises ValueError for NaN.
+    """
+    if any(map(math.isnan, values)):
+        raise ValueError(f"values[{[math.isnan(v) for v in values].index(True)}] is NaN")
+    order = sorted(range(len(values)), key=lambda i: -values[i])
+    if not diverse:
+        return order[:beams]
+    first: dict[Hashable, int] = {}
+    for i in order:
+        first.setdefault(groups[i], i)
+    chosen = list(first.values())[:beams]
+    taken = set(chosen)
+    return chosen + [i for i in order if i not in taken][: beams - len(chosen)]
+
+
+# --- the model, chunk by chunk ----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """A model with a cache for every row: read what is new, branch."""
+
+    def __init__(self, model: Decoder, room: int) -> None:
+        self.model, self.room = model, room
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read the prompts, each a row; (P, V) of the head behind their last tokens."""
+        device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
+        packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last)
+        self.cache = SharedCache(attend.kv, lengths, self.room)
+        return out
+
+    def read(self, tokens: Tensor, select: Tensor) -> Tensor:
+        """Read n tokens of every row, (R, n); (R, V) of the head behind token ``select`` (R,) of each."""
+        rows, n = tokens.shape
+        positions = self.cache.positions(n)
+        at = torch.arange(rows, device=tokens.device) * n + select
+        out = run_blocks(self.model, tokens.flatten(), positions, self.model.rope(positions), self.cache, at)
+        self.cache.advance(n)
+        return out
+
+
+class ModelValue:
+    """A value model with the policy's tokens: a decoder with one output, which reads each chunk once."""
+
+    def __init__(self, name: str, model: Decoder, room: int) -> None:
+        self.name, self.rows = name, Rows(model, room)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        longest, context = max(map(len, prompts)) + self.rows.room, self.rows.model.shape.context
+        if longest > context:
+            raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
+        self.rows.begin(prompts)
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        device, longest = self.rows.model.head_weight.device, max(map(len, chunks))
+        self.keep(rows)
+        tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
+        last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
+        return self.rows.read(tokens, last)[:, 0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows.cache.branch(torch.tensor(rows, device=self.rows.model.head_weight.device))
+
+
+class Policy:
+    """The frozen model: draws the next chunk of every candidate."""
+
+    def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
+        self.rows, self.sampling, self.seed = Rows(model, sampling.max_new_tokens), sampling, seed
+        self.stops = stop_tensor(sampling, model.head_weight.device)
+
+    def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
+        self.logits = self.rows.begin(prompts)
+        self.index = torch.tensor(list(index), device=self.logits.device)
+
+    def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
+        """Go on with these of the rows, whose ``last`` tokens have been drawn and not been read."""
+        self.rows.cache.branch(torch.tensor(rows, device=self.stops.device))
+        tokens = torch.tensor(last, device=self.stops.device)
+        self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
+
+    def expand(self, rows: Sequence[int], places: Sequence[int], tokens: int) -> list[tuple[list[int], bool]]:
+        """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id, and whether that ended it.
+
+        These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
+        and the position: the draws have no other cause.
+        """
+        cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
+        cache.branch(source)
+        logits, drawn, done = self.logits[source], list[Tensor](), torch.zeros_like(source, dtype=torch.bool)
+        positions = torch.arange(cache.column, cache.column + tokens, device=source.device)
+        place = torch.tensor(places, device=source.device)
+        noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
+        for t in range(tokens):
+            token = draw(log_distribution(logits, self.sampling), noise[:, t])
+            drawn.append(token)
+            done |= is_stop(token, self.stops)
+            if t + 1 == tokens or bool(done.all()):
+                break
+            logits = self.rows.read(token[:, None], torch.zeros_like(token))
+        return [_cut(row, set(self.sampling.stop_ids)) for row in torch.stack(drawn, 1).tolist()]
+
+
+def _cut(tokens: list[int], stops: set[int]) -> tuple[list[int], bool]:
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
+    return (tokens, False) if end is None else (tokens[: end + 1], True)
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def search(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    how: Search,
+    sampling: Sampling,
+    values: Sequence[tuple[Value, float]],
+    *,
+    seed: int = 0,
+    index: Sequence[int] | None = None,
+    max_rows: int = 256,
+) -> tuple[list[list[Candidate]], Cost]:
+    """The complete candidates of every prompt, among which its response is to be chosen, and what they have cost.
+
+    ``values``: value models, each with its beta; a candidate is worth the sum of V_i / beta_i. A candidate is complete
+    when it has ended by a stop id or has ``sampling.max_new_tokens``. With chunks of as many tokens no value is asked
+    for, and the candidates are the U = K B samples that `engine.generate` draws with this seed and ``index``.
+    ``max_rows`` bounds the rows of a cache; at least one prompt's are.
+
+    Raises ValueError for a beta that is not > 0, a value that is not a finite number, and as `engine.generate`.
+    """
+    for value, beta in values:
+        if not (math.isfinite(beta) and beta > 0):
+            raise ValueError(f"beta of {value.name} = {beta}: expected a finite number > 0")
+    check_prompts(model, prompts, sampling)
+    index = range(len(prompts)) if index is None else index
+    policy, cost, together = Policy(model, sampling, seed), Cost(), max(1, max_rows // how.candidates)
+    found = []
+    for i in range(0, len(prompts), together):
+        tree = _Tree(policy, values, how, index[i : i + together], cost)
+        found += tree.grow(prompts[i : i + together])
+    return found, cost
+
+
+@dataclass
+class _Beam:
+    """A candidate of a prompt on its way."""
+
+    prompt: int
+    place: int
+    """Among the prompt's candidates, or its beams."""
+    row: int | None
+    """In the policy's cache; None where it was finished and kept."""
+    tokens: tuple[int, ...] = ()
+    finished: bool = False
+    value: float = math.nan
+    parent: int = 0
+    """The row that it has grown from, by the tokens of ``chunk``."""
+    chunk: tuple[int, ...] = ()
+
+
+@dataclass
+class _Tree:
+    """The search of some prompts at once; all rows have drawn equally many tokens."""
+
+    policy: Policy
+    values: Sequence[tuple[Value, float]]
+    how: Search
+    index: Sequence[int]
+    cost: Cost
+
+    def grow(self, prompts: Sequence[Sequence[int]]) -> list[list[Candidate]]:
+        self.policy.begin(prompts, self.index)
+        for value, _ in self.values:
+            value.begin(prompts)
+        beams = [_Beam(p, 0, p) for p in range(len(prompts))]
+        found: list[list[Candidate]] = [[] for _ in prompts]
+        drawn, limit, each = 0, self.policy.sampling.max_new_tokens, self.how.candidates
+        while beams:
+            tokens = min(self.how.chunk, limit - drawn)
+            candidates, drawn, each = self._expand(beams, each, tokens), drawn + tokens, self.how.successors
+            incomplete = {beam.prompt for beam in candidates if not beam.finished and drawn < limit}
+            for beam in candidates:
+                if beam.prompt not in incomplete:
+                    found[beam.prompt].append(Candidate(beam.tokens, beam.finished, beam.value))
+            beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], drawn)
+        return found
+
+    def _expand(self, beams: Sequence[_Beam], each: int, tokens: int) -> list[_Beam]:
+        """The finished beams, and ``each`` chunks behind every other one, prompt by prompt."""
+        growing = [beam for beam in beams if beam.row is not None for _ in range(each)]
+        places = [beam.place * each + b % each for b, beam in enumerate(growing)]
+        chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens) if growing else []
+        found = [replace(beam, place=beam.place * each) for beam in beams if beam.row is None]
+        for row, (beam, place, (chunk, ended)) in enumerate(zip(growing, places, chunks, strict=True)):
+            whole = (*beam.tokens, *chunk)
+            found.append(_Beam(beam.prompt, place, row, whole, ended, parent=_row(beam), chunk=tuple(chunk)))
+            self.cost.tokens += len(chunk)
+        return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # in which equal values are taken
+
+    def _choose(self, candidates: Sequence[_Beam], drawn: int) -> list[_Beam]:
+        """The beams of every prompt that has an incomplete candidate; the caches go on with those that grow."""
+        if not candidates:
+            return []
+        new = [beam for beam in candidates if beam.row is not None]
+        self._look(new)
+        chosen = []
+        for p in dict.fromkeys(beam.prompt for beam in candidates):
+            own = [beam for beam in candidates if beam.prompt == p]
+            keys = self._keys(own, drawn) if self.how.temperature > 0 else [beam.value for beam in own]
+            best = select(keys, [beam.tokens for beam in own], self.how.beams, diverse=self.how.diverse)
+            chosen += [replace(own[i], place=place) for place, i in enumerate(best)]
+        growing = [beam for beam in chosen if not beam.finished]
+        if growing:
+            self.policy.keep([_row(beam) for beam in growing], [beam.tokens[-1] for beam in growing])
+            seen = {_row(beam): i for i, beam in enumerate(new)}
+            for value, _ in self.values:
+                value.keep([seen[_row(beam)] for beam in growing])
+        rows = iter(range(len(growing)))
+        return [replace(beam, row=None if beam.finished else next(rows)) for beam in chosen]
+
+    def _look(self, new: Sequence[_Beam]) -> None:
+        """Set the worth of candidates that have grown."""
+        total = torch.zeros(len(new), dtype=torch.float64)
+        for value, beta in self.values:
+            given = value.score([beam.parent for beam in new], [beam.chunk for beam in new]).double().cpu()
+            wrong = (~given.isfinite()).nonzero()
+            if len(wrong):
+                beam = new[int(wrong[0])]
+                raise ValueError(
+                    f"{value.name} gave {given[wrong[0]].item()} to a candidate of prompt {self.index[beam.prompt]} "
+                    f"with {len(beam.tokens)} tokens; expected a finite number"
+                )
+            total += given / beta
+            self.cost.queries += len(new)
+        for beam, worth in zip(new, total.tolist(), strict=True):
+            beam.value = worth
+
+    def _keys(self, own: Sequence[_Beam], drawn: int) -> list[float]:
+        """V / temperature and Gumbel noise: the order of draws without replacement from e^(V / temperature)."""
+        count = torch.arange(len(own))
+        prompt = torch.full_like(count, self.index[own[0].prompt])
+        noise = uniform_noise(self.policy.seed ^ CHOICE, prompt, count, torch.tensor([drawn]))[:, 0]
+        gumbel = -(-noise.clamp(min=1e-300).log()).log()
+        return [beam.value / self.how.temperature + g for beam, g in zip(own, gumbel.tolist(), strict=True)]
+
+
+def _row(beam: _Beam) -> int:
+    assert beam.row is not None  # it grows
+    return beam.row
