@@ -313,7 +313,7 @@ class Work:
         point.seconds = round(point.seconds + time.monotonic() - began, 1)
         if point.finished():
             self._note(point, "done", status)
-        elif self.stop.received or status == 0:  # saved, by a signal that came to the sweep or to the run
+        elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # it was told to
             self._note(point, "stopped", status)
         else:
             error = _error(point, status, first)

@@ -167,7 +167,7 @@ def main() -> int:
         run: reference.measure(model.rewards[name], model.kl["k1"]) for run, model in zip(where, models, strict=True)
     }
     found = came_to.curves(measured, reference.best_of(1.0))
-    lines = came_to.findings(found, reference, measured)
+    lines = [*came_to.means(measured, reference), *came_to.findings(found, reference, measured)]
     content = {"points": came_to.table(measured), "findings": lines}
     atomic_write(given.out / "tradeoff.json", json.dumps(content, indent=1) + "\n")
     pictures = {

@@ -252,6 +252,23 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
     return lines
 
 
+def means(measured: Measured, reference: Reference) -> list[str]:
+    """A line for best-of-N of the reference, and one for every method: means over seeds and prompts, at each N."""
+    ns = list(dict.fromkeys(n for _, n, _ in measured))
+    rows = {BON: [[reference.best_of(float(n))] for n in ns]}
+    for method in dict.fromkeys(method for method, _, _ in measured):
+        rows[label(method)] = [[x for (m, k, _), x in measured.items() if (m, k) == (method, n)] for n in ns]
+    lines = [f"N = {', '.join(map(str, ns))}: KL | {' | '.join(TITLES.values())}"]
+    for name, strengths in rows.items():
+        columns = []
+        for quantity in ("kl", *TITLES):
+            scale, digits = (1, 2) if quantity == "kl" else (scale_of(quantity), 3 if quantity == "reward" else 1)
+            values = [scale * sum(float(x[quantity].mean()) for x in each) / len(each) for each in strengths]
+            columns.append(", ".join(f"{value:.{digits}f}" for value in values))
+        lines.append(f"{name}: {' | '.join(columns)}")
+    return lines
+
+
 def table(measured: Measured) -> list[dict[str, object]]:
     """A row a run: means over prompts, with their intervals."""
     rows = []

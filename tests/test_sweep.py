@@ -260,6 +260,7 @@ if how == "full": sys.exit("error: cannot write into there: no room")
 if how == "full log": raise OSError(28, "No space left on device")
 if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
 if how == "save": sys.exit(0)
+if how == "deaf": time.sleep(60)
 if how == "meet":
     while (here / "ran").read_text().count("\\n") < 2: time.sleep(0.01)
 if how == "hold":
@@ -446,8 +447,9 @@ def test_output_that_nobody_reads_ends_the_sweep(fake, tmp_path, monkeypatch, jo
     assert "waiting" in states(tmp_path / "out").values()
 
 
-def test_a_full_disk_stops_the_other_points_too(fake, tmp_path):
-    status, _, out = fake("--loss.beta", "1,2,3", "--jobs", "2", b1="hold", b2="full")
+@pytest.mark.parametrize("other", ["hold", "deaf"])  # it saves, or has not come to where it would
+def test_a_full_disk_stops_the_other_points_too(fake, tmp_path, other):
+    status, _, out = fake("--loss.beta", "1,2,3", "--jobs", "2", b1=other, b2="full")
     assert status == 1
     assert "beta=2: cannot write into there: no room" in out
     assert states(tmp_path / "out") == {"beta=1": "stopped", "beta=2": "stopped", "beta=3": "waiting"}
