@@ -1,8 +1,8 @@
-# make train       install into .venv and run the main job
-# make test        install what the tests need and run them
-# make test-builds the tests that build: a wheel, kernels for three GPUs, quick benchmarks and experiments
-# make test-asan   the tests of the compiled CPU ops, under AddressSanitizer and UBSan
-# make check       formatter, linter, type checker
+# make train      install into .venv and run the main job
+# make test       install what the tests need and run them
+# make test-slow  those marked slow: they build, start many processes, or take more than ten seconds
+# make test-asan  the tests of the compiled CPU ops, under AddressSanitizer and UBSan
+# make check      formatter, linter, type checker
 
 PYTHON ?= python3
 VENV   := .venv
@@ -15,21 +15,19 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildca
 	tests/test_config.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
 	tests/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 
-BUILD_TESTS := tests/test_extension_build.py tests/test_bench.py tests/test_experiments.py \
-	tests/kernels/test_triton_builds.py
-
-.PHONY: train test test-builds test-asan check clean
+.PHONY: train test test-slow test-asan check clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
 
 # Files are shared out to as many processes as there are cores, up to four, of one thread each.
-test: $(VENV)/installed-test
-	NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-		$(addprefix --ignore=,$(BUILD_TESTS))
+PYTEST := NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-test-builds: $(VENV)/installed-test
-	NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile $(BUILD_TESTS)
+test: $(VENV)/installed-test
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/installed-test
+	$(PYTEST) -m slow
 
 # Python is not linked with the sanitizers, so the loader brings them before it, and with them libstdc++, whose
 # exceptions they stand in front of. Leaks are not looked for: Python and torch keep memory until they end, and hide an

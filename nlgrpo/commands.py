@@ -11,7 +11,7 @@ import torch
 import tyro
 from tyro.conf import Positional
 
-from nlgrpo import engine, hf_weights, report
+from nlgrpo import engine, hf_weights
 from nlgrpo import model as models
 from nlgrpo.parts import load_tokenizer, stop_ids_of
 from nlgrpo.recipes import RECIPES
@@ -105,6 +105,8 @@ class Report:
 
 def write_report(arguments: Sequence[str]) -> int:
     """Write the page and print where it is."""
+    from nlgrpo import report  # with matplotlib, which the other commands need not wait for
+
     options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
     print(report.write_report(options.folders, options.out))
     return 0
@@ -122,6 +124,8 @@ class Compare:
 
 def compare(arguments: Sequence[str]) -> int:
     """Draw the picture and print where it is."""
+    from nlgrpo import report
+
     options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
     print(report.compare(options.runs, options.out))
     return 0

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import offline, parallel, plan, report, summary
+from nlgrpo import offline, parallel, plan, summary
 from nlgrpo.advantages import subtract_baseline
 from nlgrpo.aggregation import combine
 from nlgrpo.config import Config
@@ -156,6 +156,8 @@ def finish(run: Run, learner: Learner, before: Sampled | None, console: Console)
         if run.ranks.first:
             console.print(summary.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
+        from nlgrpo import report  # with matplotlib, which would add a second to the start of every run
+
         page = report.write_report(run.folder)
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
 

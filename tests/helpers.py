@@ -106,9 +106,10 @@ def run_all(jobs: list[Job]) -> list[Ended]:
 
 
 def _serve() -> None:
-    from nlgrpo import train
+    importlib.import_module("nlgrpo.train")  # once, before the runs are forked
+    from nlgrpo import report
 
-    train.report.write_report = lambda folder: folder / "report.html"  # drawing takes longer than the runs
+    report.write_report = lambda folder: folder / "report.html"  # drawing takes longer than the runs
     results = []
     for order in json.load(sys.stdin):
         job, (reader, writer) = Job(**order), os.pipe()

@@ -28,7 +28,6 @@ def run(name, *options):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ops"),
     [
@@ -137,6 +136,8 @@ from types import SimpleNamespace
 
 import kernels_side
 import torch
+
+pytestmark = pytest.mark.slow
 
 
 def forward(s):

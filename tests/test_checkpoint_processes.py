@@ -21,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 
 from nlgrpo import checkpoint
 
+pytestmark = pytest.mark.slow
+
 # Children are forked from a server that has imported the slow modules once: a dozen processes in a few seconds.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "nlgrpo.checkpoint"])

@@ -26,7 +26,7 @@ OPTIM = OptimConfig(eps=EPS, max_grad_norm=0.0)
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
     """Pictures take longer than these runs."""
-    monkeypatch.setattr(train.report, "write_report", lambda folder: folder)
+    monkeypatch.setattr("nlgrpo.report.write_report", lambda folder: folder)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from helpers import leave_group
 
 from nlgrpo.ecdf import ECDF
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 SIZES = [[4, 1, 30], [2, 17, 3], [1, 1, 200]]  # of the ragged rows, by rank
 

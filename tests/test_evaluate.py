@@ -210,6 +210,7 @@ def test_a_full_disk_is_said(work, monkeypatch, capsys):
     assert "No space left on device. What is whole there stays" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_does(work, results):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
     own = ["--samples" if part == "--n" else part for part in arguments(work, "two", gold="even")]

@@ -12,6 +12,8 @@ from helpers import REPOSITORY, environment, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = REPOSITORY / "examples"
 LINES = ["w3 w5 w7 w9 w11", "w1 w2", "w4 w4 w4 w6 w8 w10 w12", "w20"]  # the last has nothing to predict
 STEPS, LR = 3, 1e-3

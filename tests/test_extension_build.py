@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 LIBRARY = "nlgrpo/kernels/_ext.abi3.so"
 
@@ -40,7 +42,6 @@ def imported(library):
     return {name for kind, name in map(str.split, shown.splitlines()) if kind == "U" and "@" not in name}
 
 
-@pytest.mark.slow
 def test_the_wheel_has_the_ops_and_they_load(tree, tmp_path):
     """From the source archive that ``python -m build`` makes first, so that one is whole too."""
     command = (sys.executable, "-m", "build", "--no-isolation")

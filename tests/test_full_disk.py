@@ -101,6 +101,7 @@ def metrics(folder):
     return read_jsonl(folder / "metrics.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), FULL)
 def test_a_full_disk_is_said_in_a_line_and_the_same_command_goes_on(work, ended, name, place):
     full, again = ended[name, place]

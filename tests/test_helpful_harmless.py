@@ -70,6 +70,7 @@ def test_8_gpus_of_80_gb_hold_it(parts):
     assert 40 * GIB < total < 74 * GIB
 
 
+@pytest.mark.slow
 def test_the_7b_model_on_meta_tensors():
     """Shapes agree with transformers', gradients come out, and of 8 ranks each holds an eighth; no memory is taken."""
     code = f"""

@@ -363,6 +363,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_groups_on_two_ranks(ranks):
     parts = zip(WEIGHTS, ("bon:3", "soft:0.5", "mean"), (ACCURACY, JUDGE, SLOW), strict=True)
     truth = sum(w * expected(objective, values)[0] for w, objective, values in parts)

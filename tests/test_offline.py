@@ -47,7 +47,7 @@ def of_some(prompts, completion_ids, **_):
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
     """Pictures take longer than these runs."""
-    monkeypatch.setattr(train.report, "write_report", lambda folder: folder)
+    monkeypatch.setattr("nlgrpo.report.write_report", lambda folder: folder)
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,8 @@ LOOK = """
 import json, nlgrpo, nlgrpo.kernels, torch
 import nlgrpo.integrations.trl
 from nlgrpo import cli
+
+pytestmark = pytest.mark.slow
 print(json.dumps([nlgrpo.__file__, nlgrpo.kernels.__file__]))
 print(nlgrpo.kernels.linearize(torch.tensor([[1.0, 2.0]]), torch.ones(2)).tolist())
 print(cli.main(["train", "--dry-run"]), cli.main(["generate", "Once", "--max-new-tokens", "3"]))
@@ -100,7 +102,6 @@ def test_the_source_archive_holds_what_a_wheel_is_made_of(tree, tmp_path):
     assert held >= {"setup.py", "pyproject.toml", "LICENSE"}
 
 
-@pytest.mark.slow
 def test_the_installed_command_works_in_any_folder(wheel, tmp_path):
     python = installed(wheel, tmp_path / "venv")
     elsewhere = tmp_path / "elsewhere"
@@ -116,7 +117,6 @@ def test_the_installed_command_works_in_any_folder(wheel, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-@pytest.mark.slow
 def test_an_editable_install_maps_the_kernels(tree, tmp_path):
     code = f"import setuptools.build_meta as b; print(b.build_editable({str(tmp_path)!r}))"
     name = run(sys.executable, "-c", code, folder=tree).splitlines()[-1]

@@ -127,6 +127,7 @@ def assert_same_curve(ours, theirs):
     torch.testing.assert_close(ours[2], theirs[2], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_curve_of_one(work, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.start_processes(in_a_rank, (work,), nprocs=2, start_method="forkserver")  # which has imported all once
@@ -205,6 +206,7 @@ def test_a_run_learns_and_its_model_is_a_reward(work, capsys):
     assert min(better) > max(worse)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "optim__warmup_steps": 2, **LOSS}
     update = "nlgrpo.reward_model_run:Run.update"
@@ -249,7 +251,7 @@ def test_from_a_checkpoint_of_the_main_job(work, monkeypatch):
     """Its own head, of the whole vocabulary, is left out."""
     from nlgrpo import train
 
-    monkeypatch.setattr(train.report, "write_report", lambda folder: folder)
+    monkeypatch.setattr("nlgrpo.report.write_report", lambda folder: folder)
     (work / "prompts.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2 w3"}\n')
     options = {
         "model.path": work / "llama",

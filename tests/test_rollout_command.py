@@ -220,6 +220,7 @@ def test_an_abstaining_reward_has_no_cdf(work, capsys):
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_same_files(work, rollouts):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
     done = subprocess.run(
@@ -230,6 +231,7 @@ def test_two_ranks_write_the_same_files(work, rollouts):
     assert done.stdout.count(f"rollouts  {work}") == 1
 
 
+@pytest.mark.slow
 def test_what_was_killed_or_stopped_goes_on(work, rollouts):
     scoring, command = "nlgrpo.draws:Draws.score", {"main": "nlgrpo.cli:main"}
     orders = {"kill": (3, signal.SIGKILL), "term": (3, signal.SIGTERM), "late": (4, signal.SIGTERM)}
@@ -438,6 +440,7 @@ def test_a_reward_that_fails_half_way(work, capsys):
     assert torch.equal(load(work / "fickle").rewards["fickle"], load(work / "fickle").lengths.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [1, 2, 4, 6])
 def test_a_full_disk_is_said_and_gone_on_from(work, rollouts, tmp_path, monkeypatch, capsys, file):
     """Met by the description of the draws, by the index, and by files of completions and scores."""

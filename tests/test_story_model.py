@@ -148,6 +148,7 @@ def test_documents_are_parts_of_stories_that_end_between_words(tmp_path, script)
     assert min(lengths) < 30 < 110 < max(lengths) <= data.CONTEXT - 2
 
 
+@pytest.mark.slow
 def test_script_gives_the_same_bytes_here_and_in_a_fresh_process(tmp_path, script):
     text, outs = tiny_text(tmp_path), [tmp_path / "a", tmp_path / "b"]
     here, there = (

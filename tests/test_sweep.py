@@ -656,8 +656,8 @@ def wait_for(path):
 # what `python -m nlgrpo.cli` does with "train", without the pictures, which take longer than the runs
 UNDRAWN = """
 import sys
-from nlgrpo import train
-train.report.write_report = lambda folder: folder / "report.html"
+from nlgrpo import report, train
+report.write_report = lambda folder: folder / "report.html"
 sys.exit(train.main(sys.argv[2:]))
 """
 

@@ -90,7 +90,7 @@ def work(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     """One thread, so that runs are the same bit for bit; no pictures; pytest's own signal handlers afterwards."""
-    monkeypatch.setattr(train.report, "write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("nlgrpo.report.write_report", lambda folder: folder / "report.html")
     monkeypatch.setenv("COLUMNS", "200")
     threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     torch.set_num_threads(1)

@@ -31,6 +31,7 @@ def run(folder, *arguments):
     return cli.main(["verify", "--out", str(folder), *arguments])
 
 
+@pytest.mark.slow
 def test_every_claim_holds(tmp_path, capsys):
     assert run(tmp_path / "new" / "folder", "--quick") == 0
     out = capsys.readouterr().out

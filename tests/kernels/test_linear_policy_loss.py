@@ -400,6 +400,7 @@ def in_forward(hidden, weight, bias, targets, A):
     return kernels.linear_policy_loss(hidden, weight, targets, None, A, bias=bias).loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_fsdp_has_sharded(tmp_path, tied):
     torch.multiprocessing.spawn(work, (str(tmp_path), tied), nprocs=2)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SHARED = 16 * 1024  # bytes; an SM has 100 KiB and more, so that several programs fit on one
 
 
