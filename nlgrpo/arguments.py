@@ -6,11 +6,12 @@ import dataclasses
 import re
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
 
-from nlgrpo.config import AnyConfig, Config, RewardConfig, dashed
+from nlgrpo.config import AnyConfig, Config, RewardConfig, dashed, read_toml
 
 ABOUT = """Train a model. Before the options stand the name of a recipe (`nlgrpo recipes` lists them), a .toml file with
 the keys below, or both; what is written here comes on top. --dry-run prints the plan and trains nothing.
@@ -46,6 +47,17 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
     if not rewards and {"-h", "--help"} & set(arguments):
         rewards["NAME"] = RewardConfig()
     return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=ABOUT)
+
+
+def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
+    """``config`` with ``[file.toml] [--section.key value ...]`` laid over it, called as the file is."""
+    rest = list(arguments)
+    if rest and not rest[0].startswith("-"):
+        file = rest.pop(0)
+        if not file.endswith(".toml"):
+            raise ValueError(f"expected a .toml file or --section.key value, got {file!r}")
+        config = read_toml(Path(file), dataclasses.replace(config, name=Path(file).stem))  # type: ignore[type-var]
+    return lay_over(config, rest, program=program, about=about)
 
 
 def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:

@@ -49,6 +49,10 @@ COMMANDS = {
         "nlgrpo.reward_model_training:main",
         "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
     ),
+    "value": (
+        "nlgrpo.value_training:main",
+        "Fit a value model to rollouts, or to a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
+    ),
     "curves": (
         "nlgrpo.curves:main",
         "Win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",

@@ -257,6 +257,14 @@ class LoopConfig:
 
 
 @dataclass
+class EpochsConfig(LoopConfig):
+    epochs: float = 1.0
+    """Passes over the examples."""
+    out: str = ""
+    """Folder of the run; empty: runs/<name of the .toml file>, or what the command is called."""
+
+
+@dataclass
 class TrainConfig(LoopConfig):
     steps: int = 100
     """Rollouts to train on."""

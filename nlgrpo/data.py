@@ -127,6 +127,13 @@ def order(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def visits(length: int, cursor: int, count: int, seed: int) -> list[int]:
+    """Which of ``length`` examples a run visits as ``cursor`` to ``cursor + count - 1``: a fresh order every epoch."""
+    return [
+        int(order(length, seed, epoch)[i]) for epoch, i in (divmod(n, length) for n in range(cursor, cursor + count))
+    ]
+
+
 def load(
     source: str,
     tokenizer: PreTrainedTokenizerBase,

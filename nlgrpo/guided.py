@@ -24,6 +24,7 @@ from nlgrpo.engine import Prefill, check_prompts, is_stop, run_blocks, stop_tens
 from nlgrpo.model import Decoder, packed_positions
 from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
 from nlgrpo.shared_cache import SharedCache
+from nlgrpo.value import as_values, kind_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class ModelValue:
         self.keep(rows)
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
         last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
-        return self.rows.read(tokens, last)[:, 0]
+        return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.rows.model))
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows.cache.branch(torch.tensor(rows, device=self.rows.model.head_weight.device))

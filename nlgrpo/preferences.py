@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from nlgrpo.builtin_rewards import ids_to_score, text_of
-from nlgrpo.data import brief, order
+from nlgrpo.data import brief
 from nlgrpo.sources import Row, nearest, read
 
 if TYPE_CHECKING:
@@ -83,11 +83,6 @@ class PairSet:
     def cut(self) -> int:
         """Of these, pairs with an answer that alone is too long: no prompt is left, and its own beginning is lost."""
         return sum(part > 1 for part in self.lost)
-
-    def rows(self, cursor: int, count: int, seed: int) -> list[int]:
-        """Numbers of the pairs that a run visits as ``cursor`` to ``cursor + count - 1``: a fresh order every epoch."""
-        visits = [divmod(i, len(self)) for i in range(cursor, cursor + count)]
-        return [int(order(len(self), seed, epoch)[place]) for epoch, place in visits]
 
     def split(self, count: int) -> tuple[PairSet, PairSet]:
         """The set without its last ``count`` pairs, at most half, and these."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -128,16 +128,34 @@ class ReferenceRollouts:
         tokens = tensors["tokens"][row - self._starts[number]].tolist()
         return [row_ids[:length] for row_ids, length in zip(tokens, self.lengths[row].tolist(), strict=True)]
 
+    def tokens(self) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """The token ids of each prompt, and of its K completions. Raises ValueError where a file has none by now."""
+        for name, _ in self.index.files:
+            tensors = _store(self.folder, self.index).read(name, ("prompts", "prompt_lengths", "tokens", "lengths"))
+            if tensors is None:
+                raise ValueError(
+                    f"{self.folder}: completions are missing, or were drawn before their prompts were kept with them; "
+                    "`nlgrpo rollout` into a new folder draws both"
+                )
+            prompts = [ids.tolist() for ids in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
+            for prompt, rows, lengths in zip(prompts, tensors["tokens"], tensors["lengths"].tolist(), strict=True):
+                yield prompt, [ids[:n] for ids, n in zip(rows.tolist(), lengths, strict=True)]
+
+    def reward(self, name: str) -> Tensor:
+        """(P, K). Raises ValueError for a reward that was not scored."""
+        if name not in self.rewards:
+            raise ValueError(f"{self.folder}: {_not_scored(name, self.index)}")
+        return self.rewards[name]
+
     def ecdf(self, name: str) -> ECDF:
         """Each prompt's rewards, sorted. Raises ValueError for a reward that was not scored, or that abstained."""
-        if name not in self.rewards:
-            raise ValueError(_not_scored(name, self.index))
-        absent = int(self.rewards[name].isnan().any(1).sum())
+        values = self.reward(name)
+        absent = int(values.isnan().any(1).sum())
         if absent:
             raise ValueError(
                 f"{self.folder}: reward {name!r} abstained for samples of {absent} prompts, which have no CDF"
             )
-        return ECDF(self.rewards[name])
+        return ECDF(values)
 
     def check(self, origin: Origin, scorers: Sequence[Scorer]) -> None:
         """Refuse to serve a run of another reference, tokenizer, sampling, or rewards, naming each difference.

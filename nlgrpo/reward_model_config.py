@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import tyro
 
-from nlgrpo.arguments import lay_over
-from nlgrpo.config import LoopConfig, ModelConfig, OptimConfig, read_toml
+from nlgrpo.arguments import from_file
+from nlgrpo.config import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config_checks import SPLIT, need_of, optim_faults, refuse, train_faults
 
 ABOUT = """Train a reward model on preference pairs. Before the options may stand a .toml file with the keys below; what
@@ -54,15 +53,11 @@ class PreferenceLossConfig:
 
 
 @dataclass
-class PairTrainConfig(LoopConfig):
-    epochs: float = 1.0
-    """Passes over the pairs."""
+class PairTrainConfig(EpochsConfig):
     pairs: int = 64
     """Pairs of a step, over all ranks."""
     seed: int = 0
     """Of the new head and of the order of the pairs; members of an ensemble differ in it."""
-    out: str = ""
-    """Folder of the run; empty: runs/<name of the .toml file>, or runs/reward-model."""
 
 
 @dataclass
@@ -91,17 +86,9 @@ class RewardModelConfig:
         return Path(self.train.out or f"runs/{self.name}")
 
 
-def from_arguments(arguments: Sequence[str]) -> tuple[RewardModelConfig, bool]:
-    """``[file.toml] [--dry-run] [--section.key value ...]``; the configuration, and whether only its plan is wanted."""
-    rest = [argument for argument in arguments if argument != "--dry-run"]
-    cfg = RewardModelConfig()
-    if rest and not rest[0].startswith("-"):
-        file = rest.pop(0)
-        if not file.endswith(".toml"):
-            raise ValueError(f"expected a .toml file or --section.key value, got {file!r}")
-        cfg = read_toml(Path(file), dataclasses.replace(cfg, name=Path(file).stem))
-    cfg = lay_over(cfg, rest, program="nlgrpo reward-model train", about=ABOUT)
-    return cfg, "--dry-run" in arguments
+def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:
+    """``[file.toml] [--section.key value ...]``."""
+    return from_file(RewardModelConfig(), arguments, program="nlgrpo reward-model train", about=ABOUT)
 
 
 def check(cfg: RewardModelConfig) -> None:

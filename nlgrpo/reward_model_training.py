@@ -5,118 +5,178 @@ On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli reward-model train
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from nlgrpo import metrics, parallel, run_folder
+from nlgrpo import fitting, preferences, reward_model
 from nlgrpo.attention import implementation
+from nlgrpo.bradley_terry import bradley_terry_loss, evaluate_pairs
+from nlgrpo.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.parallel import Ranks
-from nlgrpo.reward_model_config import RewardModelConfig, from_arguments
-from nlgrpo.reward_model_run import FREE, RESULTS, WRITTEN, Run, build
-from nlgrpo.seeding import seed_everything
+from nlgrpo.parts import load_tokenizer
+from nlgrpo.preferences import PairSet
+from nlgrpo.reward_model_config import RewardModelConfig, check, from_arguments
 from nlgrpo.tables import named_lines
-from nlgrpo.timing import Clock, StopSignal, flops_utilisation
 
 
-def train(run: Run, stop: StopSignal, log: metrics.MetricsLogger) -> bool:
-    """The loop, from where the run stands. Returns False where a signal ended it early, after a checkpoint."""
-    cfg, ranks, progress = run.config.train, run.ranks, run.progress
-    for step in range(progress.step, run.steps):
-        clock = Clock(ranks.device)
-        cursor = step * cfg.pairs
-        rows = run.pairs.rows(cursor, min(cfg.pairs, run.visits - cursor), cfg.seed)
-        stats = run.update(rows)
-        clock.lap("update")
-        tokens = int(stats.pop("tokens"))
-        progress.step, progress.num_tokens = step + 1, progress.num_tokens + tokens
-        stats |= {"epoch": (cursor + len(rows)) / len(run.pairs), "num_tokens": progress.num_tokens}
-        stats |= clock.metrics(tokens)
-        flops = 6 * sum(p.numel() for p in run.model.parameters()) * tokens / ranks.world
-        stats |= flops_utilisation(ranks.device, flops, stats["step_time"])
-        if every(run.config.evaluation.every, step + 1) and run.held_out is not None:
-            found = run.evaluate()
-            stats |= {f"held_out/{name}": found[name] for name in ("accuracy", "log_loss", "ece")}
-        log.log(step, stats)
-        stopping = ranks.any(stop.received)
-        if stopping or step + 1 == run.steps or every(cfg.checkpoint_every, step + 1):
-            run.save()
-        if stopping:
-            return step + 1 == run.steps
-    return True
+@dataclass(kw_only=True)
+class Run(fitting.Fit):
+    """Everything that the loop works with."""
+
+    config: RewardModelConfig
+    pairs: PairSet
+    held_out: PairSet | None
+
+    RESULTS = "reward_model.json"
+    SHOWN = (("loss", "loss {:.4f}"), ("accuracy", "acc {:.3f}"), ("margin", "margin {:.3f}"),
+             ("held_out/accuracy", "held out {:.3f}"), ("perf/tokens_per_s", "{:,.0f} tok/s"))  # fmt: skip
+    WATCHED = ("accuracy", "log_loss", "ece")
+
+    @property
+    def examples(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def per_step(self) -> int:
+        return self.config.train.pairs
+
+    @property
+    def tested(self) -> bool:
+        return self.held_out is not None
+
+    def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
+        """This rank's share of ``rows``, packed; as many micro-batches on every rank."""
+        own, device = rows[self.ranks.share(len(rows))], self.ranks.device
+        packed = pack_pairs(pairs.chosen, pairs.rejected, own, self.micro_batch_tokens, self.pad, device)
+        return self.in_step(packed, empty_pair_batch)
+
+    @torch.no_grad()
+    def scores(self, pairs: PairSet) -> Tensor:
+        """(2, n) of the preferred and the other answers, on the CPU, the same on all ranks."""
+        found = torch.zeros(2, len(pairs), dtype=torch.float64, device=self.ranks.device)
+        for batch in self.batches(pairs, range(len(pairs))):
+            found[:, batch.row] = torch.stack(reward_model.scores(self.model, batch)).double()
+        return self.ranks.sum(found).cpu()
+
+    def evaluate(self) -> dict[str, Any]:
+        return {} if self.held_out is None else evaluate_pairs(*self.scores(self.held_out))
+
+    def totals(self) -> _Totals:
+        return _Totals(self.ranks)
+
+    def losses(self, rows: Sequence[int], totals: _Totals) -> Iterator[Tensor]:
+        """The loss of a step is the mean over its pairs."""
+        margins = torch.tensor(self.pairs.margins, dtype=torch.float64, device=self.ranks.device)
+        margins = margins + self.config.loss.margin
+        for batch in self.batches(self.pairs, rows):
+            chosen, rejected = reward_model.scores(self.model, batch)
+            margin, centering = margins[batch.row].to(chosen), self.config.loss.centering
+            losses = bradley_terry_loss(chosen, rejected, margin, centering=centering)
+            yield losses.sum() / len(rows)
+            totals.add(losses.detach(), chosen.detach(), rejected.detach(), len(batch.tokens))
+
+    def plan(self) -> Table:
+        return plan(self)
+
+    def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table:
+        return held_out_table(before, after)
 
 
-def every(interval: int, step: int) -> bool:
-    return interval > 0 and step % interval == 0
+class _Totals:
+    """Sums and extremes over micro-batches, reduced over ranks once at the end of a step."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.sums = torch.zeros(6, dtype=torch.float64, device=ranks.device)
+        self.largest = torch.full((2,), -math.inf, dtype=torch.float64, device=ranks.device)
+
+    def add(self, losses: Tensor, chosen: Tensor, rejected: Tensor, tokens: int) -> None:
+        if not len(losses):
+            return
+        both, margin = torch.cat([chosen, rejected]).double(), (chosen - rejected).double()
+        right = ((margin > 0).double() + (margin >= 0).double()) / 2
+        parts = [losses.double().sum(), right.sum(), margin.sum(), both.sum()]
+        self.sums += torch.stack([*parts, *self.sums.new_tensor([len(losses), tokens])])
+        self.largest = torch.maximum(self.largest, torch.stack([both.max(), -both.min()]))
+
+    def metrics(self) -> dict[str, float]:
+        """TRL's names where its RewardTrainer has the metric."""
+        loss, right, margin, reward, pairs, tokens = self.ranks.sum(self.sums).tolist()
+        largest, smallest = self.ranks.max(self.largest).tolist()
+        return {
+            "loss": loss / pairs,
+            "accuracy": right / pairs,
+            "margin": margin / pairs,
+            "mean_reward": reward / (2 * pairs),
+            "min_reward": -smallest,
+            "max_reward": largest,
+            "tokens": tokens,
+        }
 
 
-def evaluate_before(run: Run) -> dict[str, Any]:
-    """What the untrained head is worth; taken from the folder where an earlier start of the run has measured it."""
-    known = run.folder / RESULTS
-    found: list[Any] = [None]
-    if run.ranks.first and known.is_file():
-        found = [json.loads(known.read_text("utf-8")).get("before")]
-    before = run.ranks.gather_objects(found[0])[0]
-    if before is None:
-        before = run.evaluate()
-        run.write_results(before=before)
-    return before
+# --- building ---------------------------------------------------------------------------------------------------------
 
 
-def launch(cfg: RewardModelConfig, *, dry_run: bool = False) -> None:
-    """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
-    stop = StopSignal()
-    disable_progress_bar()
-    with parallel.start() as ranks:
-        _launch(cfg, ranks, stop, dry_run)  # whose model, and with it the group's handles, is gone on return
+def build(cfg: RewardModelConfig, ranks: Ranks) -> Run:
+    """Read tokenizer, pairs and weights. Raises ValueError for whatever of the configuration cannot be run."""
+    check(cfg)
+    tokenizer = load_tokenizer(reward_model.locate(cfg.model.path)[0])
+    longest = fitting.max_length(cfg.model.path, cfg.data.max_length)
+    pairs, held_out = load_pairs(cfg, tokenizer, longest)
+    return Run(pairs=pairs, held_out=held_out, **fitting.begin(cfg, ranks, tokenizer, longest))
 
 
-def _launch(cfg: RewardModelConfig, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
-    console = Console(quiet=not ranks.first)
-    seed_everything(cfg.train.seed)
-    run = build(cfg, ranks)
-    console.print(plan(run))
-    if dry_run:
-        return
-    run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=WRITTEN)
-    before = evaluate_before(run)
-    if run.restore():
-        console.print(f"going on from step {run.progress.step}")
-    with run.logger() as log:
-        finished = train(run, stop, log)
-    if not finished:
-        console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
-        return
-    exported, after = run.export(), run.evaluate()
-    run.write_results(before=before, after=after)
-    if after:
-        console.print(held_out_table(before, after))
-    console.print(f"model   {exported}", highlight=False, soft_wrap=True)
+def load_pairs(
+    cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[PairSet, PairSet | None]:
+    """The pairs to train on, and those held out (None without any), whose prompts the former do not have."""
+    data = cfg.data
+
+    def read(source: str, split: str, limit: int | None) -> PairSet:
+        return preferences.load(
+            source,
+            tokenizer,
+            max_length=max_length,
+            split=split,
+            prompt_column=data.prompt_column,
+            chosen_column=data.chosen_column,
+            rejected_column=data.rejected_column,
+            margin_column=data.margin_column,
+            limit=limit,
+        )
+
+    pairs = read(data.source, data.split, data.limit)
+    if data.evaluation:
+        held_out = read(data.evaluation, data.evaluation_split or data.split, None)
+    else:
+        pairs, held_out = pairs.split(cfg.evaluation.pairs)
+    if cfg.evaluation.pairs == 0 or not len(held_out):
+        return pairs, None
+    kept = pairs.without(held_out.prompts)
+    if not len(kept):
+        raise ValueError(
+            f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out too; "
+            "name another data.evaluation, or evaluation.pairs = 0"
+        )
+    return kept, held_out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``reward-model train ...``. Exit status: 0 when done, or saved on SIGTERM; 1, with a message, for bad input."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        if list(arguments) in (["-h"], ["--help"]):
-            arguments = ["train", "--help"]
-        if list(arguments[:1]) != ["train"]:
-            came = f", got {arguments[0]!r}" if arguments else ""
-            raise ValueError(f"expected: nlgrpo reward-model train [file.toml] [--section.key value ...]{came}")
-        cfg, dry_run = from_arguments(arguments[1:])
-        launch(cfg, dry_run=dry_run)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """``reward-model train ...``; see `fitting.command`."""
+    return fitting.command(sys.argv[1:] if arguments is None else arguments, "reward-model", {"train": _train})
+
+
+def _train(arguments: Sequence[str], dry_run: bool) -> None:
+    fitting.launch(from_arguments(arguments), build, dry_run=dry_run)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

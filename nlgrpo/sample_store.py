@@ -76,7 +76,10 @@ def digest_of_prompt(ids: Sequence[int]) -> str:
 
 
 def from_rollout(rollout: Rollout) -> Tensors:
+    """A rollout as it is kept: ``prompts`` are the tokens of all, one after another, ``prompt_lengths`` of each."""
     return {
+        "prompts": torch.tensor([token for ids in rollout.prompt_ids for token in ids], dtype=torch.int32),
+        "prompt_lengths": torch.tensor([len(ids) for ids in rollout.prompt_ids]),
         "tokens": rollout.tokens.to(torch.int32),
         "logprobs": rollout.logprobs,
         "lengths": rollout.lengths,

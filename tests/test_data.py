@@ -12,7 +12,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nlgrpo.data import load
+from nlgrpo.data import load, visits
 
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
 TURN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
@@ -182,6 +182,14 @@ def test_shuffles_are_uniform(tmp_path, plain):
     assert (
         sum((count - 100) ** 2 / 100 for count in seen.values()) < 20.5
     )  # chi-squared, 5 degrees of freedom: p = 0.001
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    epochs = [visits(5, 5 * epoch, 5, seed=1) for epoch in range(3)]
+    assert [sorted(rows) for rows in epochs] == [list(range(5))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert visits(5, 3, 4, seed=1) == [*epochs[0][3:], *epochs[1][:2]]
+    assert visits(5, 0, 5, seed=2) != epochs[0]
 
 
 def test_a_batch_is_a_copy(numbers, plain):

@@ -153,15 +153,6 @@ def test_pairs_whose_prompt_is_held_out_are_left_out():
     assert "2 dropped whose prompt is held out" in repr(found)
 
 
-def test_every_epoch_has_an_order_of_its_own():
-    few = pairs(5)
-    epochs = [few.rows(5 * epoch, 5, seed=1) for epoch in range(3)]
-    assert [sorted(rows) for rows in epochs] == [list(range(5))] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert few.rows(3, 4, seed=1) == [*epochs[0][3:], *epochs[1][:2]]
-    assert few.rows(0, 5, seed=2) != epochs[0]
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}

@@ -95,12 +95,12 @@ def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
     """What five updates measure, the scores before and after them, and the parameters."""
     changes = dict(VARIANTS[name])
     more = ["--model.activation-checkpointing"] if changes.pop("model__activation_checkpointing", False) else []
-    cfg, _ = from_arguments(arguments(work, "none", *more, model=model, **LOSS, **changes)[1:])
+    cfg = from_arguments(arguments(work, "none", *more, model=model, **LOSS, **changes)[1:])
     run = training.build(cfg, ranks)
     found = [run.scores(run.held_out)]
     stats = []
     for step in range(5):
-        stats.append(run.update(run.pairs.rows(6 * step, 6, 0)))
+        stats.append(run.update(run.rows(step)))
         run.progress.step += 1
     found.append(run.scores(run.held_out))
     # one pair for two ranks: one of them has nothing to do
@@ -146,13 +146,13 @@ def test_micro_batches_change_nothing(work, name):
 
 def test_the_curve_is_that_of_plain_pytorch(work, tmp_path):
     """The same steps with transformers, autograd and torch.optim, on padded batches (GPT-2: it computes in float64)."""
-    cfg, _ = from_arguments(arguments(work, "none", model="gpt2", **LOSS)[1:])
+    cfg = from_arguments(arguments(work, "none", model="gpt2", **LOSS)[1:])
     run = training.build(cfg, Ranks(0, 1, CPU))
     reward_model.save(run.model, tmp_path, tokenizer=run.tokenizer, pad=run.pad, max_length=64)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01, eps=1e-3, weight_decay=0.0)
     for step in range(4):
-        rows = run.pairs.rows(6 * step, 6, 0)
+        rows = run.rows(step)
         sides = []
         for texts in (run.pairs.chosen, run.pairs.rejected):
             width = max(len(texts[i]) for i in rows)
@@ -209,7 +209,7 @@ def test_a_run_learns_and_its_model_is_a_reward(work, capsys):
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "optim__warmup_steps": 2, **LOSS}
-    update = "nlgrpo.reward_model_run:Run.update"
+    update = "nlgrpo.fitting:Fit.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
     command = {"main": "nlgrpo.reward_model_training:main"}
     jobs = [Job(arguments(work, name, **more), *order, **command) for name, order in orders.items()]
@@ -298,8 +298,7 @@ def test_one_pair_alone(work, tmp_path, capsys):
 def test_a_file_and_the_command_line(tmp_path, work):
     file = tmp_path / "harmless.toml"
     file.write_text('[model]\npath = "here"\n[data]\nsource = "a.jsonl"\n[optim]\nlr = 1\n')
-    cfg, dry = from_arguments([str(file), "--optim.lr", "0.5", "--train.restart", "true", "--dry-run"])
-    assert dry
+    cfg = from_arguments([str(file), "--optim.lr", "0.5", "--train.restart", "true"])
     assert (cfg.model.path, cfg.data.source, cfg.optim.lr, cfg.train.restart) == ("here", "a.jsonl", 0.5, True)
     assert cfg.run == Path("runs/harmless")
     file.write_text("[train]\nepoch = 2\n")
@@ -394,9 +393,9 @@ def test_seeds_are_of_the_head_and_the_order(work):
     seed_everything(0)
     heads = []
     for seed in (0, 0, 1):
-        cfg, _ = from_arguments(arguments(work, "none", train__seed=seed)[1:])
+        cfg = from_arguments(arguments(work, "none", train__seed=seed)[1:])
         run = training.build(cfg, Ranks(0, 1, CPU))
-        heads.append((run.model.head.weight.detach().clone(), run.pairs.rows(0, 20, cfg.train.seed)))
+        heads.append((run.model.head.weight.detach().clone(), run.rows(0) + run.rows(1)))
     assert torch.equal(heads[0][0], heads[1][0])
     assert heads[0][1] == heads[1][1] != heads[2][1]
     assert not torch.equal(heads[0][0], heads[2][0])

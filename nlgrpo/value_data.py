@@ -1,0 +1,113 @@
+"""What a value model learns from: completions that were rolled out, and what each came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo import reference_rollouts
+from nlgrpo.reference_rollouts import ReferenceRollouts
+from nlgrpo.sample_store import digest_of_tokenizer
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """R completions of the prompts in front of them, and their rewards (R,) float64; in the order of the rollouts."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    rewards: Tensor
+    abstained: int = 0
+    """Completions left out because a reward had nothing to say of them."""
+    too_long: int = 0
+    """And because prompt and completion together are too long."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __repr__(self) -> str:
+        text = f"{len(self):,} completions of {len(set(map(tuple, self.prompts))):,} prompts, {self.tokens:,} tokens"
+        notes = ((self.abstained, "left out that no reward judges"), (self.too_long, "left out that are too long"))
+        return "; ".join([text, *(f"{count:,} {what}" for count, what in notes if count)])
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts)) + sum(map(len, self.completions))
+
+    def split(self, prompts: int) -> tuple[Outcomes, Outcomes]:
+        """Without the last ``prompts`` different prompts, at most half of them, and these: no prompt is in both."""
+        known = list(dict.fromkeys(map(tuple, self.prompts)))
+        held = set(known[len(known) - min(prompts, len(known) // 2) :])
+        sides: tuple[list[int], list[int]] = ([], [])
+        for i, prompt in enumerate(self.prompts):
+            sides[tuple(prompt) in held].append(i)
+        return self._part(sides[0]), replace(self._part(sides[1]), abstained=0, too_long=0)
+
+    def _part(self, rows: Sequence[int]) -> Outcomes:
+        pick = torch.tensor(rows, dtype=torch.int64)
+        return replace(
+            self,
+            prompts=[self.prompts[i] for i in rows],
+            completions=[self.completions[i] for i in rows],
+            rewards=self.rewards[pick],
+        )
+
+
+def load(
+    folders: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rewards: Sequence[str] = (),
+    weights: Sequence[float] = (),
+    max_length: int,
+) -> Outcomes:
+    """Of all ``folders``. ``rewards``: names, weighed by ``weights``; none: all of them, with 1 each.
+
+    Raises ValueError for rollouts that are cut short, of another tokenizer or without a reward, and where none is left.
+    """
+    found = [_of_one(reference_rollouts.load(folder), tokenizer, rewards, weights, max_length) for folder in folders]
+    whole = Outcomes(
+        prompts=[prompt for each in found for prompt in each.prompts],
+        completions=[completion for each in found for completion in each.completions],
+        rewards=torch.cat([each.rewards for each in found]),
+        abstained=sum(each.abstained for each in found),
+        too_long=sum(each.too_long for each in found),
+    )
+    if not len(whole):
+        raise ValueError(f"there is nothing to learn from in {', '.join(folders)}: {whole!r}")
+    return whole
+
+
+def _of_one(
+    rollouts: ReferenceRollouts,
+    tokenizer: PreTrainedTokenizerBase,
+    rewards: Sequence[str],
+    weights: Sequence[float],
+    max_length: int,
+) -> Outcomes:
+    if rollouts.index.origin.tokenizer != digest_of_tokenizer(tokenizer):
+        raise ValueError(
+            f"the rollouts in {rollouts.folder} were drawn with the tokenizer of {rollouts.index.model}, and the value "
+            "model has another one; begin it at a model with that tokenizer"
+        )
+    names = list(rewards) or list(rollouts.rewards)
+    worth = sum(
+        (weight * rollouts.reward(name) for name, weight in zip(names, weights or [1.0] * len(names), strict=True)),
+        start=torch.zeros_like(rollouts.logprobs),
+    )
+    prompts, completions, kept, abstained, too_long = [], [], [], 0, 0
+    for (prompt, own), values in zip(rollouts.tokens(), worth.tolist(), strict=True):
+        for completion, value in zip(own, values, strict=True):
+            if value != value:
+                abstained += 1
+            elif len(prompt) + len(completion) > max_length:
+                too_long += 1
+            else:
+                prompts.append(prompt)
+                completions.append(completion)
+                kept.append(value)
+    return Outcomes(prompts, completions, torch.tensor(kept, dtype=torch.float64), abstained, too_long)
