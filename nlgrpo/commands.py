@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 import tyro
+from transformers import PreTrainedTokenizerBase
 from tyro.conf import Positional
 
-from nlgrpo import engine, hf_weights
+from nlgrpo import engine, guidance, hf_weights
 from nlgrpo import model as models
+from nlgrpo.guided import Search
 from nlgrpo.parts import load_tokenizer, stop_ids_of
 from nlgrpo.recipes import RECIPES
 from nlgrpo.sampling import Sampling
@@ -42,6 +47,23 @@ class Generate:
     """The same seed draws the same completions."""
     json: bool = False
     """One JSON object a completion: prompt, text, token ids, log-probs, finish reason."""
+    guide: tuple[Path, ...] = ()
+    """Value models of `nlgrpo value` (folders of runs): decode by a search that they guide; none: plain sampling."""
+    betas: tuple[float, ...] = ()
+    """Of the value models, V = sum_i V_i / beta_i; none: 1 each."""
+    beams: int = 4
+    """K, beams of the search."""
+    successors: int = 4
+    """B, chunks that are drawn behind each beam."""
+    chunk: int = 16
+    """L, tokens of a chunk."""
+    search_temperature: float = 0.0
+    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones."""
+    diverse: bool = True
+    """Keep different candidates before the same ones."""
+    choose: str = "value"
+    """What answers in the end: the largest "value", the "majority" of final answers, or the largest reward, named as in
+    a configuration, "lexicon(path='vader_lexicon.txt')"."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -50,6 +72,14 @@ class Generate:
             raise ValueError(f"samples = {self.samples}: expected a number in [1, 2^31)")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
+        if self.guide and self.samples != 1:
+            raise ValueError(f"samples = {self.samples}: a guided search gives one response to a prompt")
+        if self.betas and not self.guide:
+            raise ValueError("betas are of the value models that --guide names, and it names none")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")}
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -58,14 +88,9 @@ def generate(arguments: Sequence[str]) -> int:
     source = hf_weights.locate(options.model)
     tokenizer = load_tokenizer(source)
     model = models.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        max_new_tokens=options.max_new_tokens,
-        stop_ids=tuple(stop_ids_of(tokenizer, source)),
-    )
+    sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
+    if options.guide:
+        return _generate_guided(options, model, tokenizer, sampling)
     ids = [tokenizer(text, verbose=False).input_ids for text in options.prompts]  # too long: the engine says so
     rollout = engine.generate(model, ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
@@ -78,6 +103,32 @@ def generate(arguments: Sequence[str]) -> int:
             print(json.dumps({"prompt": prompt, "text": text, "ids": completion} | values))
         else:
             print(f"{prompt}{text}\n    [{len(completion)} tokens, {reasons[i]}]")
+    return 0
+
+
+def _generate_guided(
+    options: Generate, model: models.Decoder, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> int:
+    """The response of a search to each prompt, and what it was chosen by."""
+    temperature, device = options.search_temperature, model.head_weight.device
+    how = Search(options.beams, options.successors, options.chunk, temperature, options.diverse)
+    chooser = guidance.Chooser.of(options.choose, device)
+    room = sampling.max_new_tokens
+    values = guidance.load_values(options.guide, options.betas, tokenizer, room=room, device=device)
+    began = perf_counter()
+    responses, cost = guidance.respond(
+        model, tokenizer, options.prompts, how, sampling, values, chooser, seed=options.seed
+    )
+    for prompt, response in zip(options.prompts, responses, strict=True):
+        one, reason = response.candidate, "stop" if response.candidate.finished else "length"
+        if options.json:
+            found = {"prompt": prompt, "text": response.text, "ids": list(one.tokens), "logprob": one.logprob}
+            print(json.dumps(found | {"finish_reason": reason, options.choose: response.worth}))
+        else:
+            said = f"{len(one.tokens)} tokens, {reason}; {options.choose} {response.worth:.4g}"
+            print(f"{prompt}{response.text}\n    [{said}]")
+    speed = cost.tokens / max(perf_counter() - began, 1e-9)
+    print(f"{cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
     return 0
 
 

@@ -64,6 +64,10 @@ class Candidate:
     """Ended by a stop id."""
     value: float = math.nan
     """V when it was last looked at; NaN where it never was."""
+    logprob: float = math.nan
+    """Of its tokens under the distribution that they were drawn from, in nats."""
+    places: int = 1
+    """How many of the U it takes: B for one that ended before the last chunk, whose place no successors take."""
 
 
 @dataclass
@@ -185,31 +189,44 @@ class Policy:
         tokens = torch.tensor(last, device=self.stops.device)
         self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
 
-    def expand(self, rows: Sequence[int], places: Sequence[int], tokens: int) -> list[tuple[list[int], bool]]:
-        """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id, and whether that ended it.
+    def expand(self, rows: Sequence[int], places: Sequence[int], tokens: int) -> list[Chunk]:
+        """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id.
 
         These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
         and the position: the draws have no other cause.
         """
         cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
         cache.branch(source)
-        logits, drawn, done = self.logits[source], list[Tensor](), torch.zeros_like(source, dtype=torch.bool)
+        logits, done = self.logits[source], torch.zeros_like(source, dtype=torch.bool)
+        drawn, logprobs = list[Tensor](), list[Tensor]()
         positions = torch.arange(cache.column, cache.column + tokens, device=source.device)
         place = torch.tensor(places, device=source.device)
         noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
         for t in range(tokens):
-            token = draw(log_distribution(logits, self.sampling), noise[:, t])
+            logp = log_distribution(logits, self.sampling)
+            token = draw(logp, noise[:, t])
             drawn.append(token)
+            logprobs.append(logp.gather(1, token[:, None])[:, 0])
             done |= is_stop(token, self.stops)
             if t + 1 == tokens or bool(done.all()):
                 break
             logits = self.rows.read(token[:, None], torch.zeros_like(token))
-        return [_cut(row, set(self.sampling.stop_ids)) for row in torch.stack(drawn, 1).tolist()]
+        found = zip(torch.stack(drawn, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+        return [_cut(*row, set(self.sampling.stop_ids)) for row in found]
 
 
-def _cut(tokens: list[int], stops: set[int]) -> tuple[list[int], bool]:
+@dataclass(frozen=True)
+class Chunk:
+    tokens: tuple[int, ...]
+    logprob: float
+    ended: bool
+    """By a stop id."""
+
+
+def _cut(tokens: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Chunk:
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
-    return (tokens, False) if end is None else (tokens[: end + 1], True)
+    length = len(tokens) if end is None else end + 1
+    return Chunk(tuple(tokens[:length]), math.fsum(logprobs[:length]), end is not None)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -226,13 +243,15 @@ def search(
     seed: int = 0,
     index: Sequence[int] | None = None,
     max_rows: int = 256,
+    valued: bool = False,
 ) -> tuple[list[list[Candidate]], Cost]:
     """The complete candidates of every prompt, among which its response is to be chosen, and what they have cost.
 
     ``values``: value models, each with its beta; a candidate is worth the sum of V_i / beta_i. A candidate is complete
     when it has ended by a stop id or has ``sampling.max_new_tokens``. With chunks of as many tokens no value is asked
     for, and the candidates are the U = K B samples that `engine.generate` draws with this seed and ``index``.
-    ``max_rows`` bounds the rows of a cache; at least one prompt's are.
+    ``max_rows`` bounds the rows of a cache; at least one prompt's are. ``valued``: complete candidates are valued too,
+    for one of them to be chosen by it; each costs a query more.
 
     Raises ValueError for a beta that is not > 0, a value that is not a finite number, and as `engine.generate`.
     """
@@ -244,7 +263,7 @@ def search(
     policy, cost, together = Policy(model, sampling, seed), Cost(), max(1, max_rows // how.candidates)
     found = []
     for i in range(0, len(prompts), together):
-        tree = _Tree(policy, values, how, index[i : i + together], cost)
+        tree = _Tree(policy, values, how, index[i : i + together], cost, valued)
         found += tree.grow(prompts[i : i + together])
     return found, cost
 
@@ -261,6 +280,7 @@ class _Beam:
     tokens: tuple[int, ...] = ()
     finished: bool = False
     value: float = math.nan
+    logprob: float = 0.0
     parent: int = 0
     """The row that it has grown from, by the tokens of ``chunk``."""
     chunk: tuple[int, ...] = ()
@@ -275,6 +295,7 @@ class _Tree:
     how: Search
     index: Sequence[int]
     cost: Cost
+    valued: bool
 
     def grow(self, prompts: Sequence[Sequence[int]]) -> list[list[Candidate]]:
         self.policy.begin(prompts, self.index)
@@ -287,10 +308,14 @@ class _Tree:
             tokens = min(self.how.chunk, limit - drawn)
             candidates, drawn, each = self._expand(beams, each, tokens), drawn + tokens, self.how.successors
             incomplete = {beam.prompt for beam in candidates if not beam.finished and drawn < limit}
+            new = [b for b in candidates if b.row is not None and (self.valued or b.prompt in incomplete)]
+            self._look(new)
             for beam in candidates:
                 if beam.prompt not in incomplete:
-                    found[beam.prompt].append(Candidate(beam.tokens, beam.finished, beam.value))
-            beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], drawn)
+                    places = each if beam.row is None else 1
+                    one = Candidate(beam.tokens, beam.finished, beam.value, beam.logprob, places)
+                    found[beam.prompt].append(one)
+            beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], new, drawn)
         return found
 
     def _expand(self, beams: Sequence[_Beam], each: int, tokens: int) -> list[_Beam]:
@@ -299,18 +324,15 @@ class _Tree:
         places = [beam.place * each + b % each for b, beam in enumerate(growing)]
         chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens) if growing else []
         found = [replace(beam, place=beam.place * each) for beam in beams if beam.row is None]
-        for row, (beam, place, (chunk, ended)) in enumerate(zip(growing, places, chunks, strict=True)):
-            whole = (*beam.tokens, *chunk)
-            found.append(_Beam(beam.prompt, place, row, whole, ended, parent=_row(beam), chunk=tuple(chunk)))
-            self.cost.tokens += len(chunk)
+        for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
+            whole, logprob = (*beam.tokens, *chunk.tokens), beam.logprob + chunk.logprob
+            grown = _Beam(beam.prompt, place, row, whole, chunk.ended, logprob=logprob)
+            found.append(replace(grown, parent=_row(beam), chunk=chunk.tokens))
+            self.cost.tokens += len(chunk.tokens)
         return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # in which equal values are taken
 
-    def _choose(self, candidates: Sequence[_Beam], drawn: int) -> list[_Beam]:
+    def _choose(self, candidates: Sequence[_Beam], looked_at: Sequence[_Beam], drawn: int) -> list[_Beam]:
         """The beams of every prompt that has an incomplete candidate; the caches go on with those that grow."""
-        if not candidates:
-            return []
-        new = [beam for beam in candidates if beam.row is not None]
-        self._look(new)
         chosen = []
         for p in dict.fromkeys(beam.prompt for beam in candidates):
             own = [beam for beam in candidates if beam.prompt == p]
@@ -320,7 +342,7 @@ class _Tree:
         growing = [beam for beam in chosen if not beam.finished]
         if growing:
             self.policy.keep([_row(beam) for beam in growing], [beam.tokens[-1] for beam in growing])
-            seen = {_row(beam): i for i, beam in enumerate(new)}
+            seen = {_row(beam): i for i, beam in enumerate(looked_at)}
             for value, _ in self.values:
                 value.keep([seen[_row(beam)] for beam in growing])
         rows = iter(range(len(growing)))
@@ -328,6 +350,8 @@ class _Tree:
 
     def _look(self, new: Sequence[_Beam]) -> None:
         """Set the worth of candidates that have grown."""
+        if not new:
+            return
         total = torch.zeros(len(new), dtype=torch.float64)
         for value, beta in self.values:
             given = value.score([beam.parent for beam in new], [beam.chunk for beam in new]).double().cpu()

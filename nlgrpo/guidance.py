@@ -1,0 +1,162 @@
+"""From prompts to responses of a guided search: value models read, a search made, one of its candidates chosen."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo import guided, reward_model, rewards
+from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.guided import Candidate, Cost, ModelValue, Search, Value
+from nlgrpo.model import Decoder
+from nlgrpo.parts import load_tokenizer
+from nlgrpo.rewards import Reward, RewardError
+from nlgrpo.sample_store import digest_of_tokenizer
+from nlgrpo.sampling import Sampling
+
+VALUE, MAJORITY = "value", "majority"
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """How the response is chosen among the candidates of a prompt.
+
+    ``how``: "value", the largest V; "majority", the first candidate with the most frequent final answer (by the rule of
+    `builtin_rewards.final_answer`, such as what is ``\\boxed{}``); or a reward as a configuration names it, the largest
+    one. Of equals it is the first. Raises ValueError for a reward that does not exist.
+    """
+
+    how: str
+    reward: Reward | None = None
+
+    @classmethod
+    def of(cls, how: str, device: str | torch.device = "cpu") -> Chooser:
+        return cls(how, None if how in (VALUE, MAJORITY) else rewards.load("choose", how, device=device))
+
+    def choose(self, prompt: str, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
+        """Which candidate, and what it is worth: its V, its share of the votes, or its reward.
+
+        Raises ValueError where a reward fails or has nothing to say of any.
+        """
+        if self.how == MAJORITY:
+            return majority([final_answer(text) for text in texts], [candidate.places for candidate in candidates])
+        worth = [candidate.value for candidate in candidates]
+        if self.reward is not None:
+            worth = _rewards(self.reward, prompt, candidates, texts)
+        judged = [i for i, value in enumerate(worth) if not math.isnan(value)]
+        if not judged:
+            raise ValueError(f"{self.how} has nothing to say of the candidates of {prompt!r}")
+        best = max(judged, key=lambda i: worth[i])
+        return best, worth[best]
+
+
+def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
+    """The first candidate with the answer that weighs most, and its share; without any answer the first, with 0.
+
+    ``None`` votes for nothing. Of answers that weigh alike it is the one that came first (self-consistency, Wang et
+    al. 2023).
+    """
+    votes: Counter[Hashable] = Counter()
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            votes[answer] += weight  # type: ignore[assignment]
+    if not votes:
+        return 0, 0.0
+    winner, weight = max(votes.items(), key=lambda item: item[1])
+    return list(answers).index(winner), weight / sum(votes.values())
+
+
+def _rewards(reward: Reward, prompt: str, candidates: Sequence[Candidate], texts: Sequence[str]) -> list[float]:
+    try:
+        found = rewards.score(
+            [reward],
+            prompts=[prompt] * len(candidates),
+            completions=list(texts),
+            completion_ids=[list(candidate.tokens) for candidate in candidates],
+            columns={},
+            samples=len(candidates),
+            step=0,
+            total_steps=0,
+        )
+    except RewardError as error:
+        raise ValueError(str(error)) from error
+    return [float(value) for value in found.values[reward.name][0]]
+
+
+# --- value models -----------------------------------------------------------------------------------------------------
+
+
+def load_values(
+    paths: Sequence[Path],
+    betas: Sequence[float],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    room: int,
+    device: str | torch.device = "cpu",
+) -> list[tuple[Value, float]]:
+    """The value models in ``paths`` (runs, directories or hub names) with their betas, 1 each where none are given.
+
+    ``tokenizer``: the policy's, whose tokens they read; ``room``: most tokens of a completion. Raises ValueError for a
+    model without a head of one output or with another tokenizer, and for betas that are not as many.
+    """
+    if betas and len(betas) != len(paths):
+        raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
+    found: list[tuple[Value, float]] = []
+    for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
+        model, trained = reward_model.load(str(path), device=device)
+        if not trained:
+            raise ValueError(f"{path} is no value model; it has no head of one output")
+        theirs = load_tokenizer(reward_model.locate(str(path))[0])
+        if digest_of_tokenizer(theirs) != digest_of_tokenizer(tokenizer):
+            raise ValueError(
+                f"{path} has another tokenizer than the model that it is to guide, and reads that model's tokens; "
+                "train one that begins at a model with the same"
+            )
+        found.append((ModelValue(str(path), model.eval(), room), beta))
+    return found
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Response:
+    """The candidate that answers a prompt, and what it was chosen by."""
+
+    candidate: Candidate
+    text: str
+    worth: float
+    candidates: int
+    """Different texts that it was chosen among."""
+
+
+def respond(
+    model: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    how: Search,
+    sampling: Sampling,
+    values: Sequence[tuple[Value, float]],
+    chooser: Chooser,
+    *,
+    seed: int = 0,
+    max_rows: int = 256,
+) -> tuple[list[Response], Cost]:
+    """A response to every prompt, and what all have cost. Raises ValueError as `guided.search` and `Chooser.choose`."""
+    if chooser.how == VALUE and not values:
+        raise ValueError("without a value model nothing is chosen by value: name one, or another way to choose")
+    ids = [tokenizer(text, verbose=False).input_ids for text in prompts]
+    valued = chooser.how == VALUE
+    found, cost = guided.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)
+    responses = []
+    for prompt, candidates in zip(prompts, found, strict=True):
+        texts = tokenizer.batch_decode([list(c.tokens) for c in candidates], skip_special_tokens=True)
+        best, worth = chooser.choose(prompt, candidates, texts)
+        responses.append(Response(candidates[best], texts[best], worth, len(set(texts))))
+    return responses, cost

@@ -1,0 +1,213 @@
+"""Responses of a guided search: what is chosen, by hand; the command, against the library and transformers."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import EOS, tiny_model
+from test_guided import TextValue
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from nlgrpo import cli, guidance, guided, reward_model
+from nlgrpo import model as models
+from nlgrpo.engine import generate
+from nlgrpo.guidance import Chooser, load_values, majority, respond
+from nlgrpo.guided import Candidate, Search
+from nlgrpo.sampling import Sampling
+
+PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
+REWARDS = """
+def high(completion_ids, **_):
+    return [float(sum(ids)) for ids in completion_ids]
+
+def silent(completion_ids, **_):
+    return [None for _ in completion_ids]
+
+def broken(completion_ids, **_):
+    raise RuntimeError("no")
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A policy and two value models, of which the second is of another size."""
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "policy", "gpt2", scale=0.3)
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    for seed, family in enumerate(("gpt2", "llama")):
+        tiny_model(root / "base", family, seed=seed + 1)
+        value, _ = reward_model.load(str(root / "base"), seed=seed)
+        with torch.no_grad():
+            value.head.weight.mul_(5.0)
+        reward_model.save(value, root / family, tokenizer=tokenizer, pad=0, max_length=64)
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+def loaded(work, dtype=torch.float64):
+    return models.load(work / "policy", dtype=dtype), AutoTokenizer.from_pretrained(work / "policy")
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_majority_by_hand():
+    assert majority([3, 4, 4, None], [1, 1, 1, 9]) == (1, 2 / 3)
+    assert majority([3, 4, 4, 3], [1, 1, 1, 1]) == (0, 0.5)  # the first of those that are as frequent
+    assert majority([4, 3, 3], [3, 1, 1]) == (0, 0.6)  # a beam that ended early stands for its successors
+    assert majority([None, None], [1, 1]) == (0, 0.0)
+
+
+def test_what_is_chosen(work):
+    texts = [r"so \boxed{7}", "it is 8", r"\boxed{8.0} w3", "none"]
+    candidates = [Candidate((i,), True, value) for i, value in enumerate((0.5, 2.0, 2.0, math.nan))]
+    assert Chooser.of("value").choose("w1", candidates, texts) == (1, 2.0)
+    assert Chooser.of("majority").choose("w1", candidates, texts) == (1, 2 / 3)
+    high = Chooser.of(f"{work / 'rewards.py'}:high")
+    assert high.choose("w1", candidates, texts) == (3, 3.0)
+    with pytest.raises(ValueError, match="silent has nothing to say of the candidates of 'w1'"):
+        Chooser.of(f"{work / 'rewards.py'}:silent").choose("w1", candidates, texts)
+    with pytest.raises(ValueError, match="raised RuntimeError: no"):
+        Chooser.of(f"{work / 'rewards.py'}:broken").choose("w1", candidates, texts)
+    with pytest.raises(ValueError, match="nothing to say"):
+        Chooser.of("value").choose("w1", candidates[3:], texts[3:])
+    with pytest.raises(ValueError, match="lexicn"):
+        Chooser.of("lexicn()")
+
+
+def test_a_response_is_the_best_of_n_where_chunks_are_whole(work):
+    model, tokenizer = loaded(work)
+    sampling = Sampling(max_new_tokens=8, stop_ids=(EOS,))
+    chooser = Chooser.of(f"{work / 'rewards.py'}:high")
+    responses, cost = respond(model, tokenizer, PROMPTS, Search(3, 2, chunk=8), sampling, [], chooser, seed=3)
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    rollout = generate(model, ids, 6, sampling, seed=3)
+    own = rollout.completion_ids()
+    for p, response in enumerate(responses):
+        best = max(own[6 * p : 6 * p + 6], key=sum)
+        assert (list(response.candidate.tokens), response.worth) == (best, sum(best))
+        assert response.text == tokenizer.decode(best, skip_special_tokens=True)
+    assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_transformers(work):
+    model, tokenizer = loaded(work)
+    theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    sampling = Sampling(max_new_tokens=7, stop_ids=tuple(range(20, 26)), temperature=0.7)
+    found, _ = guided.search(model, ids, Search(2, 2, 2), sampling, [(TextValue(sum), 1.0)], seed=1)
+    for prompt, candidates in zip(ids, found, strict=True):
+        for one in candidates:
+            logits = theirs(torch.tensor([[*prompt, *one.tokens]])).logits[0, len(prompt) - 1 : -1] / 0.7
+            expected = logits.log_softmax(-1)[range(len(one.tokens)), list(one.tokens)].sum().item()
+            assert one.logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_candidates_take_as_many_places_as_there_are(work):
+    model, tokenizer = loaded(work)
+    ids = [tokenizer(text).input_ids for text in PROMPTS * 4]
+    sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(20, 32)))
+    found, _ = guided.search(model, ids, Search(3, 4, 2), sampling, [(TextValue(len), 1.0)], seed=1)
+    assert {sum(one.places for one in candidates) for candidates in found} == {12}
+    assert {one.places for candidates in found for one in candidates} == {1, 4}
+
+
+def test_complete_candidates_are_valued_where_values_choose(work):
+    model, tokenizer = loaded(work)
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    sampling = Sampling(max_new_tokens=6, stop_ids=tuple(range(20, 26)))
+
+    def searched(valued):
+        value = TextValue(lambda tokens: float(sum(tokens)))
+        return guided.search(model, ids, Search(2, 3, 2), sampling, [(value, 0.5)], seed=1, valued=valued)
+
+    (plain, before), (found, cost) = searched(False), searched(True)
+    assert all(one.value == 2.0 * sum(one.tokens) for candidates in found for one in candidates)
+    assert cost.queries > before.queries
+    assert [[one.tokens for one in own] for own in found] == [[one.tokens for one in own] for own in plain]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(work, *more, values=("gpt2", "llama"), **changes):
+    options = {"model": work / "policy", "max-new-tokens": 6, "beams": 2, "successors": 3, "chunk": 2, "seed": 5}
+    options |= {name.replace("_", "-"): value for name, value in changes.items()}
+    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return ["generate", *PROMPTS, *named, "--guide", *(str(work / value) for value in values), *more]
+
+
+def test_the_command_prints_the_response_of_the_search(work, capsys):
+    assert cli.main(command(work, "--betas", "1", "0.5", "--json")) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    model, tokenizer = loaded(work, torch.float32)
+    values = load_values([work / "gpt2", work / "llama"], [1.0, 0.5], tokenizer, room=6)
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    found, cost = guided.search(model, ids, Search(2, 3, 2), sampling, values, seed=5, valued=True)
+    theirs = [AutoModelForSequenceClassification.from_pretrained(work / name).eval() for name in ("gpt2", "llama")]
+    for each in theirs:
+        each.config.pad_token_id = None
+    for prompt, row, candidates in zip(ids, rows, found, strict=True):
+        best = max(candidates, key=lambda one: one.value)
+        assert row["ids"] == list(best.tokens)
+        one, other = (each(torch.tensor([[*prompt, *best.tokens]])).logits.item() for each in theirs)
+        assert row["value"] == pytest.approx(one + other / 0.5, abs=1e-4)
+        assert row["finish_reason"] == ("stop" if row["ids"][-1] == EOS else "length")
+    assert f"{cost.tokens:,} tokens drawn, {cost.queries:,} values" in captured.err
+
+    assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("rewards.py:high ") == len(PROMPTS)
+
+
+def refused(arguments, capsys):
+    """What is said where a command fails; tyro ends the program by itself, in lines of its own."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status in (1, 2)
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"samples": 2}, "samples = 2: a guided search gives one response"),
+        ({"beams": 0}, "beams = 0"),
+        ({"chunk": 0}, "chunk = 0"),
+        ({"search_temperature": -1}, "temperature = -1.0"),
+        ({"betas": 1.0}, "1 betas for 2 value models"),
+        ({"values": ("policy",)}, "is no value model; it has no head of one output"),
+        ({"values": ("nowhere",)}, "nowhere"),
+        ({"choose": "nothing:at_all"}, "nothing"),
+        ({"max_new_tokens": 64}, "context"),
+    ],
+)
+def test_refused(work, capsys, changes, said):
+    assert said in refused(command(work, **changes), capsys)
+
+
+def test_another_tokenizer_and_betas_of_nothing(work, tmp_path, capsys):
+    model, _ = reward_model.load(str(work / "gpt2"))
+    tiny_model(tmp_path / "base", "gpt2")
+    tokens = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
+    (tmp_path / "base" / "tokenizer.json").write_text(json.dumps(tokens))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    reward_model.save(model, tmp_path / "value", tokenizer=tokenizer, pad=0, max_length=64)
+    said = refused(command(work, values=(tmp_path / "value",)), capsys)
+    assert "has another tokenizer than the model that it is to guide" in said
+    said = refused(["generate", "w1", "--model", str(work / "policy"), "--betas", "1"], capsys)
+    assert "betas are of the value models" in said
+    model, tokenizer = loaded(work)
+    with pytest.raises(ValueError, match="nothing is chosen by value"):
+        respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))
+    assert guidance.VALUE == "value"
