@@ -53,6 +53,10 @@ COMMANDS = {
         "nlgrpo.value_training:main",
         "Fit a value model to rollouts, or to a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
+    "iro": (
+        "nlgrpo.iro:main",
+        "Learn value models that guide a frozen model: nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
+    ),
     "curves": (
         "nlgrpo.curves:main",
         "Win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",

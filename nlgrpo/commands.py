@@ -48,7 +48,8 @@ class Generate:
     json: bool = False
     """One JSON object a completion: prompt, text, token ids, log-probs, finish reason."""
     guide: tuple[Path, ...] = ()
-    """Value models of `nlgrpo value` (folders of runs): decode by a search that they guide; none: plain sampling."""
+    """Value models of `nlgrpo value` (folders of runs), or a folder of `nlgrpo iro`: decode by the search that they
+    guide; none: plain sampling."""
     betas: tuple[float, ...] = ()
     """Of the value models, V = sum_i V_i / beta_i; none: 1 each."""
     beams: int = 4
@@ -114,7 +115,9 @@ def _generate_guided(
     how = Search(options.beams, options.successors, options.chunk, temperature, options.diverse)
     chooser = guidance.Chooser.of(options.choose, device)
     room = sampling.max_new_tokens
-    values = guidance.load_values(options.guide, options.betas, tokenizer, room=room, device=device)
+    learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
+    paths, betas = (learned.values, options.betas or learned.betas) if learned else (options.guide, options.betas)
+    values = guidance.load_values(paths, betas, tokenizer, room=room, device=device)
     began = perf_counter()
     responses, cost = guidance.respond(
         model, tokenizer, options.prompts, how, sampling, values, chooser, seed=options.seed

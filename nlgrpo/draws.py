@@ -69,6 +69,7 @@ class Origin:
     tokenizer: str
     dtype: str
     sampling: Sampling
+    guide: str = ""  # of the search and the value models that guide it; "" where the model draws by itself
 
     @classmethod
     def of(
@@ -80,7 +81,8 @@ class Origin:
 
 def open_store(root: Path, origin: Origin, sampler: Sampler, *, first: bool) -> Store:
     """Where below the folder ``root`` these draws are kept; ``first``: see `Store.make`."""
-    identity = dataclasses.asdict(origin) | {"samples": sampler.samples, "seed": sampler.seed}
+    own = {name: value for name, value in dataclasses.asdict(origin).items() if name != "guide" or value}
+    identity = own | {"samples": sampler.samples, "seed": sampler.seed}
     return Store.make(root, identity, first=first)
 
 

@@ -302,16 +302,19 @@ def launch(cfg: FitConfig, build: Callable[[Any, Ranks], Fit], *, dry_run: bool 
     stop = StopSignal()
     disable_progress_bar()
     with parallel.start() as ranks:
-        _launch(cfg, build, ranks, stop, dry_run)  # whose model, and with it the group's handles, is gone on return
+        fit(cfg, build, ranks, stop, dry_run=dry_run)  # whose model, and with it the group's handles, is gone on return
 
 
-def _launch(cfg: FitConfig, build: Callable[[Any, Ranks], Fit], ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
+def fit(
+    cfg: FitConfig, build: Callable[[Any, Ranks], Fit], ranks: Ranks, stop: StopSignal, *, dry_run: bool = False
+) -> bool:
+    """`launch`, among ranks that are there already. Returns False where a signal ended it early, after a checkpoint."""
     console = Console(quiet=not ranks.first)
     seed_everything(cfg.train.seed)
     run = build(cfg, ranks)
     console.print(run.plan())
     if dry_run:
-        return
+        return True
     written = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, run.RESULTS)
     run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
     before = evaluate_before(run)
@@ -321,12 +324,13 @@ def _launch(cfg: FitConfig, build: Callable[[Any, Ranks], Fit], ranks: Ranks, st
         finished = train(run, stop, log)
     if not finished:
         console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
-        return
+        return False
     exported, after = run.export(), run.evaluate()
     run.write_results(before=before, after=after)
     if after:
         console.print(run.results_table(before, after))
     console.print(f"model   {exported}", highlight=False, soft_wrap=True)
+    return True
 
 
 def command(arguments: Sequence[str], name: str, modes: Mapping[str, Callable[[Sequence[str], bool], None]]) -> int:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo import guided, reward_model, rewards
+from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.guided import Candidate, Cost, ModelValue, Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.parts import load_tokenizer
 from nlgrpo.rewards import Reward, RewardError
-from nlgrpo.sample_store import digest_of_tokenizer
+from nlgrpo.sample_store import digest_of_model, digest_of_tokenizer
 from nlgrpo.sampling import Sampling
 
 VALUE, MAJORITY = "value", "majority"
@@ -89,7 +91,43 @@ def _rewards(reward: Reward, prompt: str, candidates: Sequence[Candidate], texts
     return [float(value) for value in found.values[reward.name][0]]
 
 
-# --- value models -----------------------------------------------------------------------------------------------------
+# --- value models and how they guide ----------------------------------------------------------------------------------
+
+FILE = "guide.json"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """Value models with their betas, and the search that they guide; ``guide.json`` in the folder of `nlgrpo iro`."""
+
+    values: list[Path]
+    betas: list[float]
+    search: Search
+
+    def digest(self) -> str:
+        """Of what it does to a model's completions."""
+        models = [digest_of_model(reward_model.locate(str(path))[0]) for path in self.values]
+        whole = json.dumps([models, self.betas, asdict(self.search)])
+        return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+    def write(self, folder: Path) -> None:
+        """Value models below ``folder`` are named from there, so that it may be moved."""
+        named = [str(p.relative_to(folder) if p.is_relative_to(folder) else p.resolve()) for p in self.values]
+        text = json.dumps({"values": named, "betas": self.betas, "search": asdict(self.search)}, indent=1)
+        writing.atomic_write(folder / FILE, text + "\n")
+
+
+def read_guide(folder: Path) -> Guide | None:
+    """What `nlgrpo iro` has learned in ``folder``; None where that is something else. ValueError for a damaged file."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        betas = [float(beta) for beta in data["betas"]]
+        return Guide([folder / name for name in data["values"]], betas, Search(**data["search"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo iro` writes it again") from error
 
 
 def load_values(

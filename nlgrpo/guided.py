@@ -64,10 +64,14 @@ class Candidate:
     """Ended by a stop id."""
     value: float = math.nan
     """V when it was last looked at; NaN where it never was."""
-    logprob: float = math.nan
-    """Of its tokens under the distribution that they were drawn from, in nats."""
+    logprobs: tuple[float, ...] = ()
+    """Of its tokens under the distributions that they were drawn from, in nats."""
     places: int = 1
     """How many of the U it takes: B for one that ended before the last chunk, whose place no successors take."""
+
+    @property
+    def logprob(self) -> float:
+        return math.fsum(self.logprobs)
 
 
 @dataclass
@@ -218,7 +222,7 @@ class Policy:
 @dataclass(frozen=True)
 class Chunk:
     tokens: tuple[int, ...]
-    logprob: float
+    logprobs: tuple[float, ...]
     ended: bool
     """By a stop id."""
 
@@ -226,7 +230,7 @@ class Chunk:
 def _cut(tokens: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Chunk:
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     length = len(tokens) if end is None else end + 1
-    return Chunk(tuple(tokens[:length]), math.fsum(logprobs[:length]), end is not None)
+    return Chunk(tuple(tokens[:length]), tuple(logprobs[:length]), end is not None)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -280,7 +284,7 @@ class _Beam:
     tokens: tuple[int, ...] = ()
     finished: bool = False
     value: float = math.nan
-    logprob: float = 0.0
+    logprobs: tuple[float, ...] = ()
     parent: int = 0
     """The row that it has grown from, by the tokens of ``chunk``."""
     chunk: tuple[int, ...] = ()
@@ -313,7 +317,7 @@ class _Tree:
             for beam in candidates:
                 if beam.prompt not in incomplete:
                     places = each if beam.row is None else 1
-                    one = Candidate(beam.tokens, beam.finished, beam.value, beam.logprob, places)
+                    one = Candidate(beam.tokens, beam.finished, beam.value, beam.logprobs, places)
                     found[beam.prompt].append(one)
             beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], new, drawn)
         return found
@@ -325,8 +329,8 @@ class _Tree:
         chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens) if growing else []
         found = [replace(beam, place=beam.place * each) for beam in beams if beam.row is None]
         for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
-            whole, logprob = (*beam.tokens, *chunk.tokens), beam.logprob + chunk.logprob
-            grown = _Beam(beam.prompt, place, row, whole, chunk.ended, logprob=logprob)
+            whole, logprobs = (*beam.tokens, *chunk.tokens), (*beam.logprobs, *chunk.logprobs)
+            grown = _Beam(beam.prompt, place, row, whole, chunk.ended, logprobs=logprobs)
             found.append(replace(grown, parent=_row(beam), chunk=chunk.tokens))
             self.cost.tokens += len(chunk.tokens)
         return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # in which equal values are taken

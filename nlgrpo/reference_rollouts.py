@@ -226,6 +226,11 @@ def differences(index: Index, origin: Origin) -> list[str]:
         )
     if index.origin.tokenizer != origin.tokenizer:
         found.append(f"these rollouts were drawn with the tokenizer of {index.model}, and the run has another one")
+    if index.origin.guide != origin.guide:
+        alone, guided = "by the model alone", "by a search that value models guide"
+        drawn, draws = (guided if guide else alone for guide in (index.origin.guide, origin.guide))
+        draws = "by another" if drawn == draws else draws
+        found.append(f"these rollouts were drawn {drawn}, and the run draws {draws}")
     theirs, ours = ({**asdict(x), "stop_ids": sorted({*x.stop_ids})} for x in (index.origin.sampling, origin.sampling))
     for name in theirs:
         if theirs[name] != ours[name]:

@@ -52,7 +52,7 @@ PURE = [
 PURE = [f"nlgrpo.{name}" for name in PURE]
 TOP = {
     f"nlgrpo.{name}"
-    for name in ("train", "cli", "commands", "run", "plan", "fitting", "reward_model_training", "value_training")
+    for name in ("train", "cli", "commands", "run", "plan", "fitting", "reward_model_training", "value_training", "iro")
 }
 FRAMEWORKS = {"trl", "accelerate", "deepspeed", "ray", "lightning", "pytorch_lightning", "verl", "vllm"}
 

@@ -1,0 +1,386 @@
+"""The command ``nlgrpo iro``: value models, one an iteration, that guide a frozen model (IRO, Alg. 3; SPI, Alg. 1).
+
+    for t in 1 .. T:
+        rollouts    <- completions of the next prompts, by the model alone (t = 1) or guided by values 1 .. t-1; scored
+        value t     <- fitted to them on every prefix, begun at value t-1
+    compressed      <- one value model for sum_t V_t / beta_t, fitted on the prefixes of all rollouts
+
+Each has a folder of its own, ``iteration-t/rollouts``, ``iteration-t/value`` and ``compressed``, that is the same as
+`nlgrpo rollout` and `nlgrpo value` write. A stage goes on where it was stopped, and what is finished is not made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from nlgrpo import config_checks, fitting, guidance, guided, parallel, reference_rollouts, value_training, writing
+from nlgrpo.config import Config, ModelConfig, OptimConfig
+from nlgrpo.data import Batch
+from nlgrpo.engine import Rollout
+from nlgrpo.guidance import Guide
+from nlgrpo.guided import Candidate, Search, Value
+from nlgrpo.model import Decoder
+from nlgrpo.parallel import gathered
+from nlgrpo.recipes import from_arguments
+from nlgrpo.rollout_command import Job, build, open_folder, roll_out
+from nlgrpo.rollout_command import Options as RolloutOptions
+from nlgrpo.rollouts import Sampler
+from nlgrpo.stages import Crew
+from nlgrpo.tables import named_lines
+from nlgrpo.timing import StopSignal
+from nlgrpo.value import Kind
+from nlgrpo.value_config import (
+    CompressConfig,
+    RegressionConfig,
+    RolloutsConfig,
+    ValueConfig,
+    ValueEvaluationConfig,
+    ValueTrainConfig,
+)
+
+ABOUT = """Learn value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] [--section.key value]
+
+Recipe, file and keys are those of `nlgrpo train`: the frozen model is model.path, the prompts are those of data.source,
+and what is predicted is the weighted sum of the rewards. The same command goes on where it was stopped or killed.
+`nlgrpo generate --guide OUT` decodes with what was learned."""
+RESULTS = "iro.json"
+
+
+@dataclass
+class FitOptions:
+    """How a value model is fitted."""
+
+    path: str = ""
+    """What the first begins at: a reward model, a causal model or a value model; none: the frozen model."""
+    kind: Kind = "mse"
+    """Squared error, or "bce" for rewards in [0, 1]."""
+    epochs: float = 3.0
+    """Passes over the completions of an iteration."""
+    completions: int = 64
+    """Of a step, over all ranks."""
+    lr: float = 1e-4
+    """Learning rate, with a cosine schedule."""
+    held_out: int = 16
+    """Prompts of an iteration that are held out, to say how well its values predict."""
+
+
+@dataclass
+class Options:
+    """What the loop takes besides the keys of a configuration."""
+
+    out: Path | None = None
+    """Folder of everything; none: runs/<recipe>-iro."""
+    iterations: int = 3
+    """T, value models."""
+    samples: int = 16
+    """K, completions of a prompt in the first iteration; the others have beams x successors."""
+    prompts: int | None = None
+    """Of an iteration, the next ones of the source each time; none: all of them, every time."""
+    beams: int = 4
+    """K of the search."""
+    successors: int = 4
+    """B, chunks that are drawn behind each beam."""
+    chunk: int = 16
+    """L, tokens of a chunk."""
+    search_temperature: float = 0.0
+    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones."""
+    diverse: bool = True
+    """Keep different candidates before the same ones."""
+    betas: tuple[float, ...] = ()
+    """Of the value models, V = sum_t V_t / beta_t; none: 1 each."""
+    value: FitOptions = field(default_factory=FitOptions)
+    compress: bool = True
+    """Fit one value model to the sum of all at the end."""
+    dry_run: bool = False
+    """Say what there is to do; do nothing."""
+
+    @property
+    def search(self) -> Search:
+        return Search(self.beams, self.successors, self.chunk, self.search_temperature, self.diverse)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return self.betas or (1.0,) * self.iterations
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
+    """Raises ValueError for what cannot be run."""
+    options, rest = tyro.cli(
+        Options, args=list(arguments), prog="nlgrpo iro", description=ABOUT, return_unknown_args=True
+    )
+    cfg, _ = from_arguments(rest)
+    options.out = options.out or Path(f"runs/{cfg.recipe}-iro")
+    _ = options.search  # says what is out of range
+    faults = [
+        "" if options.iterations >= 1 else f"--iterations {options.iterations}: allowed is >= 1",
+        "" if options.samples >= 2 else f"--samples {options.samples}: allowed is >= 2",
+        "" if options.prompts is None or options.prompts >= 1 else f"--prompts {options.prompts}: allowed is >= 1",
+        ""
+        if not options.betas or len(options.betas) == options.iterations
+        else f"--betas: {len(options.betas)} of them for {options.iterations} iterations",
+        *(f"--betas {b:g}: allowed is > 0" for b in options.betas if not (b > 0 and math.isfinite(b))),
+    ]
+    config_checks.refuse(faults)
+    config_checks.check(cfg)
+    return options, cfg
+
+
+# --- guided rollouts --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GuidedSampler(Sampler):
+    """Draws the U = K B candidates of a search for each prompt; one that ended early fills the places it takes."""
+
+    guide: Guide
+    device: torch.device
+
+    @cached_property
+    def values(self) -> list[tuple[Value, float]]:
+        room = self.sampling.max_new_tokens
+        return guidance.load_values(self.guide.values, self.guide.betas, self.tokenizer, room=room, device=self.device)
+
+    def draw(self, model: Decoder, batch: Batch) -> Rollout:
+        with gathered(model):
+            found, _ = guided.search(
+                model,
+                batch.ids,
+                self.guide.search,
+                self.sampling,
+                self.values,
+                seed=self.seed,
+                index=batch.index,
+                max_rows=self.max_rows,
+            )
+        return as_rollout(batch.ids, found)
+
+
+def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
+    """The candidates of each prompt, as often as the places that they take; these are as many for every prompt."""
+    rows = [[one for one in own for _ in range(one.places)] for own in found]
+    shape = (len(rows), len(rows[0]), max(len(one.tokens) for own in rows for one in own))
+    tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for p, own in enumerate(rows):
+        for i, one in enumerate(own):
+            tokens[p, i, : len(one.tokens)] = torch.tensor(one.tokens)
+            logprobs[p, i, : len(one.tokens)] = torch.tensor(one.logprobs)
+    lengths = torch.tensor([[len(one.tokens) for one in own] for own in rows])
+    finished = torch.tensor([[one.finished for one in own] for own in rows])
+    return Rollout([list(ids) for ids in prompt_ids], tokens, logprobs, lengths, finished)
+
+
+# --- the stages -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The stages of a loop, and where they are kept."""
+
+    options: Options
+    cfg: Config
+    crew: Crew
+    folder: Path
+
+    def rollouts(self, t: int) -> Path:
+        return self.folder / f"iteration-{t}" / "rollouts"
+
+    def value(self, t: int) -> Path:
+        return self.folder / f"iteration-{t}" / "value"
+
+    @property
+    def compressed(self) -> Path:
+        return self.folder / "compressed"
+
+    def guide(self, t: int) -> Guide:
+        """Of the first t value models."""
+        return Guide([self.value(i + 1) for i in range(t)], list(self.options.weights[:t]), self.options.search)
+
+    def job(self, t: int) -> Job:
+        """The rollouts of iteration t; the values that guide them must be there."""
+        out = RolloutOptions(out=self.rollouts(t), samples=self.options.samples)
+        job = build(out, self.cfg, self.crew)
+        count, total = self.options.prompts or len(job.prompts), len(job.prompts)
+        first = (t - 1) * count % total if count < total else 0
+        index = [(first + i) % total for i in range(min(count, total))]
+        job = dataclasses.replace(
+            job, batch=_at(job, index), sampler=dataclasses.replace(job.sampler, seed=self._seed(t))
+        )
+        if t == 1:
+            return job
+        own = {f.name: getattr(job.sampler, f.name) for f in dataclasses.fields(job.sampler)}
+        own["samples"] = self.options.search.candidates
+        guide = self.guide(t - 1)
+        origin = dataclasses.replace(job.origin, guide=guide.digest())
+        return dataclasses.replace(
+            job, origin=origin, sampler=GuidedSampler(**own, guide=guide, device=self.crew.ranks.device)
+        )
+
+    def _seed(self, t: int) -> int:
+        """No noise is met in two iterations."""
+        return self.cfg.train.seed ^ (1 << 61) ^ (t << 48)
+
+    def fit(self, t: int) -> ValueConfig:
+        begun = str(self.value(t - 1)) if t > 1 else self.options.value.path or self.cfg.model.path
+        return self._fit(self.value(t), begun, [self.rollouts(t)])
+
+    def compression(self) -> ValueConfig:
+        T = self.options.iterations
+        values = tuple(str(self.value(t + 1)) for t in range(T))
+        rollouts = [self.rollouts(t + 1) for t in range(T)]
+        cfg = self._fit(self.compressed, values[-1], rollouts)
+        return dataclasses.replace(cfg, compress=CompressConfig(values, self.options.weights), loss=RegressionConfig())
+
+    def _fit(self, folder: Path, begun: str, rollouts: Sequence[Path]) -> ValueConfig:
+        how, train = self.options.value, self.cfg.train
+        counting = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
+        return ValueConfig(
+            name=folder.name,
+            model=ModelConfig(path=begun, dtype=self.cfg.model.dtype),
+            data=RolloutsConfig(tuple(map(str, rollouts)), tuple(counting), tuple(counting.values())),
+            loss=RegressionConfig(kind=how.kind),
+            optim=OptimConfig(lr=how.lr, schedule="cosine"),
+            train=ValueTrainConfig(
+                epochs=how.epochs,
+                completions=how.completions,
+                seed=train.seed,
+                out=str(folder),
+                micro_batch_tokens=train.micro_batch_tokens,
+                checkpoint_every=train.checkpoint_every,
+                tensorboard=train.tensorboard,
+            ),
+            evaluation=ValueEvaluationConfig(prompts=how.held_out),
+        )
+
+    def run(self) -> bool:
+        """All stages in turn; False where a signal ended it early. Collective."""
+        for t in range(1, self.options.iterations + 1):
+            self.crew.console.rule(f"iteration {t}: rollouts")
+            job = self.job(t)
+            if roll_out(job, open_folder(job)) is None:
+                return False
+            self.crew.console.rule(f"iteration {t}: value")
+            if not self._fitted(self.fit(t)):
+                return False
+        if not self.options.compress:
+            return True
+        self.crew.console.rule("compressed")
+        return self._fitted(self.compression())
+
+    def _fitted(self, cfg: ValueConfig) -> bool:
+        results = cfg.run / value_training.Run.RESULTS
+        there = results.is_file() and "after" in json.loads(results.read_text("utf-8"))
+        if self.crew.ranks.any(not there):
+            assert self.crew.stop is not None
+            return fitting.fit(cfg, value_training.build, self.crew.ranks, self.crew.stop)
+        self.crew.console.print(f"{cfg.run} is there", highlight=False, soft_wrap=True)
+        return True
+
+
+def _at(job: Job, index: Sequence[int]) -> Batch:
+    parts = [job.prompts.take(i, 1) for i in index]
+    columns = {name: [part.columns[name][0] for part in parts] for name in parts[0].columns}
+    return Batch(list(index), [p.ids[0] for p in parts], [p.prompts[0] for p in parts], columns)
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def results(loop: Loop) -> list[dict[str, Any]]:
+    """An iteration each: what its rollouts were worth, and how well its value predicts the held-out ones."""
+    found = []
+    for t in range(1, loop.options.iterations + 1):
+        rollouts = reference_rollouts.load(loop.rollouts(t))
+        named = {name: reward.weight for name, reward in loop.cfg.rewards.items() if reward.weight != 0}
+        worth = torch.stack([weight * rollouts.reward(name) for name, weight in named.items()]).sum(0)
+        fitted = json.loads((loop.value(t) / value_training.Run.RESULTS).read_text("utf-8"))["after"]
+        best = worth.nan_to_num(nan=-math.inf).amax(1)
+        found.append(
+            {
+                "iteration": t,
+                "prompts": len(worth),
+                "samples": worth.shape[1],
+                "mean": _mean(worth.nanmean(1)),
+                "best": _mean(best[best.isfinite()]),
+                "explained_variance": fitted.get("explained_variance"),
+            }
+        )
+    return found
+
+
+def _mean(values: Tensor) -> dict[str, float]:
+    """Over prompts, with the standard error."""
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return {"value": values.mean().item(), "error": error}
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    title = "completions of each iteration (standard errors over prompts)"
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("iteration", "completions", "mean reward", "best of a prompt", "explained by the value"):
+        shown.add_column(heading, justify="right")
+    for row in found:
+        numbers = [f"{row[key]['value']:.4f} ± {row[key]['error']:.4f}" for key in ("mean", "best")]
+        explained = row["explained_variance"]
+        last = "-" if explained is None else f"{explained:.3f}"
+        shown.add_row(f"{row['iteration']}", f"{row['prompts']} x {row['samples']}", *numbers, last)
+    return shown
+
+
+def plan(loop: Loop) -> Table:
+    options, job = loop.options, loop.job(1)
+    search, count = options.search, len(job.batch.ids)
+    rows = {
+        "model": f"{loop.cfg.model.path}, frozen",
+        "prompts": f"{count:,} of {job.prompts!r}" + ", others in each iteration" * (count < len(job.prompts)),
+        "rollouts": f"{options.samples} of each prompt in iteration 1, then {search.candidates}: {search.beams} beams "
+        f"x {search.successors} chunks of {search.chunk} tokens, of {job.origin.sampling.max_new_tokens} at most",
+        "values": f"{options.iterations}, begun at {options.value.path or loop.cfg.model.path}; betas "
+        f"{', '.join(f'{beta:g}' for beta in options.weights)}",
+        "folder": str(loop.folder),
+    }
+    return named_lines("iro", rows)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0: done, or saved on a signal. Raises ValueError for what the user can mend."""
+    options, cfg = read_arguments(arguments)
+    stop = StopSignal()
+    disable_progress_bar()  # transformers' own, of every model that is read
+    with parallel.start() as ranks:
+        assert options.out is not None
+        loop = Loop(options, cfg, Crew(ranks, Console(quiet=not ranks.first), stop), options.out)
+        loop.crew.console.print(plan(loop))
+        if not options.dry_run:
+            _run(loop)
+    return 0
+
+
+def _run(loop: Loop) -> None:
+    say = loop.crew.console.print
+    if not loop.run():
+        say("stopped and saved; the same command goes on from there")
+    elif loop.crew.ranks.first:
+        found = results(loop)
+        with writing.into(loop.folder):
+            writing.atomic_write(loop.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
+            loop.guide(loop.options.iterations).write(loop.folder)
+        say(table(found))
+        say(f"guide   {loop.folder}", highlight=False, soft_wrap=True)

@@ -1,0 +1,235 @@
+"""``nlgrpo iro``: the whole loop on a tiny model, its stages by themselves, stops and kills, bad input."""
+
+import json
+import signal
+
+import pytest
+import torch
+from helpers import EOS, Job, run_all, tiny_model
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from nlgrpo import cli, guidance, guided, iro
+from nlgrpo import model as models
+from nlgrpo.guided import Candidate
+from nlgrpo.parallel import Ranks
+from nlgrpo.reference_rollouts import load
+from nlgrpo.sampling import Sampling
+from nlgrpo.stages import Crew
+
+PROMPTS = [f"w{i} w{(3 * i + 1) % 28}" for i in range(12)]
+REWARDS = """
+def low(completion_ids, **_):
+    # Many tokens below 16: what is good can be seen before the end.
+    return [sum(i < 16 for i in ids) / 6 for ids in completion_ids]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """One thread, so that runs are the same bit for bit; pytest's own signal handlers afterwards."""
+    monkeypatch.setenv("COLUMNS", "200")
+    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "policy", "gpt2", scale=0.2)
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+def arguments(work, out, *more, **changes):
+    options = {
+        "model.path": work / "policy",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "rollout.max_new_tokens": 6,
+        "rollout.max_rows": 24,
+        "rewards.low.function": f"{work / 'rewards.py'}:low",
+        "rewards.low.weight": 2.0,
+        "train.tensorboard": "False",
+        "out": work / out,
+        "iterations": 2,
+        "samples": 16,
+        "beams": 2,
+        "successors": 4,
+        "chunk": 2,
+        "betas": (1.0, 0.5),
+        "value.lr": 1e-2,
+        "value.epochs": 4,
+        "value.completions": 32,
+        "value.held_out": 2,
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    given = []
+    for name, value in options.items():
+        given += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else (str(value),))]
+    return ["iro", "blank", *given, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(work):
+    """An undisturbed run."""
+    torch.set_num_threads(1)
+    assert cli.main(arguments(work, "whole")) == 0
+    return work / "whole"
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_loop_leaves(work, whole, capsys):
+    assert {path.name for path in whole.iterdir()} == {
+        "iteration-1",
+        "iteration-2",
+        "compressed",
+        "iro.json",
+        "guide.json",
+    }
+    first, second = json.loads((whole / "iro.json").read_text())
+    assert (first["samples"], second["samples"]) == (16, 8)
+    assert second["mean"]["value"] > first["mean"]["value"] + 2 * (first["mean"]["error"] + second["mean"]["error"])
+    worth = 2.0 * load(whole / "iteration-1" / "rollouts").rewards["low"]
+    assert first["mean"]["value"] == pytest.approx(worth.mean().item())
+    assert first["best"]["value"] == pytest.approx(worth.amax(1).mean().item())
+    begun = [
+        json.loads((whole / f"iteration-{t}" / "value" / "config.json").read_text())["model"]["path"] for t in (1, 2)
+    ]
+    assert begun == [str(work / "policy"), str(whole / "iteration-1" / "value")]
+    compressed = json.loads((whole / "compressed" / "config.json").read_text())
+    assert compressed["compress"]["betas"] == [1.0, 0.5]
+    assert compressed["data"]["rollouts"] == [str(whole / f"iteration-{t}" / "rollouts") for t in (1, 2)]
+
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
+    assert cli.main(arguments(work, "whole")) == 0
+    assert "is there" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")} == before
+
+
+def test_guided_rollouts_are_those_of_the_search(work, whole):
+    tokenizer, model = AutoTokenizer.from_pretrained(work / "policy"), models.load(work / "policy", dtype=torch.float64)
+    rollouts = load(whole / "iteration-2" / "rollouts")
+    values = guidance.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, room=6)
+    sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    seed = 0 ^ (1 << 61) ^ (2 << 48)
+    for row, (prompt, own) in enumerate(rollouts.tokens()):
+        assert tokenizer.decode(prompt) == PROMPTS[row]
+        [found], _ = guided.search(model, [prompt], guided.Search(2, 4, 2), sampling, values, seed=seed, index=[row])
+        assert own == [list(one.tokens) for one in found for _ in range(one.places)]
+        logprobs = [one.logprob for one in found for _ in range(one.places)]
+        assert rollouts.logprobs[row].tolist() == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_guided_rollouts_are_not_taken_for_the_references(work, whole, capsys):
+    command = [*arguments(work, "whole")[1:]]
+    train = ["train", *command[: command.index("--out")], "--train.steps", "1", "--train.out", str(work / "t")]
+    train += ["--calibration.rollouts", str(whole / "iteration-2" / "rollouts"), "--rewards.low.transform", "exp:2"]
+    train += ["--rewards.low.objective", "mean", "--rollout.prompts", "2", "--rollout.samples", "2"]
+    assert cli.main(train) == 1
+    said = capsys.readouterr().err
+    assert "drawn by a search that value models guide, and the run draws by the model alone" in said
+
+
+def test_candidates_that_ended_early_fill_their_places():
+    found = [
+        [Candidate((1, 2), True, 0.0, (-1.0, -2.0), 2), Candidate((3,), False, 0.0, (-3.0,), 1)],
+        [Candidate((4,), False, 0.0, (-4.0,), 1)] * 3,
+    ]
+    rollout = iro.as_rollout([[7], [8, 9]], found)
+    assert rollout.completion_ids() == [[1, 2], [1, 2], [3], [4], [4], [4]]
+    assert rollout.finished.tolist() == [[True, True, False], [False] * 3]
+    assert rollout.logprobs.sum(-1).tolist() == [[-3.0, -3.0, -3.0], [-4.0] * 3]
+
+
+def test_each_iteration_takes_the_next_prompts(work):
+    options, cfg = iro.read_arguments(arguments(work, "none", prompts=5)[1:])
+    loop = iro.Loop(options, cfg, Crew(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
+    assert [loop.job(1).batch.index, loop.job(1).batch.prompts] == [[0, 1, 2, 3, 4], PROMPTS[:5]]
+    seeds = {loop._seed(t) for t in range(1, 100)}
+    assert len(seeds) == 99
+
+
+def test_generation_with_what_was_learned(work, whole, capsys):
+    common = ["generate", *PROMPTS[:2], "--model", str(work / "policy"), "--max-new-tokens", "6", "--beams", "2"]
+    common += ["--successors", "3", "--chunk", "2", "--json"]
+    assert cli.main([*common, "--guide", str(whole)]) == 0
+    ours = capsys.readouterr().out
+    named = [str(whole / f"iteration-{t}" / "value") for t in (1, 2)]
+    assert cli.main([*common, "--guide", *named, "--betas", "1", "0.5"]) == 0
+    assert capsys.readouterr().out == ours
+    assert cli.main([*common, "--guide", str(whole / "compressed")]) == 0
+    assert capsys.readouterr().out.count("finish_reason") == 2
+    moved = whole.rename(work / "moved")
+    assert cli.main([*common, "--guide", str(moved)]) == 0
+    assert capsys.readouterr().out == ours
+    moved.rename(whole)
+    text = (whole / "guide.json").read_text()
+    (whole / "guide.json").write_text(text[:-20])
+    assert cli.main([*common, "--guide", str(whole)]) == 1
+    assert "guide.json cannot be read" in capsys.readouterr().err
+    (whole / "guide.json").write_text(text)
+
+
+@pytest.mark.slow
+def test_what_was_killed_or_stopped_goes_on(work, whole):
+    stages = {
+        "in the first rollouts": ("nlgrpo.draws:Draws.score", 2),
+        "in the first value": ("nlgrpo.fitting:Fit.update", 3),
+        "in guided rollouts": ("nlgrpo.draws:Draws.score", 9),
+        "in the second value": ("nlgrpo.fitting:Fit.update", 27),
+        "while it is compressed": ("nlgrpo.fitting:Fit.update", 38),
+    }
+    command, jobs = {"main": "nlgrpo.cli:main"}, []
+    for name, order in stages.items():
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            jobs.append(Job(arguments(work, f"{name} {number}"), *order, number, **command))
+            jobs.append(Job(arguments(work, f"{name} {number}"), **command))
+    ended = run_all(jobs)
+    for i, name in enumerate(stages):
+        killed, again, stopped, going_on = ended[4 * i : 4 * i + 4]
+        assert (killed.status, again.status) == (-signal.SIGKILL, 0), again.output
+        assert (stopped.status, going_on.status) == (0, 0), stopped.output
+        assert "stopped and saved" in stopped.output, name
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            folder = work / f"{name} {int(number)}"
+            for file in ("iro.json", "compressed/model/model.safetensors", "iteration-2/value/value.json"):
+                assert (folder / file).read_bytes() == (whole / file).read_bytes(), (name, file)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"iterations": 0, "betas": ()}, "--iterations 0: allowed is >= 1"),
+        ({"samples": 1}, "--samples 1: allowed is >= 2"),
+        ({"prompts": 0}, "--prompts 0: allowed is >= 1"),
+        ({"betas": (1.0,)}, "--betas: 1 of them for 2 iterations"),
+        ({"betas": (1.0, -1.0)}, "--betas -1: allowed is > 0"),
+        ({"beams": 0}, "beams = 0"),
+        ({"model__path": "nowhere"}, "nowhere"),
+        ({"rewards__low__function": "rewards.py:lowest"}, "rewards.py"),
+    ],
+)
+def test_refused(work, capsys, changes, said):
+    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert said in capsys.readouterr().err
+    assert not (work / "refused").exists()
+
+
+def test_a_plan_makes_nothing(work, capsys):
+    assert cli.main(arguments(work, "planned", "--dry-run", prompts=5)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "5 of PromptSet(12 prompts" in shown
+    assert "16 of each prompt in iteration 1, then 8: 2 beams x 4 chunks of 2 tokens" in shown
+    assert "betas 1, 0.5" in shown
+    assert not (work / "planned").exists()
