@@ -1,6 +1,7 @@
 """Fixtures shared by the tests."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,15 @@ def shared() -> Path:
     if not (folder / "models").is_dir():
         pytest.skip(f"real models and data are not at {folder} (set NLGRPO_SHARED)")
     return folder
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """For runs within this process: the same bit for bit, wide tables, and pytest's own signal handlers afterwards."""
+    monkeypatch.setenv("COLUMNS", "200")
+    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -17,24 +17,14 @@ from nlgrpo.reference_rollouts import load
 from nlgrpo.sampling import Sampling
 from nlgrpo.stages import Crew
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [f"w{i} w{(3 * i + 1) % 28}" for i in range(12)]
 REWARDS = """
 def low(completion_ids, **_):
     # Many tokens below 16: what is good can be seen before the end.
     return [sum(i < 16 for i in ids) / 6 for ids in completion_ids]
 """
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    """One thread, so that runs are the same bit for bit; pytest's own signal handlers afterwards."""
-    monkeypatch.setenv("COLUMNS", "200")
-    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

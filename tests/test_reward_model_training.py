@@ -22,6 +22,8 @@ from nlgrpo.reward_model_config import RewardModelConfig, check, from_arguments
 from nlgrpo.rewards import load as load_reward
 from nlgrpo.seeding import seed_everything
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 COUNT = 26
 mp.get_context("forkserver").set_forkserver_preload(["nlgrpo.reward_model_training", "torch.distributed.fsdp"])
@@ -40,18 +42,6 @@ def work(tmp_path_factory) -> Path:
         rows.append({"prompt": prompt, "chosen": f"w9 {words}", "rejected": f"w20 {words} w21", "lead": 0.1 * (i % 3)})
     (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    """One thread, so that runs are the same bit for bit; pytest's own signal handlers afterwards."""
-    monkeypatch.setenv("COLUMNS", "200")
-    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def arguments(work: Path, out: str, *more: str, model: str = "llama", **changes) -> list[str]:

@@ -88,16 +88,9 @@ def work(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    """One thread, so that runs are the same bit for bit; no pictures; pytest's own signal handlers afterwards."""
+def _undrawn(one_thread, monkeypatch):
+    """No pictures."""
     monkeypatch.setattr("nlgrpo.report.write_report", lambda folder: folder / "report.html")
-    monkeypatch.setenv("COLUMNS", "200")
-    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None, **changes) -> list[str]:

@@ -19,6 +19,8 @@ from nlgrpo.reference_rollouts import load
 from nlgrpo.value import kind_of, lambda_returns
 from nlgrpo.value_config import ValueConfig, check, from_arguments
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7", "w8 w9"]
@@ -34,18 +36,6 @@ def mostly(completion_ids, **_):
     return [None if ids[0] % 5 == 0 else float(ids[0] % 8) for ids in completion_ids]
 """
 mp.get_context("forkserver").set_forkserver_preload(["nlgrpo.value_training", "torch.distributed.fsdp"])
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    """One thread, so that runs are the same bit for bit; pytest's own signal handlers afterwards."""
-    monkeypatch.setenv("COLUMNS", "200")
-    threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
