@@ -5,7 +5,7 @@
         value t     <- fitted to them on every prefix, begun at value t-1
     compressed      <- one value model for sum_t V_t / beta_t, fitted on the prefixes of all rollouts
 
-Each has a folder of its own, ``iteration-t/rollouts``, ``iteration-t/value`` and ``compressed``, that is the same as
+Each has a folder of its own, ``iteration-t/rollouts``, ``iteration-t/value`` and ``compressed-T``, that is the same as
 `nlgrpo rollout` and `nlgrpo value` write. A stage goes on where it was stopped, and what is finished is not made again.
 """
 
@@ -28,7 +28,17 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import config_checks, fitting, guidance, guided, parallel, reference_rollouts, value_training, writing
+from nlgrpo import (
+    config_checks,
+    fitting,
+    guidance,
+    guided,
+    parallel,
+    reference_rollouts,
+    run_folder,
+    value_training,
+    writing,
+)
 from nlgrpo.config import Config, ModelConfig, OptimConfig
 from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
@@ -59,6 +69,7 @@ Recipe, file and keys are those of `nlgrpo train`: the frozen model is model.pat
 and what is predicted is the weighted sum of the rewards. The same command goes on where it was stopped or killed.
 `nlgrpo generate --guide OUT` decodes with what was learned."""
 RESULTS = "iro.json"
+ADVICE = "another folder with --out"
 
 
 @dataclass
@@ -204,7 +215,7 @@ class Loop:
 
     @property
     def compressed(self) -> Path:
-        return self.folder / "compressed"
+        return self.folder / f"compressed-{self.options.iterations}"
 
     def guide(self, t: int) -> Guide:
         """Of the first t value models."""
@@ -266,8 +277,16 @@ class Loop:
             evaluation=ValueEvaluationConfig(prompts=how.held_out),
         )
 
+    def claim(self) -> None:
+        """Make the folder, or check that it is of this loop; ValueError otherwise. More iterations may be asked for."""
+        own = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
+        whole = _Whole({name: value for name, value in own.items() if name not in ("out", "dry_run")}, self.cfg)
+        free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in fitting.FREE))
+        run_folder.claim(self.folder, whole, self.crew.ranks, free=free, restart=False, advice=ADVICE)
+
     def run(self) -> bool:
         """All stages in turn; False where a signal ended it early. Collective."""
+        self.claim()
         for t in range(1, self.options.iterations + 1):
             self.crew.console.rule(f"iteration {t}: rollouts")
             job = self.job(t)
@@ -287,8 +306,17 @@ class Loop:
         if self.crew.ranks.any(not there):
             assert self.crew.stop is not None
             return fitting.fit(cfg, value_training.build, self.crew.ranks, self.crew.stop)
+        run_folder.claim(cfg.run, cfg, self.crew.ranks, free=fitting.FREE, restart=False, advice=ADVICE)
         self.crew.console.print(f"{cfg.run} is there", highlight=False, soft_wrap=True)
         return True
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What ``config.json`` of the loop's folder holds."""
+
+    iro: dict[str, Any]
+    config: Config
 
 
 def _at(job: Job, index: Sequence[int]) -> Batch:

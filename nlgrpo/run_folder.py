@@ -16,16 +16,24 @@ FILE = "config.json"
 
 
 def claim(
-    folder: Path, cfg: Any, ranks: Ranks, *, free: Sequence[str], restart: bool, removed: Sequence[str] = ()
+    folder: Path,
+    cfg: Any,
+    ranks: Ranks,
+    *,
+    free: Sequence[str],
+    restart: bool,
+    removed: Sequence[str] = (),
+    advice: str = "another folder with --train.out, or begin anew in this one with --train.restart",
 ) -> None:
     """Make the folder of a run of ``cfg``, or check that the run in it is this one; collective.
 
     Keys that begin with one of ``free`` may differ. With ``restart``, what a run writes there (``removed``, files and
-    folders) is taken away first, and nothing else. Raises ValueError where the folder is another run's, or none's.
+    folders) is taken away first, and nothing else. Raises ValueError where the folder is another run's, or none's;
+    ``advice``: what may be chosen then.
     """
     fault = ""
     try:
-        fault = _claim(folder, cfg, free, restart, removed) if ranks.first else ""
+        fault = _claim(folder, cfg, free, restart, removed, advice) if ranks.first else ""
     except OSError as error:
         fault = f"{folder} cannot be the folder of a run: {error}"
     except ValueError as error:  # it can be, and cannot be written
@@ -35,7 +43,7 @@ def claim(
         raise ValueError(fault)
 
 
-def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str]) -> str:
+def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str], advice: str) -> str:
     """What is wrong with the folder, if anything is."""
     now = json.loads(json.dumps(asdict(cfg)))
     known = folder / FILE
@@ -49,11 +57,11 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
                 [
                     f"{folder} holds a run with another configuration:",
                     *changed,
-                    "  Choose another folder with --train.out, or begin anew in this one with --train.restart",
+                    f"  Choose {advice}",
                 ]
             )
     elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {f"{FILE}.tmp"}):
-        return f"{folder} exists and holds no run; choose another folder with --train.out"
+        return f"{folder} exists and holds no run; choose {advice.partition(',')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     writing.atomic_write(known, json.dumps(now, indent=2) + "\n")
     return ""

@@ -1,6 +1,7 @@
 """``nlgrpo iro``: the whole loop on a tiny model, its stages by themselves, stops and kills, bad input."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -77,13 +78,8 @@ def whole(work):
 
 
 def test_what_the_loop_leaves(work, whole, capsys):
-    assert {path.name for path in whole.iterdir()} == {
-        "iteration-1",
-        "iteration-2",
-        "compressed",
-        "iro.json",
-        "guide.json",
-    }
+    folders, files = {"iteration-1", "iteration-2", "compressed-2"}, {"config.json", "iro.json", "guide.json"}
+    assert {path.name for path in whole.iterdir()} == folders | files
     first, second = json.loads((whole / "iro.json").read_text())
     assert (first["samples"], second["samples"]) == (16, 8)
     assert second["mean"]["value"] > first["mean"]["value"] + 2 * (first["mean"]["error"] + second["mean"]["error"])
@@ -94,7 +90,7 @@ def test_what_the_loop_leaves(work, whole, capsys):
         json.loads((whole / f"iteration-{t}" / "value" / "config.json").read_text())["model"]["path"] for t in (1, 2)
     ]
     assert begun == [str(work / "policy"), str(whole / "iteration-1" / "value")]
-    compressed = json.loads((whole / "compressed" / "config.json").read_text())
+    compressed = json.loads((whole / "compressed-2" / "config.json").read_text())
     assert compressed["compress"]["betas"] == [1.0, 0.5]
     assert compressed["data"]["rollouts"] == [str(whole / f"iteration-{t}" / "rollouts") for t in (1, 2)]
 
@@ -102,6 +98,31 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert cli.main(arguments(work, "whole")) == 0
     assert "is there" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")} == before
+
+
+def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys):
+    for changes, said in (
+        ({"value__lr": 0.02}, "iro.value.lr: 0.01 -> 0.02"),
+        ({"prompts": 3}, "iro.prompts: None -> 3"),
+        ({"rewards__low__weight": 1.0}, "config.rewards.low.weight: 2.0 -> 1.0"),
+    ):
+        assert cli.main(arguments(work, "whole", **changes)) == 1
+        told = capsys.readouterr().err
+        assert said in told
+        assert "Choose another folder with --out" in told
+    shutil.copytree(whole, work / "more")
+    assert cli.main(arguments(work, "more", iterations=3, betas=(1.0, 0.5, 2.0), samples=16)) == 1
+    assert "data.rollouts" in capsys.readouterr().err  # its runs name the folder that they were made in
+    options = {"iterations": 3, "betas": (1.0, 0.5, 2.0)}
+    assert cli.main(arguments(work, "whole", **options)) == 0
+    assert len(json.loads((whole / "iro.json").read_text())) == 3
+    assert (whole / "compressed-3").is_dir()
+    assert cli.main(arguments(work, "whole")) == 0  # and back
+    assert len(json.loads((whole / "iro.json").read_text())) == 2
+    shutil.rmtree(whole / "compressed-3")
+    shutil.rmtree(whole / "iteration-3")
+    assert cli.main(arguments(work, "whole", betas=(1.0, 0.25))) == 1  # by which nothing but the compressed one is told
+    assert "compress.betas" in capsys.readouterr().err
 
 
 def test_guided_rollouts_are_those_of_the_search(work, whole):
@@ -155,7 +176,7 @@ def test_generation_with_what_was_learned(work, whole, capsys):
     named = [str(whole / f"iteration-{t}" / "value") for t in (1, 2)]
     assert cli.main([*common, "--guide", *named, "--betas", "1", "0.5"]) == 0
     assert capsys.readouterr().out == ours
-    assert cli.main([*common, "--guide", str(whole / "compressed")]) == 0
+    assert cli.main([*common, "--guide", str(whole / "compressed-2")]) == 0
     assert capsys.readouterr().out.count("finish_reason") == 2
     moved = whole.rename(work / "moved")
     assert cli.main([*common, "--guide", str(moved)]) == 0
@@ -190,7 +211,7 @@ def test_what_was_killed_or_stopped_goes_on(work, whole):
         assert "stopped and saved" in stopped.output, name
         for number in (signal.SIGKILL, signal.SIGTERM):
             folder = work / f"{name} {int(number)}"
-            for file in ("iro.json", "compressed/model/model.safetensors", "iteration-2/value/value.json"):
+            for file in ("iro.json", "compressed-2/model/model.safetensors", "iteration-2/value/value.json"):
                 assert (folder / file).read_bytes() == (whole / file).read_bytes(), (name, file)
 
 
