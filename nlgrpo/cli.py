@@ -57,6 +57,10 @@ COMMANDS = {
         "nlgrpo.iro:main",
         "Learn value models that guide a frozen model: nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
     ),
+    "decode": (
+        "nlgrpo.decode:main",
+        "Hold ways to decode against each other: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
+    ),
     "curves": (
         "nlgrpo.curves:main",
         "Win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",

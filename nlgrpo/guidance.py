@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.engine import Rollout
 from nlgrpo.guided import Candidate, Cost, ModelValue, Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.parts import load_tokenizer
@@ -106,7 +107,7 @@ class Guide:
 
     def digest(self) -> str:
         """Of what it does to a model's completions."""
-        models = [digest_of_model(reward_model.locate(str(path))[0]) for path in self.values]
+        models = [digest_of_model(folder_of(path)) for path in self.values]
         whole = json.dumps([models, self.betas, asdict(self.search)])
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
@@ -130,6 +131,14 @@ def read_guide(folder: Path) -> Guide | None:
         raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo iro` writes it again") from error
 
 
+def folder_of(path: Path) -> Path:
+    """The Hugging Face directory of a value model. ValueError where there is none, or a checkpoint of a run."""
+    folder, checkpoint = reward_model.locate(str(path))
+    if checkpoint is not None:
+        raise ValueError(f"{path} is a checkpoint; finish its run, whose folder then is a value model")
+    return folder
+
+
 def load_values(
     paths: Sequence[Path],
     betas: Sequence[float],
@@ -150,7 +159,7 @@ def load_values(
         model, trained = reward_model.load(str(path), device=device)
         if not trained:
             raise ValueError(f"{path} is no value model; it has no head of one output")
-        theirs = load_tokenizer(reward_model.locate(str(path))[0])
+        theirs = load_tokenizer(folder_of(path))
         if digest_of_tokenizer(theirs) != digest_of_tokenizer(tokenizer):
             raise ValueError(
                 f"{path} has another tokenizer than the model that it is to guide, and reads that model's tokens; "
@@ -172,6 +181,29 @@ class Response:
     worth: float
     candidates: int
     """Different texts that it was chosen among."""
+
+
+def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
+    """The candidates of each prompt, as often as the places that they take; these are as many for every prompt."""
+    rows = [[one for one in own for _ in range(one.places)] for own in found]
+    flat, samples = [one for own in rows for one in own], len(rows[0])
+    rollout = padded(prompt_ids, [one.tokens for one in flat], samples)
+    for row, one in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
+        row[: len(one.tokens)] = torch.tensor(one.logprobs)
+    finished = torch.tensor([one.finished for one in flat]).view(-1, samples)
+    return replace(rollout, finished=finished)
+
+
+def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], samples: int) -> Rollout:
+    """``samples`` completions of each prompt, prompt by prompt, as the engine gives them; log-probs 0, none ended."""
+    lengths = torch.tensor([len(ids) for ids in completions])
+    tokens = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
+    for row, ids in zip(tokens, completions, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    shape = (-1, samples)
+    blank = torch.zeros(tokens.shape).unflatten(0, shape)
+    lengths = lengths.view(shape)
+    return Rollout([list(ids) for ids in prompt_ids], tokens.unflatten(0, shape), blank, lengths, lengths < 0)
 
 
 def respond(

@@ -33,6 +33,8 @@ class Search:
 
     ``temperature`` 0 keeps the K best candidates; above it, K are drawn without replacement with probabilities in
     proportion to e^(V / temperature) (SPI, Sec. 4). ``diverse``: identical candidates come after different ones.
+    ``likeliest``: the successors of a beam are its B most likely next tokens instead of draws, and their log-prob
+    counts beside V; with one beam and chunks of one token that is ARGS (Khanov et al. 2024, "greedy").
     Raises ValueError for a value out of range.
     """
 
@@ -41,6 +43,7 @@ class Search:
     chunk: int = 16
     temperature: float = 0.0
     diverse: bool = True
+    likeliest: bool = False
 
     def __post_init__(self) -> None:
         for name in ("beams", "successors", "chunk"):
@@ -49,6 +52,8 @@ class Search:
                 raise ValueError(f"{name} = {value!r}: expected a whole number >= 1")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature = {self.temperature!r}: expected a finite number >= 0")
+        if self.likeliest and self.chunk > 1:
+            raise ValueError(f"chunk = {self.chunk}: the most likely successors are single tokens; expected 1")
 
     @property
     def candidates(self) -> int:
@@ -82,6 +87,8 @@ class Cost:
     """Drawn from the model, those behind a stop id not counted."""
     queries: int = 0
     """Values of a candidate that a value model was asked for."""
+    cache_bytes: int = 0
+    """Most that all caches, of the model and of value models, held at a time."""
 
 
 CHOICE = 1 << 60  # in the seed of the noise that chooses beams: that of the tokens is another
@@ -193,11 +200,14 @@ class Policy:
         tokens = torch.tensor(last, device=self.stops.device)
         self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
 
-    def expand(self, rows: Sequence[int], places: Sequence[int], tokens: int) -> list[Chunk]:
+    def expand(
+        self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
+    ) -> list[Chunk]:
         """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id.
 
         These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
-        and the position: the draws have no other cause.
+        and the position: the draws have no other cause. ``likely``: token number ``likely[i]`` of row i by probability,
+        instead of a draw.
         """
         cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
         cache.branch(source)
@@ -208,7 +218,7 @@ class Policy:
         noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
         for t in range(tokens):
             logp = log_distribution(logits, self.sampling)
-            token = draw(logp, noise[:, t])
+            token = draw(logp, noise[:, t]) if likely is None else _likeliest(logp, likely)
             drawn.append(token)
             logprobs.append(logp.gather(1, token[:, None])[:, 0])
             done |= is_stop(token, self.stops)
@@ -217,6 +227,13 @@ class Policy:
             logits = self.rows.read(token[:, None], torch.zeros_like(token))
         found = zip(torch.stack(drawn, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
         return [_cut(*row, set(self.sampling.stop_ids)) for row in found]
+
+
+def _likeliest(logp: Tensor, ranks: Sequence[int]) -> Tensor:
+    """(R,) of each row's token with this rank by log-prob (R, V), the likeliest first; equals in their order."""
+    order = logp.argsort(dim=-1, descending=True, stable=True)
+    at = torch.tensor(ranks, device=logp.device).clamp(max=logp.shape[1] - 1)
+    return order.gather(1, at[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -314,6 +331,7 @@ class _Tree:
             incomplete = {beam.prompt for beam in candidates if not beam.finished and drawn < limit}
             new = [b for b in candidates if b.row is not None and (self.valued or b.prompt in incomplete)]
             self._look(new)
+            self.cost.cache_bytes = max(self.cost.cache_bytes, self._bytes())
             for beam in candidates:
                 if beam.prompt not in incomplete:
                     places = each if beam.row is None else 1
@@ -326,7 +344,8 @@ class _Tree:
         """The finished beams, and ``each`` chunks behind every other one, prompt by prompt."""
         growing = [beam for beam in beams if beam.row is not None for _ in range(each)]
         places = [beam.place * each + b % each for b, beam in enumerate(growing)]
-        chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens) if growing else []
+        likely = [b % each for b in range(len(growing))] if self.how.likeliest else None
+        chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens, likely) if growing else []
         found = [replace(beam, place=beam.place * each) for beam in beams if beam.row is None]
         for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
             whole, logprobs = (*beam.tokens, *chunk.tokens), (*beam.logprobs, *chunk.logprobs)
@@ -369,7 +388,12 @@ class _Tree:
             total += given / beta
             self.cost.queries += len(new)
         for beam, worth in zip(new, total.tolist(), strict=True):
-            beam.value = worth
+            beam.value = worth + math.fsum(beam.logprobs) * self.how.likeliest
+
+    def _bytes(self) -> int:
+        """Of the caches; a value that is no model has none."""
+        held = [self.policy.rows, *(value.rows for value, _ in self.values if isinstance(value, ModelValue))]
+        return sum(rows.cache.nbytes for rows in held)
 
     def _keys(self, own: Sequence[_Beam], drawn: int) -> list[float]:
         """V / temperature and Gumbel noise: the order of draws without replacement from e^(V / temperature)."""

@@ -43,7 +43,7 @@ from nlgrpo.config import Config, ModelConfig, OptimConfig
 from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
 from nlgrpo.guidance import Guide
-from nlgrpo.guided import Candidate, Search, Value
+from nlgrpo.guided import Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import gathered
 from nlgrpo.recipes import from_arguments
@@ -178,21 +178,7 @@ class GuidedSampler(Sampler):
                 index=batch.index,
                 max_rows=self.max_rows,
             )
-        return as_rollout(batch.ids, found)
-
-
-def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
-    """The candidates of each prompt, as often as the places that they take; these are as many for every prompt."""
-    rows = [[one for one in own for _ in range(one.places)] for own in found]
-    shape = (len(rows), len(rows[0]), max(len(one.tokens) for own in rows for one in own))
-    tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for p, own in enumerate(rows):
-        for i, one in enumerate(own):
-            tokens[p, i, : len(one.tokens)] = torch.tensor(one.tokens)
-            logprobs[p, i, : len(one.tokens)] = torch.tensor(one.logprobs)
-    lengths = torch.tensor([[len(one.tokens) for one in own] for own in rows])
-    finished = torch.tensor([[one.finished for one in own] for own in rows])
-    return Rollout([list(ids) for ids in prompt_ids], tokens, logprobs, lengths, finished)
+        return guidance.as_rollout(batch.ids, found)
 
 
 # --- the stages -------------------------------------------------------------------------------------------------------
@@ -225,7 +211,8 @@ class Loop:
         """The rollouts of iteration t; the values that guide them must be there."""
         out = RolloutOptions(out=self.rollouts(t), samples=self.options.samples)
         job = build(out, self.cfg, self.crew)
-        count, total = self.options.prompts or len(job.prompts), len(job.prompts)
+        total = self._training(job)
+        count = self.options.prompts or total
         first = (t - 1) * count % total if count < total else 0
         index = [(first + i) % total for i in range(min(count, total))]
         job = dataclasses.replace(
@@ -240,6 +227,11 @@ class Loop:
         return dataclasses.replace(
             job, origin=origin, sampler=GuidedSampler(**own, guide=guide, device=self.crew.ranks.device)
         )
+
+    def _training(self, job: Job) -> int:
+        """How many of the prompts a run would train on: the first ones, where it holds the last ones out."""
+        whole = self.cfg.data.evaluation or self.cfg.evaluation.prompts == 0
+        return len(job.prompts) if whole else len(job.prompts.split(self.cfg.evaluation.prompts)[0])
 
     def _seed(self, t: int) -> int:
         """No noise is met in two iterations."""

@@ -33,6 +33,10 @@ class SharedCache:
         self.column = 0
         self._stand(torch.arange(len(lengths), device=kv[0].device))
 
+    @property
+    def nbytes(self) -> int:
+        return self.prompts.nbytes + self.own.nbytes
+
     def branch(self, rows: Tensor) -> None:
         """Row i becomes what row ``rows[i]`` was; nothing but the rows' own columns is copied."""
         own = self.own.new_empty(self.own.shape[0], len(rows), *self.own.shape[2:])

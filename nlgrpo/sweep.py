@@ -364,7 +364,7 @@ def command(arguments: Sequence[str], ranks: int) -> list[str]:
 
 def _environment(place: int, ranks: int, jobs: int) -> dict[str, str]:
     """Of a run at one of the ``jobs`` places: of several, each has GPUs and its share of the cores to itself."""
-    environment = dict(os.environ)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what it prints comes before the error that ends it
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` would look into this folder first, as the sweep did not
         environment["PYTHONSAFEPATH"] = "1"
     if jobs > 1:

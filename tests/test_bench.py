@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 
@@ -136,8 +138,6 @@ from types import SimpleNamespace
 
 import kernels_side
 import torch
-
-pytestmark = pytest.mark.slow
 
 
 def forward(s):

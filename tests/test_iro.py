@@ -44,6 +44,7 @@ def arguments(work, out, *more, **changes):
         "data.source": work / "prompts.jsonl",
         "rollout.max_new_tokens": 6,
         "rollout.max_rows": 24,
+        "evaluation.prompts": 2,
         "rewards.low.function": f"{work / 'rewards.py'}:low",
         "rewards.low.weight": 2.0,
         "train.tensorboard": "False",
@@ -82,8 +83,10 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert {path.name for path in whole.iterdir()} == folders | files
     first, second = json.loads((whole / "iro.json").read_text())
     assert (first["samples"], second["samples"]) == (16, 8)
-    assert second["mean"]["value"] > first["mean"]["value"] + 2 * (first["mean"]["error"] + second["mean"]["error"])
     worth = 2.0 * load(whole / "iteration-1" / "rollouts").rewards["low"]
+    more = 2.0 * load(whole / "iteration-2" / "rollouts").rewards["low"].mean(1) - worth.mean(1)
+    assert more.mean() > 2 * more.std() / len(more) ** 0.5
+    assert second["mean"]["value"] - first["mean"]["value"] == pytest.approx(more.mean().item())
     assert first["mean"]["value"] == pytest.approx(worth.mean().item())
     assert first["best"]["value"] == pytest.approx(worth.amax(1).mean().item())
     begun = [
@@ -137,6 +140,7 @@ def test_guided_rollouts_are_those_of_the_search(work, whole):
         assert own == [list(one.tokens) for one in found for _ in range(one.places)]
         logprobs = [one.logprob for one in found for _ in range(one.places)]
         assert rollouts.logprobs[row].tolist() == pytest.approx(logprobs, abs=1e-5)
+    assert row == len(PROMPTS) - 3  # two are held out
 
 
 def test_guided_rollouts_are_not_taken_for_the_references(work, whole, capsys):
@@ -154,7 +158,7 @@ def test_candidates_that_ended_early_fill_their_places():
         [Candidate((1, 2), True, 0.0, (-1.0, -2.0), 2), Candidate((3,), False, 0.0, (-3.0,), 1)],
         [Candidate((4,), False, 0.0, (-4.0,), 1)] * 3,
     ]
-    rollout = iro.as_rollout([[7], [8, 9]], found)
+    rollout = guidance.as_rollout([[7], [8, 9]], found)
     assert rollout.completion_ids() == [[1, 2], [1, 2], [3], [4], [4], [4]]
     assert rollout.finished.tolist() == [[True, True, False], [False] * 3]
     assert rollout.logprobs.sum(-1).tolist() == [[-3.0, -3.0, -3.0], [-4.0] * 3]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 ASSETS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo" / "assets").rglob("*") if path.is_file()}
 MODULES = {
@@ -32,8 +34,6 @@ LOOK = """
 import json, nlgrpo, nlgrpo.kernels, torch
 import nlgrpo.integrations.trl
 from nlgrpo import cli
-
-pytestmark = pytest.mark.slow
 print(json.dumps([nlgrpo.__file__, nlgrpo.kernels.__file__]))
 print(nlgrpo.kernels.linearize(torch.tensor([[1.0, 2.0]]), torch.ones(2)).tolist())
 print(cli.main(["train", "--dry-run"]), cli.main(["generate", "Once", "--max-new-tokens", "3"]))

@@ -50,10 +50,8 @@ PURE = [
     "proofs_training",
 ]
 PURE = [f"nlgrpo.{name}" for name in PURE]
-TOP = {
-    f"nlgrpo.{name}"
-    for name in ("train", "cli", "commands", "run", "plan", "fitting", "reward_model_training", "value_training", "iro")
-}
+TOP = ("train", "cli", "commands", "run", "plan", "fitting", "reward_model_training", "value_training", "iro", "decode")
+TOP = {f"nlgrpo.{name}" for name in TOP}
 FRAMEWORKS = {"trl", "accelerate", "deepspeed", "ray", "lightning", "pytorch_lightning", "verl", "vllm"}
 
 

@@ -1,0 +1,393 @@
+"""The command ``nlgrpo decode``: ways to decode a frozen model, held against each other at the same budgets.
+
+    nlgrpo decode my.toml --guide runs/iro --methods bon cd args iro:1 iro --budgets 4 16 64 --out runs/decode
+
+A budget is N = K B, the candidates of a prompt at any time, of which no method draws more than N tokens each. Whatever
+the method, the rewards (or the majority of answers) choose among the candidates that it ends with. P prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from nlgrpo import config_checks, guidance, guided, hf_weights, parallel, parts, writing
+from nlgrpo import model as models
+from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.config import Config
+from nlgrpo.data import Batch
+from nlgrpo.draws import Origin, Scorer, scorers
+from nlgrpo.evaluation import bootstrap
+from nlgrpo.families import shape_of
+from nlgrpo.guided import Search, Value
+from nlgrpo.model import Decoder
+from nlgrpo.recipes import from_arguments
+from nlgrpo.rewards import RewardError
+from nlgrpo.rollouts import Sampler, part_of
+from nlgrpo.sample_store import digest_of_model, digest_of_prompt
+from nlgrpo.stages import Crew
+from nlgrpo.tables import named_lines
+from nlgrpo.timing import StopSignal
+
+ABOUT = """Hold ways to decode a frozen model against each other: nlgrpo decode [recipe] [file.toml] --guide OUT [..]
+
+Recipe, file and keys are those of `nlgrpo train`; the prompts are those that a run holds out, and the weighted sum of
+the rewards chooses. Methods: "bon", best-of-N; "iro", the search guided by all values of --guide, "iro:2" by the first
+two; "cd", chunks behind one beam by the first value; "args" or "args:WEIGHT", the likeliest tokens by their log-prob
+and WEIGHT times the reward of the prefix."""
+RESULTS = "decode.json"
+
+
+@dataclass
+class Options:
+    """What the comparison takes besides the keys of a configuration."""
+
+    guide: tuple[Path, ...] = ()
+    """A folder of `nlgrpo iro`, or value models."""
+    betas: tuple[float, ...] = ()
+    """Of the value models; none: those of the folder, or 1 each."""
+    methods: tuple[str, ...] = ("bon", "iro")
+    """What is compared."""
+    budgets: tuple[int, ...] = (4, 16, 64)
+    """N = K B, candidates of a prompt at any time; of a search K is the largest divisor up to the root of N."""
+    chunk: int = 16
+    """L, tokens of a chunk."""
+    choose: Literal["reward", "majority"] = "reward"
+    """What answers: the candidate with the largest reward, or the first with the most frequent final answer."""
+    out: Path | None = None
+    """Folder of the results; none: runs/<recipe>-decode."""
+    dry_run: bool = False
+    """Say what there is to do; do nothing."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method at a budget."""
+
+    method: str
+    budget: int
+    search: Search
+    values: int
+    """How many of the value models guide it."""
+    weight: float | None = None
+    """Of the reward of prefixes; None: it is not asked for."""
+
+
+def way(method: str, budget: int, chunk: int, longest: int, values: int) -> Way:
+    """Raises ValueError for a method that is none, or that needs more value models than there are ``values``."""
+    name, _, detail = method.partition(":")
+    beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
+    try:
+        if method == "bon":
+            return Way(method, budget, Search(1, budget, longest), 0)
+        if method == "cd":
+            return _guided(Way(method, budget, Search(1, budget, chunk, diverse=False), 1), values)
+        if name == "args":
+            weight = float(detail) if detail else 1.0
+            if not math.isfinite(weight):
+                raise ValueError
+            return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), 0, weight)
+        if name == "iro":
+            count = int(detail) if detail else values
+            return _guided(Way(method, budget, Search(beams, budget // beams, chunk), count), values)
+    except ValueError as error:
+        if str(error).startswith("method"):
+            raise
+    raise ValueError(f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro or iro:NUMBER")
+
+
+def _guided(way: Way, there: int) -> Way:
+    if not 1 <= way.values <= there:
+        needed = max(way.values, 1)
+        raise ValueError(f"method {way.method!r} is guided by {needed} value models, and --guide has {there}")
+    return way
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
+    """Raises ValueError for what cannot be run."""
+    options, rest = tyro.cli(
+        Options, args=list(arguments), prog="nlgrpo decode", description=ABOUT, return_unknown_args=True
+    )
+    cfg, _ = from_arguments(rest)
+    options.out = options.out or Path(f"runs/{cfg.recipe}-decode")
+    config_checks.refuse(
+        [
+            "" if options.methods else "--methods: name one or more",
+            "" if options.budgets else "--budgets: name one or more",
+            *(f"--budgets {budget}: allowed is >= 1" for budget in options.budgets if budget < 1),
+            "" if options.chunk >= 1 else f"--chunk {options.chunk}: allowed is >= 1",
+        ]
+    )
+    config_checks.check(cfg)
+    return options, cfg
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that the command works with."""
+
+    options: Options
+    cfg: Config
+    folder: Path
+    source: Path
+    dtype: torch.dtype
+    batch: Batch
+    sampler: Sampler
+    scorers: list[Scorer]
+    paths: list[Path]
+    betas: list[float]
+    ways: list[Way]
+    crew: Crew
+
+    @cached_property
+    def model(self) -> Decoder:
+        return models.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the results depend on besides the way."""
+        sampling, tokenizer = self.sampler.sampling, self.sampler.tokenizer
+        return {
+            "origin": asdict(Origin.of(self.source, tokenizer, self.dtype, sampling)),
+            "prompts": [digest_of_prompt(ids) for ids in self.batch.ids],
+            "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
+            "values": [digest_of_model(guidance.folder_of(path)) for path in self.paths],
+            "betas": self.betas,
+            "seed": self.sampler.seed,
+            "choose": self.options.choose,
+        }
+
+    def file(self, way: Way) -> Path:
+        whole = json.dumps([self.identity, asdict(way)], sort_keys=True)
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        return self.folder / "ways" / f"{way.method.replace(':', '-')}-{way.budget}-{digest}.json"
+
+    def values(self, way: Way) -> list[tuple[Value, float]]:
+        if way.weight is not None:
+            return [(RewardOfPrefixes(self, way.weight), 1.0)]
+        room, device = self.sampler.sampling.max_new_tokens, self.crew.ranks.device
+        paths, betas = self.paths[: way.values], self.betas[: way.values]
+        return guidance.load_values(paths, betas, self.sampler.tokenizer, room=room, device=device)
+
+    def worth(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
+        """(P, samples) weighted sums of the rewards, NaN where one abstains. ValueError where one fails."""
+        sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in self.scorers])
+        try:
+            found = sampler.score(batch, guidance.padded(batch.ids, completions, samples), first_prompt=batch.index[0])
+        except RewardError as error:
+            raise ValueError(str(error)) from error
+        return torch.stack([self.cfg.rewards[name].weight * x for name, x in found.values.items()]).sum(0)
+
+
+class RewardOfPrefixes:
+    """The rewards of prefixes as if they were whole, times a weight: a value that nobody trained, as in ARGS."""
+
+    name = "the reward of a prefix"
+
+    def __init__(self, comparison: Comparison, weight: float) -> None:
+        self.comparison, self.weight, self.begun = comparison, weight, 0
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        first, self.begun = self.begun, self.begun + len(prompts)
+        self.batch = part_of(self.comparison.batch, slice(first, self.begun))
+        self.rows: list[tuple[int, tuple[int, ...]]] = [(p, ()) for p in range(len(prompts))]
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        self.rows = [(self.rows[r][0], (*self.rows[r][1], *c)) for r, c in zip(rows, chunks, strict=True)]
+        places = [p for p, _ in self.rows]
+        batch = Batch(
+            [self.batch.index[p] for p in places],
+            [self.batch.ids[p] for p in places],
+            [self.batch.prompts[p] for p in places],
+            {name: [column[p] for p in places] for name, column in self.batch.columns.items()},
+        )
+        return self.weight * self.comparison.worth(batch, [tokens for _, tokens in self.rows], 1)[:, 0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+
+def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
+    """Read tokenizer, prompts and rewards. Raises ValueError for what cannot be run."""
+    source = hf_weights.locate(cfg.model.path)
+    tokenizer = parts.load_tokenizer(source)
+    room = parts.room_for_prompts(cfg, shape_of(models.read_config(source)))
+    _, held_out = parts.load_prompts(cfg, tokenizer, room)
+    objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
+    counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
+    learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
+    paths = learned.values if learned else list(options.guide)
+    betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
+    if len(betas) != len(paths):
+        raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
+    sampling = parts.sampling_of(cfg, tokenizer, source)
+    longest = sampling.max_new_tokens
+    assert options.out is not None
+    return Comparison(
+        options=options,
+        cfg=cfg,
+        folder=options.out,
+        source=source,
+        dtype=parts.compute_dtype(cfg.model.dtype, crew.ranks.device),
+        batch=held_out.take(0, min(cfg.evaluation.prompts or len(held_out), len(held_out))),
+        sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
+        scorers=scorers(cfg.rewards, objectives, counting),
+        paths=paths,
+        betas=betas,
+        ways=[
+            way(method, budget, options.chunk, longest, len(paths))
+            for method in dict.fromkeys(options.methods)
+            for budget in dict.fromkeys(options.budgets)
+        ],
+        crew=crew,
+    )
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decode(c: Comparison, way: Way) -> dict[str, Any]:
+    """What the way gives to each prompt, and what it costs."""
+    model, values = c.model, c.values(way)
+    began = perf_counter()
+    found, cost = guided.search(
+        model, c.batch.ids, way.search, c.sampler.sampling, values,
+        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows,
+    )  # fmt: skip
+    seconds = perf_counter() - began
+    rollout = guidance.as_rollout(c.batch.ids, found)
+    worth = c.worth(c.batch, rollout.completion_ids(), way.budget)
+    if c.options.choose == "majority":
+        texts = c.sampler.texts(rollout)
+        answers = [[final_answer(t) for t in texts[i * way.budget : (i + 1) * way.budget]] for i in range(len(found))]
+        picked = [guidance.majority(own, [1.0] * way.budget)[0] for own in answers]
+    else:
+        picked = worth.nan_to_num(nan=-math.inf).argmax(1).tolist()
+    rewards = worth[torch.arange(len(found)), picked]
+    unjudged = rewards.isnan().nonzero()[:, 0].tolist()
+    if unjudged:
+        raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
+    used = [value.rows.model for value, _ in values if isinstance(value, guided.ModelValue)]
+    return {
+        "method": way.method,
+        "budget": way.budget,
+        "search": asdict(way.search),
+        "rewards": rewards.tolist(),
+        "tokens": cost.tokens,
+        "queries": cost.queries,
+        "reward_queries": len(found) * way.budget,
+        "seconds": seconds,
+        "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
+        "cache_bytes": cost.cache_bytes,
+        "theory": theory(way, c.sampler.sampling.max_new_tokens),
+    }
+
+
+def theory(way: Way, length: int) -> dict[str, float]:
+    """A prompt's cost by IRO's Proposition 1 (Eq. 36, 44), for responses of H tokens: N H tokens; I N H / L queries."""
+    models = way.values if way.weight is None else 1
+    queries = models * way.budget * length / way.search.chunk
+    return {"tokens": float(way.budget * length), "queries": queries}
+
+
+def run(c: Comparison) -> bool:
+    """Make what is missing; False where a signal ended it early. Collective."""
+
+    def make(way: Way) -> None:
+        path = c.file(way)
+        with writing.into(c.folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writing.atomic_write(path, json.dumps(decode(c, way), allow_nan=False) + "\n")
+
+    missing = c.crew.missing(c.ways, lambda way: c.file(way).is_file())
+    return c.crew.work("ways to decode", missing, make)
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def results(c: Comparison) -> list[dict[str, Any]]:
+    """Of every way: the mean reward with its interval over prompts, and its lead over best-of-N, prompt by prompt."""
+    found = [json.loads(c.file(way).read_text("utf-8")) for way in c.ways]
+    bon = {row["budget"]: torch.tensor(row["rewards"], dtype=torch.float64) for row in found if row["method"] == "bon"}
+    for row in found:
+        rewards = torch.tensor(row["rewards"], dtype=torch.float64)
+        row["mean"] = [float(x) for x in bootstrap(rewards)] if len(rewards) > 1 else [float(rewards[0])] * 3
+        if row["budget"] in bon and row["method"] != "bon" and len(rewards) > 1:
+            row["over_bon"] = [float(x) for x in bootstrap(rewards - bon[row["budget"]])]
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    prompts = len(found[0]["rewards"])
+    shown = Table(title=f"{prompts} prompts (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("method", "N", "reward", "over best-of-N", "tokens", "values", "rewards", "seconds", "MiB"):
+        shown.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in found:
+        each = [f"{row[key] / prompts:,.0f}" for key in ("tokens", "queries", "reward_queries")]
+        memory = (row["value_bytes"] + row["cache_bytes"]) / 2**20
+        over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
+        reward = "{:.4f} [{:.4f}, {:.4f}]".format(*row["mean"])
+        shown.add_row(row["method"], str(row["budget"]), reward, over, *each, f"{row['seconds']:.1f}", f"{memory:.1f}")
+    shown.caption_justify = "left"
+    shown.caption = "tokens, values and rewards asked for: of a prompt; MiB: of value models and of all caches"
+    return shown
+
+
+def plan(c: Comparison) -> Table:
+    sampling = c.sampler.sampling
+    rows = {
+        "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}",
+        "prompts": f"{len(c.batch.ids):,} that runs hold out; responses of up to {sampling.max_new_tokens} tokens at "
+        f"temperature {sampling.temperature:g}",
+        "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
+        f"{c.options.chunk} tokens",
+        "values": ", ".join(f"{path} / {beta:g}" for path, beta in zip(c.paths, c.betas, strict=True)) or "none",
+        "chosen by": "the majority of final answers" * (c.options.choose == "majority")
+        or " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers),
+        "folder": str(c.folder),
+    }
+    return named_lines("decode", rows)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0: done, or saved on a signal. Raises ValueError for what the user can mend."""
+    options, cfg = read_arguments(arguments)
+    stop = StopSignal()
+    disable_progress_bar()  # transformers' own, of every reward model that is read
+    with parallel.start() as ranks:
+        comparison = build(options, cfg, Crew(ranks, Console(quiet=not ranks.first), stop))
+        say = comparison.crew.console.print
+        say(plan(comparison))
+        if options.dry_run:
+            return 0
+        if not run(comparison):
+            say("stopped and saved; the same command goes on from there")
+        elif ranks.first:
+            found = results(comparison)
+            writing.atomic_write(comparison.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
+            say(table(found))
+            say(f"results {comparison.folder / RESULTS}", highlight=False, soft_wrap=True)
+    return 0

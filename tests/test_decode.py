@@ -1,0 +1,214 @@
+"""``nlgrpo decode``: every way against the engine, the search or a loop over transformers' model; what is kept."""
+
+import json
+
+import pytest
+import torch
+from helpers import EOS, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nlgrpo import cli, guidance, guided, reward_model
+from nlgrpo import decode as decoding
+from nlgrpo import model as models
+from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.engine import generate
+from nlgrpo.guided import Search
+from nlgrpo.sampling import Sampling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [f"w{i} w{(3 * i + 1) % 28}" for i in range(10)]
+HELD = PROMPTS[-3:]
+LENGTH = 6
+SEED = 1 << 62
+REWARDS = """
+def low(completion_ids, **_):
+    return [sum((7 * i) % 11 for i in ids) / 6 for ids in completion_ids]
+
+def begins(prompts, completions, **_):
+    return [float(c.split()[:1] == p.split()[:1]) for p, c in zip(prompts, completions)]
+
+def silent(completion_ids, **_):
+    return [None for _ in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "policy", "gpt2", scale=0.3)
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    for seed, name in enumerate(("one", "two")):
+        tiny_model(root / "base", "gpt2", seed=seed + 1)
+        value, _ = reward_model.load(str(root / "base"), seed=seed)
+        with torch.no_grad():
+            value.head.weight.mul_(5.0)
+        reward_model.save(value, root / name, tokenizer=tokenizer, pad=0, max_length=64)
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+def arguments(work, out, *more, **changes):
+    options = {
+        "model.path": work / "policy",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "data.shuffle": "false",
+        "rollout.max_new_tokens": LENGTH,
+        "rollout.max_rows": 8,
+        "evaluation.prompts": len(HELD),
+        "rewards.low.function": f"{work / 'rewards.py'}:low",
+        "rewards.low.weight": 2.0,
+        "rewards.begins.function": f"{work / 'rewards.py'}:begins",
+        "guide": (work / "one", work / "two"),
+        "betas": (1.0, 0.5),
+        "methods": ("bon", "iro"),
+        "budgets": (4,),
+        "chunk": 2,
+        "out": work / out,
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    given = []
+    for name, value in options.items():
+        given += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else (str(value),))]
+    return ["decode", "blank", *given, *more]
+
+
+def results(work, out):
+    return {(row["method"], row["budget"]): row for row in json.loads((work / out / "decode.json").read_text())}
+
+
+def worth(prompt, ids, tokenizer):
+    """The weighted sum of the rewards, by hand."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return 2.0 * sum((7 * i) % 11 for i in ids) / 6 + float(text.split()[:1] == prompt.split()[:1])
+
+
+def loaded(work):
+    return models.load(work / "policy", dtype=torch.float64), AutoTokenizer.from_pretrained(work / "policy")
+
+
+def test_best_of_n_and_searches_are_theirs(work):
+    methods = ("bon", "iro", "iro:1", "cd")
+    assert cli.main(arguments(work, "all", methods=methods, budgets=(4, 6))) == 0
+    found, (model, tokenizer) = results(work, "all"), loaded(work)
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    for budget in (4, 6):
+        rollout = generate(model, ids, budget, sampling, seed=SEED)
+        own = rollout.completion_ids()
+        best = [max(worth(p, c, tokenizer) for c in own[i * budget : (i + 1) * budget]) for i, p in enumerate(HELD)]
+        assert found["bon", budget]["rewards"] == pytest.approx(best)
+        assert found["bon", budget]["tokens"] == int(rollout.lengths.sum())
+        assert (found["bon", budget]["queries"], found["bon", budget]["reward_queries"]) == (0, 3 * budget)
+        for method, values, search in (
+            ("iro", 2, Search(2, budget // 2, 2)),
+            ("iro:1", 1, Search(2, budget // 2, 2)),
+            ("cd", 1, Search(1, budget, 2, diverse=False)),
+        ):
+            paths, betas = [work / "one", work / "two"][:values], [1.0, 0.5][:values]
+            guides = guidance.load_values(paths, betas, tokenizer, room=LENGTH)
+            candidates, cost = guided.search(model, ids, search, sampling, guides, seed=SEED)
+            best = [max(worth(p, c.tokens, tokenizer) for c in own) for p, own in zip(HELD, candidates, strict=True)]
+            row = found[method, budget]
+            assert row["rewards"] == pytest.approx(best), method
+            assert (row["tokens"], row["queries"]) == (cost.tokens, cost.queries)
+            assert row["theory"] == {"tokens": budget * LENGTH, "queries": values * budget * LENGTH / 2}
+            paired = torch.tensor(best) - torch.tensor(found["bon", budget]["rewards"])
+            assert row["over_bon"][0] == pytest.approx(paired.mean().item(), abs=1e-6)
+    assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] > 0
+    assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
+
+
+@pytest.mark.parametrize("weight", [1.0, -0.5, 0.0])
+def test_args_is_a_loop_over_the_likeliest_tokens(work, weight):
+    """Khanov et al. 2024, Eq. 4, "greedy": of the N likeliest next tokens the one with the largest log p + w r."""
+    out = f"args {weight}"
+    assert cli.main(arguments(work, out, methods=(f"args:{weight:g}",), budgets=(5,))) == 0
+    row, tokenizer = results(work, out)[f"args:{weight:g}", 5], AutoTokenizer.from_pretrained(work / "policy")
+    theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
+    for prompt, given in zip(HELD, row["rewards"], strict=True):
+        ids, beam = tokenizer(prompt).input_ids, []
+        while True:
+            logp = theirs(torch.tensor([[*ids, *beam]])).logits[0, -1].log_softmax(-1)
+            likely = logp.topk(5).indices.tolist()
+            candidates = [[*beam, token] for token in likely]
+            if len(beam) + 1 == LENGTH or all(token == EOS for token in likely):
+                break
+            scores = [logp[c[-1]].item() + weight * worth(prompt, c, tokenizer) for c in candidates]
+            beam = candidates[max(range(5), key=lambda i: scores[i])]
+            if beam[-1] == EOS:
+                candidates = [beam]
+                break
+        assert given == pytest.approx(max(worth(prompt, c, tokenizer) for c in candidates))
+
+
+def test_the_majority_answers(work):
+    assert cli.main(arguments(work, "majority", methods=("bon",), budgets=(6,), choose="majority")) == 0
+    found, (model, tokenizer) = results(work, "majority")["bon", 6], loaded(work)
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    own = generate(model, ids, 6, sampling, seed=SEED).completion_ids()
+    for i, (prompt, given) in enumerate(zip(HELD, found["rewards"], strict=True)):
+        rows = own[6 * i : 6 * i + 6]
+        answers = [final_answer(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+        most = max((a for a in answers if a is not None), key=answers.count, default=None)
+        assert given == pytest.approx(worth(prompt, rows[answers.index(most)], tokenizer))
+
+
+def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
+    assert cli.main(arguments(work, "kept")) == 0
+    shown = capsys.readouterr().out
+    assert "over best-of-N" in shown
+    before = json.loads((work / "kept" / "decode.json").read_text())
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding, "decode", lambda *_: pytest.fail("it is decoded again"))
+        assert cli.main(arguments(work, "kept")) == 0
+    assert json.loads((work / "kept" / "decode.json").read_text()) == before
+    made, original = [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda c, way: made.append((way.method, way.budget)) or original(c, way))
+    assert cli.main(arguments(work, "kept", budgets=(4, 2), methods=("bon", "iro", "cd"))) == 0
+    assert sorted(made) == [("bon", 2), ("cd", 2), ("cd", 4), ("iro", 2)]
+    made.clear()
+    assert cli.main(arguments(work, "kept", rewards__low__weight=1.0)) == 0
+    assert sorted(made) == [("bon", 4), ("iro", 4)]
+
+
+def test_ways():
+    assert decoding.way("iro", 8, 16, 64, 3) == decoding.Way("iro", 8, Search(2, 4, 16), 3)
+    assert decoding.way("iro:2", 16, 16, 64, 3) == decoding.Way("iro:2", 16, Search(4, 4, 16), 2)
+    assert decoding.way("iro", 7, 16, 64, 1).search == Search(1, 7, 16)
+    assert decoding.way("bon", 9, 16, 64, 0).search == Search(1, 9, 64)
+    assert decoding.way("args", 9, 16, 64, 0).weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro or iro:NUMBER"),
+        ({"methods": ("args:x",)}, "method 'args:x'"),
+        ({"methods": ("args:nan",)}, "method 'args:nan'"),
+        ({"methods": ("iro:3",)}, "method 'iro:3' is guided by 3 value models, and --guide has 2"),
+        ({"methods": ("iro:0",)}, "method 'iro:0'"),
+        ({"budgets": (0,)}, "--budgets 0: allowed is >= 1"),
+        ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
+        ({"betas": (1.0,)}, "1 betas for 2 value models"),
+        ({"guide": "policy", "betas": ()}, "policy"),
+        ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
+    ],
+)
+def test_refused(work, capsys, changes, said):
+    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert said in capsys.readouterr().err
+    assert not (work / "refused" / "decode.json").exists()
+
+
+def test_rewards_that_say_nothing_and_a_plan(work, capsys):
+    silent = {"rewards__low__function": f"{work / 'rewards.py'}:silent"}
+    assert cli.main(arguments(work, "silent", **silent)) == 1
+    assert "the rewards have nothing to say of prompt" in capsys.readouterr().err
+    assert cli.main(arguments(work, "planned", "--dry-run")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 that runs hold out" in shown
+    assert "bon, iro x N = 4" in shown
+    assert "2 low + 1 begins" in shown
+    assert not (work / "planned").exists()
