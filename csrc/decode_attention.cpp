@@ -1,4 +1,5 @@
-// One step of cached decoding: rotate q and k, write k and v into the cache, attend.
+// Cached decoding: rotate q and k of new tokens, write k and v into the cache, attend. A row's keys may be in two parts:
+// those of a prompt, which many rows share, and the row's own.
 #include "simd.h"
 
 #include <algorithm>
@@ -9,15 +10,31 @@
 namespace nlgrpo {
 namespace {
 
-// Where everything stands; strides in elements, and 1 along a head.
+// Keys, then values, of some rows: (rows, 2 kv_heads, columns, dim); strides in elements, and 1 along a head.
+template <typename T>
+struct Cache {
+  T* at = nullptr;
+  int64_t row_stride = 0, head_stride = 0, column_stride = 0;
+};
+
+// Where everything stands, for R rows of n tokens each.
 struct Step {
-  int64_t heads, kv_heads, dim, half;                      // half: rotated pairs of a head, 0 for none
-  const float *qkv, *cos, *sin;                            // qkv (R, heads + 2 kv_heads, dim); cos, sin (R, half)
-  float *cache, *out;                                      // out (R, heads, dim)
-  int64_t row_stride, head_stride, column_stride, column;  // of the cache (R, 2 kv_heads, columns, dim)
-  const int64_t* first;                                    // (R), or null: all columns are seen
-  int64_t oldest;                                          // where the window begins
+  int64_t heads, kv_heads, dim, half, tokens;  // half: rotated pairs of a head, 0 for none; tokens: n
+  const float *qkv, *cos, *sin;                // qkv (R n, heads + 2 kv_heads, dim); cos, sin (R n, half)
+  Cache<float> own;                            // the rows' own; the new tokens go to `column` and behind
+  int64_t column;
+  float* out;      // (R n, heads, dim)
+  int64_t window;  // positions that are seen at most, 0: all
   float scale;
+  const int64_t* first = nullptr;                       // (R), the first of its own columns that a row sees; null: 0
+  Cache<const float> prompts = {};                      // (P, ..), none where `prompt` is null
+  const int64_t *prompt = nullptr, *lengths = nullptr;  // (R) whose a row is; (P) columns of each prompt
+};
+
+// Columns that a query sees, one after the other.
+struct Span {
+  const float *keys, *values;
+  int64_t stride, columns;
 };
 
 // (a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated part; `factor` multiplies all.
@@ -66,11 +83,9 @@ NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stri
   }
 }
 
-// out_j = factor sum_c score_c v_cj for `width` neighbouring j, whose sums stay in registers.
+// sum_j += sum_c score_c v_cj for `width` neighbouring j, whose sums stay in registers.
 template <int64_t width>
-NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t stride, int64_t columns, float factor,
-                              float* out) {
-  float sum[width] = {};
+NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t stride, int64_t columns, float* sum) {
   int64_t c = 0;
   for (; c + 4 <= columns; c += 4) {
     const float *v0 = values + c * stride, *v1 = v0 + stride, *v2 = v1 + stride, *v3 = v2 + stride;
@@ -86,15 +101,25 @@ NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t s
       sum[j] += score[c] * values[c * stride + j];
     }
   }
+}
+
+// out_j = factor (the sum above over both spans), for j in [from, from + width).
+template <int64_t width>
+NLGRPO_INLINE void mix_values(const float* score, const Span& prompt, const Span& own, int64_t from, float factor,
+                              float* out) {
+  float sum[width] = {};
+  add_values<width>(score, prompt.values + from, prompt.stride, prompt.columns, sum);
+  add_values<width>(score + prompt.columns, own.values + from, own.stride, own.columns, sum);
   for (int64_t j = 0; j < width; j++) {
-    out[j] = sum[j] * factor;
+    out[from + j] = sum[j] * factor;
   }
 }
 
-// softmax(q k^T) v of one query; `score` has room for the columns.
-NLGRPO_INLINE void attend(const float* q, const float* keys, const float* values, int64_t stride, int64_t columns,
-                          float* score, float* out, int64_t dim) {
-  multiply_keys(q, keys, stride, columns, score, dim);
+// softmax(q k^T) v of one query over the columns of both spans, for which `score` has room.
+NLGRPO_INLINE void attend(const float* q, const Span& prompt, const Span& own, float* score, float* out, int64_t dim) {
+  const int64_t columns = prompt.columns + own.columns;
+  multiply_keys(q, prompt.keys, prompt.stride, prompt.columns, score, dim);
+  multiply_keys(q, own.keys, own.stride, own.columns, score + prompt.columns, dim);
   float top = score[0];
 #pragma omp simd reduction(max : top)
   for (int64_t c = 0; c < columns; c++) {
@@ -108,32 +133,49 @@ NLGRPO_INLINE void attend(const float* q, const float* keys, const float* values
   }
   int64_t j = 0;
   for (; j + 64 <= dim; j += 64) {
-    add_values<64>(score, values + j, stride, columns, 1 / sum, out + j);
+    mix_values<64>(score, prompt, own, j, 1 / sum, out);
   }
   for (; j + 16 <= dim; j += 16) {
-    add_values<16>(score, values + j, stride, columns, 1 / sum, out + j);
+    mix_values<16>(score, prompt, own, j, 1 / sum, out);
   }
   for (; j < dim; j++) {
-    add_values<1>(score, values + j, stride, columns, 1 / sum, out + j);
+    mix_values<1>(score, prompt, own, j, 1 / sum, out);
   }
 }
 
-// All of one key head of one row: its key and value, and the query heads that share them.
+// The columns from `begin` up to `end` of a row of the cache, for one key head.
+template <typename T>
+NLGRPO_INLINE Span columns(const Cache<T>& cache, int64_t row, int64_t head, int64_t kv_heads, int64_t begin,
+                           int64_t end) {
+  const float* keys = cache.at + row * cache.row_stride + head * cache.head_stride + begin * cache.column_stride;
+  return {keys, keys + kv_heads * cache.head_stride, cache.column_stride, end - begin};
+}
+
+// All of one key head of one row: the keys and values of its new tokens, and the query heads that share them.
 // `dim` is s.dim, handed over so that the compiler can unroll the loops where it is a constant.
 NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scratch, int64_t dim) {
-  const float* qkv = s.qkv + row * (s.heads + 2 * s.kv_heads) * dim;
-  float* keys = s.cache + row * s.row_stride + head * s.head_stride;
-  float* values = keys + s.kv_heads * s.head_stride;
-  rotate(qkv + (s.heads + head) * dim, s, row, 1.0f, keys + s.column * s.column_stride, dim);
-  std::copy_n(qkv + (s.heads + s.kv_heads + head) * dim, dim, values + s.column * s.column_stride);
-  // A row sees its own column at least, whatever `first` says.
-  const int64_t begin = std::min(std::max(s.oldest, s.first ? s.first[row] : 0), s.column);
+  const int64_t width = (s.heads + 2 * s.kv_heads) * dim, group = s.heads / s.kv_heads;
+  float* keys = s.own.at + row * s.own.row_stride + head * s.own.head_stride + s.column * s.own.column_stride;
+  float* values = keys + s.kv_heads * s.own.head_stride;
+  for (int64_t t = 0; t < s.tokens; t++) {
+    const int64_t token = row * s.tokens + t;
+    const float* k = s.qkv + token * width + (s.heads + head) * dim;
+    rotate(k, s, token, 1.0f, keys + t * s.own.column_stride, dim);
+    std::copy_n(k + s.kv_heads * dim, dim, values + t * s.own.column_stride);
+  }
+  const int64_t source = s.prompt ? s.prompt[row] : 0, length = s.prompt ? s.lengths[source] : 0;
   float *query = scratch, *score = scratch + dim;
-  const int64_t group = s.heads / s.kv_heads;
-  for (int64_t h = head * group; h < (head + 1) * group; h++) {
-    rotate(qkv + h * dim, s, row, s.scale, query, dim);
-    attend(query, keys + begin * s.column_stride, values + begin * s.column_stride, s.column_stride,
-           s.column + 1 - begin, score, s.out + (row * s.heads + h) * dim, dim);
+  for (int64_t t = 0; t < s.tokens; t++) {
+    const int64_t token = row * s.tokens + t, column = s.column + t;
+    const int64_t oldest = s.window == 0 ? 0 : std::max<int64_t>(0, length + column + 1 - s.window);
+    // A token sees its own column at least, whatever `first` says.
+    const int64_t begin = std::min(std::max({oldest - length, s.first ? s.first[row] : 0, int64_t{0}}), column);
+    const Span prompt = columns(s.prompts, source, head, s.kv_heads, std::min(oldest, length), length);
+    const Span own = columns(s.own, row, head, s.kv_heads, begin, column + 1);
+    for (int64_t h = head * group; h < (head + 1) * group; h++) {
+      rotate(s.qkv + token * width + h * dim, s, token, s.scale, query, dim);
+      attend(query, prompt, own, score, s.out + (token * s.heads + h) * dim, dim);
+    }
   }
 }
 
@@ -161,32 +203,41 @@ NLGRPO_CLONES void decode_key_heads(const Step& s, int64_t begin, int64_t end, f
 
 namespace {
 
+// That qkv (R n, H + 2 Hk, d), the rotation of its tokens and the rows' own cache (R, 2 Hk, columns, d) fit together.
 void check(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& cache,
-           int64_t column, const std::optional<Tensor>& first, int64_t window, int64_t heads) {
+           int64_t column, int64_t tokens, int64_t window, int64_t heads) {
   check_float(qkv, "qkv", 3);
   check_float(cache, "cache", 4);
-  const int64_t rows = qkv.size(0), dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
+  const int64_t all = qkv.size(0), rows = cache.size(0), dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
   STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads + 2 * kv_heads == qkv.size(1),
                   "qkv has ", qkv.size(1), " heads, which are not ", heads, " query heads and as many of keys as of ",
                   "values, a divisor of them");
-  STD_TORCH_CHECK(cache.size(0) == rows && cache.size(1) == 2 * kv_heads && cache.size(3) == dim,
-                  "cache must be (", rows, ", ", 2 * kv_heads, ", columns, ", dim, "), got (", cache.size(0), ", ",
+  STD_TORCH_CHECK(all == rows * tokens && cache.size(1) == 2 * kv_heads && cache.size(3) == dim, "cache must be (",
+                  tokens == 0 ? 0 : all / tokens, ", ", 2 * kv_heads, ", columns, ", dim, "), got (", rows, ", ",
                   cache.size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
   STD_TORCH_CHECK(cache.stride(3) == 1, "the cache must be contiguous along its last dimension");
-  STD_TORCH_CHECK(column >= 0 && column < cache.size(2), "column ", column, " is outside the cache's ", cache.size(2));
+  const int64_t last = column + std::max<int64_t>(tokens, 1) - 1;
+  STD_TORCH_CHECK(column >= 0 && last < cache.size(2), "column ", column < 0 ? column : last,
+                  " is outside the cache's ", cache.size(2));
   STD_TORCH_CHECK(window >= 0, "window must be 0 (none) or positive, got ", window);
   STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin come together or not at all");
   if (cos.has_value()) {
     check_float(*cos, "cos", 2);
     check_float(*sin, "sin", 2);
-    STD_TORCH_CHECK(cos->size(0) == rows && sin->size(0) == rows && cos->size(1) == sin->size(1) &&
+    STD_TORCH_CHECK(cos->size(0) == all && sin->size(0) == all && cos->size(1) == sin->size(1) &&
                         2 * cos->size(1) <= dim,
-                    "cos and sin must be (", rows, ", r / 2) with r at most ", dim);
+                    "cos and sin must be (", all, ", r / 2) with r at most ", dim);
   }
-  if (first.has_value()) {
-    STD_TORCH_CHECK(first->is_cpu() && first->scalar_type() == torch::headeronly::ScalarType::Long &&
-                        first->dim() == 1 && first->size(0) == rows,
-                    "first must be (", rows, ",), int64, on the CPU");
+}
+
+// That x holds `size` whole numbers, and, with a bound, that these are in [0, bound].
+void check_index(const Tensor& x, const char* name, int64_t size, std::optional<int64_t> bound = std::nullopt) {
+  STD_TORCH_CHECK(x.is_cpu() && x.scalar_type() == torch::headeronly::ScalarType::Long && x.dim() == 1 &&
+                      x.size(0) == size,
+                  name, " must be (", size, ",), int64, on the CPU");
+  const int64_t* at = x.const_data_ptr<int64_t>();
+  for (int64_t i = 0; bound.has_value() && i < size; i++) {
+    STD_TORCH_CHECK(at[i] >= 0 && at[i] <= *bound, name, "[", i, "] is ", at[i], "; allowed is 0 to ", *bound);
   }
 }
 
@@ -194,45 +245,91 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {
   return x.has_value() ? std::optional(torch::stable::contiguous(*x)) : x;
 }
 
+// A step over inputs that it keeps alive; what all ops have in common is set.
+struct Prepared {
+  Tensor qkv, out;
+  std::optional<Tensor> cos, sin;
+  Step step;
+};
+
+Prepared prepare(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, Tensor& own,
+                 int64_t column, int64_t tokens, int64_t window, double scale, int64_t heads) {
+  check(qkv, cos, sin, own, column, tokens, window, heads);
+  Prepared p{
+      .qkv = torch::stable::contiguous(qkv),
+      .out = torch::stable::new_empty(qkv, {qkv.size(0), heads, qkv.size(2)}),
+      .cos = contiguous(cos),
+      .sin = contiguous(sin),
+      .step = {},
+  };
+  p.step = {
+      .heads = heads,
+      .kv_heads = own.size(1) / 2,
+      .dim = qkv.size(2),
+      .half = cos.has_value() ? cos->size(1) : 0,
+      .tokens = tokens,
+      .qkv = p.qkv.const_data_ptr<float>(),
+      .cos = cos.has_value() ? p.cos->const_data_ptr<float>() : nullptr,
+      .sin = sin.has_value() ? p.sin->const_data_ptr<float>() : nullptr,
+      .own = {own.mutable_data_ptr<float>(), own.stride(0), own.stride(1), own.stride(2)},
+      .column = column,
+      .out = p.out.mutable_data_ptr<float>(),
+      .window = window,
+      .scale = static_cast<float>(scale),
+  };
+  return p;
+}
+
+// A key head of a row is one task from beginning to end, so that the number of threads does not change the result.
+// `longest`: columns of a prompt, at most.
+void run(const Step& step, int64_t rows, int64_t longest) {
+  const int64_t columns = longest + step.column + step.tokens;
+  const int64_t seen = step.window == 0 ? columns : std::min(columns, step.window);
+  const int64_t work = 2 * seen * step.dim * (step.heads / step.kv_heads) * step.tokens;
+  torch::stable::parallel_for(0, rows * step.kv_heads, grain(work), [&step, columns](int64_t begin, int64_t end) {
+    std::vector<float> scratch(static_cast<size_t>(step.dim + columns));
+    decode_key_heads(step, begin, end, scratch.data());
+  });
+}
+
 }  // namespace
 
 Tensor decode_attention(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                         Tensor cache, int64_t column, const std::optional<Tensor>& first, int64_t window, double scale,
                         int64_t heads) {
-  check(qkv, cos, sin, cache, column, first, window, heads);
-  const int64_t rows = qkv.size(0), dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
-  const Tensor in = torch::stable::contiguous(qkv);
-  const auto turn_cos = contiguous(cos), turn_sin = contiguous(sin), from = contiguous(first);
-  Tensor out = torch::stable::new_empty(qkv, {rows, heads, dim});
-  const Step step{
-      .heads = heads,
-      .kv_heads = kv_heads,
-      .dim = dim,
-      .half = cos.has_value() ? cos->size(1) : 0,
-      .qkv = in.const_data_ptr<float>(),
-      .cos = cos.has_value() ? turn_cos->const_data_ptr<float>() : nullptr,
-      .sin = sin.has_value() ? turn_sin->const_data_ptr<float>() : nullptr,
-      .cache = cache.mutable_data_ptr<float>(),
-      .out = out.mutable_data_ptr<float>(),
-      .row_stride = cache.stride(0),
-      .head_stride = cache.stride(1),
-      .column_stride = cache.stride(2),
-      .column = column,
-      .first = first.has_value() ? from->const_data_ptr<int64_t>() : nullptr,
-      .oldest = window == 0 ? 0 : std::max<int64_t>(0, column + 1 - window),
-      .scale = static_cast<float>(scale),
-  };
-  // A key head of a row is one task from beginning to end, so that the number of threads does not change the result.
-  const int64_t work = 2 * (column + 1 - step.oldest) * dim * (heads / kv_heads);
-  torch::stable::parallel_for(0, rows * kv_heads, grain(work), [&step](int64_t begin, int64_t end) {
-    std::vector<float> scratch(static_cast<size_t>(step.dim + step.column + 1));
-    decode_key_heads(step, begin, end, scratch.data());
-  });
-  return out;
+  Prepared p = prepare(qkv, cos, sin, cache, column, 1, window, scale, heads);
+  const auto from = contiguous(first);
+  if (from.has_value()) {
+    check_index(*from, "first", cache.size(0));
+    p.step.first = from->const_data_ptr<int64_t>();
+  }
+  run(p.step, cache.size(0), 0);
+  return p.out;
+}
+
+Tensor branch_attention(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                        Tensor own, int64_t column, const Tensor& prompts, const Tensor& lengths, const Tensor& prompt,
+                        int64_t window, double scale, int64_t heads) {
+  check_float(own, "own", 4);
+  const int64_t rows = own.size(0), tokens = rows == 0 ? 0 : qkv.size(0) / rows;
+  Prepared p = prepare(qkv, cos, sin, own, column, tokens, window, scale, heads);
+  check_float(prompts, "prompts", 4);
+  STD_TORCH_CHECK(prompts.size(1) == own.size(1) && prompts.size(3) == own.size(3) && prompts.stride(3) == 1,
+                  "prompts must be (P, ", own.size(1), ", columns, ", own.size(3), "), contiguous along the last ",
+                  "dimension");
+  const Tensor of = torch::stable::contiguous(prompt), counts = torch::stable::contiguous(lengths);
+  check_index(of, "prompt", rows, prompts.size(0) - 1);
+  check_index(counts, "lengths", prompts.size(0), prompts.size(2));
+  p.step.prompts = {prompts.const_data_ptr<float>(), prompts.stride(0), prompts.stride(1), prompts.stride(2)};
+  p.step.prompt = of.const_data_ptr<int64_t>();
+  p.step.lengths = counts.const_data_ptr<int64_t>();
+  run(p.step, rows, prompts.size(2));
+  return p.out;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {
   m.impl("decode_attention", TORCH_BOX(&decode_attention));
+  m.impl("branch_attention", TORCH_BOX(&branch_attention));
 }
 
 }  // namespace nlgrpo

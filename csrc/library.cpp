@@ -7,6 +7,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nlgrpo, m) {
   m.def(
       "decode_attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) cache, int column, Tensor? first, "
       "int window, float scale, int heads) -> Tensor");
+  m.def(
+      "branch_attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) own, int column, Tensor prompts, "
+      "Tensor lengths, Tensor prompt, int window, float scale, int heads) -> Tensor");
   m.def("ecdf_first_nan(Tensor x) -> int");
   m.def("ecdf_ranks(Tensor samples, Tensor? offsets, Tensor? weights, int side, bool double_result) -> Tensor");
   m.def("ecdf_argsort(Tensor samples, Tensor? offsets) -> Tensor");

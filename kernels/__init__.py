@@ -6,6 +6,7 @@
     linear_policy_loss   both: hidden states -> loss, with the gradient computed in the forward
     linearize            rewards of a group -> first variation of a rank-based objective
     ecdf                 empirical CDFs of many samples: ranks, cdf, argsort, sort, merge
+    branch_attention   decode_attention for rows that share prompts, which `Branches` tells apart
     decode_attention, rms_norm, swiglu   the ops between the matrix products of a decoding step
 
 ``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "torch", and
@@ -44,6 +45,7 @@ if __name__ == "kernels":
     _leave_the_name()
 else:
     from . import ecdf
+    from .branches import Branches, branch_attention
     from .decode import decode_attention, rms_norm, swiglu
     from .linear_policy_loss import linear_policy_loss
     from .linearize import linearize
@@ -52,6 +54,8 @@ else:
     from .reference import split_and_rotate
 
     __all__ = [
+        "Branches",
+        "branch_attention",
         "decode_attention",
         "ecdf",
         "linear_logprob",

@@ -49,8 +49,8 @@ ABOUT = """Hold ways to decode a frozen model against each other: nlgrpo decode 
 
 Recipe, file and keys are those of `nlgrpo train`; the prompts are those that a run holds out, and the weighted sum of
 the rewards chooses. Methods: "bon", best-of-N; "iro", the search guided by all values of --guide, "iro:2" by the first
-two; "cd", chunks behind one beam by the first value; "args" or "args:WEIGHT", the likeliest tokens by their log-prob
-and WEIGHT times the reward of the prefix."""
+two, "compressed" by the one that `nlgrpo iro` has made of all; "cd", chunks behind one beam by the first value; "args"
+or "args:WEIGHT", the likeliest tokens by their log-prob and WEIGHT times the reward of the prefix."""
 RESULTS = "decode.json"
 
 
@@ -83,38 +83,45 @@ class Way:
     method: str
     budget: int
     search: Search
-    values: int
-    """How many of the value models guide it."""
+    values: tuple[int, ...] = ()
+    """Which of the value models guide it."""
     weight: float | None = None
     """Of the reward of prefixes; None: it is not asked for."""
 
 
-def way(method: str, budget: int, chunk: int, longest: int, values: int) -> Way:
-    """Raises ValueError for a method that is none, or that needs more value models than there are ``values``."""
+def way(method: str, budget: int, chunk: int, longest: int, values: int, compressed: bool = False) -> Way:
+    """Raises ValueError for a method that is none, or that needs other value models than there are.
+
+    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one.
+    """
     name, _, detail = method.partition(":")
     beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
     try:
         if method == "bon":
-            return Way(method, budget, Search(1, budget, longest), 0)
+            return Way(method, budget, Search(1, budget, longest))
         if method == "cd":
-            return _guided(Way(method, budget, Search(1, budget, chunk, diverse=False), 1), values)
+            return _guided(Way(method, budget, Search(1, budget, chunk, diverse=False), (0,)), values)
+        if method == "compressed":
+            if not compressed:
+                raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
+            return Way(method, budget, Search(beams, budget // beams, chunk), (values,))
         if name == "args":
             weight = float(detail) if detail else 1.0
             if not math.isfinite(weight):
                 raise ValueError
-            return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), 0, weight)
+            return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
         if name == "iro":
             count = int(detail) if detail else values
-            return _guided(Way(method, budget, Search(beams, budget // beams, chunk), count), values)
+            return _guided(Way(method, budget, Search(beams, budget // beams, chunk), tuple(range(count))), values)
     except ValueError as error:
         if str(error).startswith("method"):
             raise
-    raise ValueError(f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro or iro:NUMBER")
+    raise ValueError(f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed")
 
 
 def _guided(way: Way, there: int) -> Way:
-    if not 1 <= way.values <= there:
-        needed = max(way.values, 1)
+    if not 1 <= len(way.values) <= there:
+        needed = max(len(way.values), 1)
         raise ValueError(f"method {way.method!r} is guided by {needed} value models, and --guide has {there}")
     return way
 
@@ -170,14 +177,18 @@ class Comparison:
             "origin": asdict(Origin.of(self.source, tokenizer, self.dtype, sampling)),
             "prompts": [digest_of_prompt(ids) for ids in self.batch.ids],
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
-            "values": [digest_of_model(guidance.folder_of(path)) for path in self.paths],
-            "betas": self.betas,
             "seed": self.sampler.seed,
             "choose": self.options.choose,
         }
 
+    @cached_property
+    def digests(self) -> list[str]:
+        """Of the value models."""
+        return [digest_of_model(guidance.folder_of(path)) for path in self.paths]
+
     def file(self, way: Way) -> Path:
-        whole = json.dumps([self.identity, asdict(way)], sort_keys=True)
+        guides = [[self.digests[i], self.betas[i]] for i in way.values]
+        whole = json.dumps([self.identity, asdict(way) | {"values": guides}], sort_keys=True)
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         return self.folder / "ways" / f"{way.method.replace(':', '-')}-{way.budget}-{digest}.json"
 
@@ -185,7 +196,7 @@ class Comparison:
         if way.weight is not None:
             return [(RewardOfPrefixes(self, way.weight), 1.0)]
         room, device = self.sampler.sampling.max_new_tokens, self.crew.ranks.device
-        paths, betas = self.paths[: way.values], self.betas[: way.values]
+        paths, betas = [self.paths[i] for i in way.values], [self.betas[i] for i in way.values]
         return guidance.load_values(paths, betas, self.sampler.tokenizer, room=room, device=device)
 
     def worth(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
@@ -235,7 +246,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
-    paths = learned.values if learned else list(options.guide)
+    paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
     if len(betas) != len(paths):
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
@@ -251,10 +262,10 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         batch=held_out.take(0, min(cfg.evaluation.prompts or len(held_out), len(held_out))),
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
         scorers=scorers(cfg.rewards, objectives, counting),
-        paths=paths,
-        betas=betas,
+        paths=[*paths, *([compressed] if compressed else [])],
+        betas=[*betas, *([1.0] if compressed else [])],
         ways=[
-            way(method, budget, options.chunk, longest, len(paths))
+            way(method, budget, options.chunk, longest, len(paths), compressed is not None)
             for method in dict.fromkeys(options.methods)
             for budget in dict.fromkeys(options.budgets)
         ],
@@ -304,7 +315,7 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
 
 def theory(way: Way, length: int) -> dict[str, float]:
     """A prompt's cost by IRO's Proposition 1 (Eq. 36, 44), for responses of H tokens: N H tokens; I N H / L queries."""
-    models = way.values if way.weight is None else 1
+    models = len(way.values) if way.weight is None else 1
     queries = models * way.budget * length / way.search.chunk
     return {"tokens": float(way.budget * length), "queries": queries}
 
@@ -313,10 +324,10 @@ def run(c: Comparison) -> bool:
     """Make what is missing; False where a signal ended it early. Collective."""
 
     def make(way: Way) -> None:
-        path = c.file(way)
+        path, found = c.file(way), decode(c, way)
         with writing.into(c.folder):
             path.parent.mkdir(parents=True, exist_ok=True)
-            writing.atomic_write(path, json.dumps(decode(c, way), allow_nan=False) + "\n")
+            writing.atomic_write(path, json.dumps(found, allow_nan=False) + "\n")
 
     missing = c.crew.missing(c.ways, lambda way: c.file(way).is_file())
     return c.crew.work("ways to decode", missing, make)

@@ -104,6 +104,8 @@ class Guide:
     values: list[Path]
     betas: list[float]
     search: Search
+    compressed: Path | None = None
+    """One model for the sum of all values, where there is one."""
 
     def digest(self) -> str:
         """Of what it does to a model's completions."""
@@ -113,9 +115,13 @@ class Guide:
 
     def write(self, folder: Path) -> None:
         """Value models below ``folder`` are named from there, so that it may be moved."""
-        named = [str(p.relative_to(folder) if p.is_relative_to(folder) else p.resolve()) for p in self.values]
-        text = json.dumps({"values": named, "betas": self.betas, "search": asdict(self.search)}, indent=1)
-        writing.atomic_write(folder / FILE, text + "\n")
+
+        def named(path: Path) -> str:
+            return str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve())
+
+        whole = {"values": [*map(named, self.values)], "betas": self.betas, "search": asdict(self.search)}
+        whole |= {"compressed": self.compressed and named(self.compressed)}
+        writing.atomic_write(folder / FILE, json.dumps(whole, indent=1) + "\n")
 
 
 def read_guide(folder: Path) -> Guide | None:
@@ -126,7 +132,8 @@ def read_guide(folder: Path) -> Guide | None:
     try:
         data = json.loads(path.read_text("utf-8"))
         betas = [float(beta) for beta in data["betas"]]
-        return Guide([folder / name for name in data["values"]], betas, Search(**data["search"]))
+        compressed = folder / data["compressed"] if data["compressed"] else None
+        return Guide([folder / name for name in data["values"]], betas, Search(**data["search"]), compressed)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo iro` writes it again") from error
 

@@ -137,8 +137,8 @@ def select(values: Sequence[float], groups: Sequence[Hashable], beams: int, *, d
 class Rows:
     """A model with a cache for every row: read what is new, branch."""
 
-    def __init__(self, model: Decoder, room: int) -> None:
-        self.model, self.room = model, room
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read the prompts, each a row; (P, V) of the head behind their last tokens."""
@@ -147,7 +147,7 @@ class Rows:
         positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last)
-        self.cache = SharedCache(attend.kv, lengths, self.room)
+        self.cache = SharedCache(attend.kv, lengths)
         return out
 
     def read(self, tokens: Tensor, select: Tensor) -> Tensor:
@@ -159,35 +159,39 @@ class Rows:
         self.cache.advance(n)
         return out
 
+    def branch(self, rows: Sequence[int], tokens: int) -> None:
+        """Go on with these of the rows, for ``tokens`` that are read before the next branch."""
+        self.cache.branch(torch.tensor(rows, device=self.model.head_weight.device), tokens)
+
 
 class ModelValue:
     """A value model with the policy's tokens: a decoder with one output, which reads each chunk once."""
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.rows = name, Rows(model, room)
+        self.name, self.rows, self.room = name, Rows(model), room
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest, context = max(map(len, prompts)) + self.rows.room, self.rows.model.shape.context
+        longest, context = max(map(len, prompts)) + self.room, self.rows.model.shape.context
         if longest > context:
             raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
         self.rows.begin(prompts)
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         device, longest = self.rows.model.head_weight.device, max(map(len, chunks))
-        self.keep(rows)
+        self.rows.branch(rows, longest)
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
         last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
         return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.rows.model))
 
     def keep(self, rows: Sequence[int]) -> None:
-        self.rows.cache.branch(torch.tensor(rows, device=self.rows.model.head_weight.device))
+        self.rows.branch(rows, 0)
 
 
 class Policy:
     """The frozen model: draws the next chunk of every candidate."""
 
     def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
-        self.rows, self.sampling, self.seed = Rows(model, sampling.max_new_tokens), sampling, seed
+        self.rows, self.sampling, self.seed = Rows(model), sampling, seed
         self.stops = stop_tensor(sampling, model.head_weight.device)
 
     def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
@@ -196,7 +200,7 @@ class Policy:
 
     def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
         """Go on with these of the rows, whose ``last`` tokens have been drawn and not been read."""
-        self.rows.cache.branch(torch.tensor(rows, device=self.stops.device))
+        self.rows.branch(rows, 1)
         tokens = torch.tensor(last, device=self.stops.device)
         self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
 
@@ -210,7 +214,7 @@ class Policy:
         instead of a draw.
         """
         cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
-        cache.branch(source)
+        self.rows.branch(rows, tokens - 1)
         logits, done = self.logits[source], torch.zeros_like(source, dtype=torch.bool)
         drawn, logprobs = list[Tensor](), list[Tensor]()
         positions = torch.arange(cache.column, cache.column + tokens, device=source.device)

@@ -401,6 +401,7 @@ def _run(loop: Loop) -> None:
         found = results(loop)
         with writing.into(loop.folder):
             writing.atomic_write(loop.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
-            loop.guide(loop.options.iterations).write(loop.folder)
+            compressed = loop.compressed if loop.options.compress else None
+            dataclasses.replace(loop.guide(loop.options.iterations), compressed=compressed).write(loop.folder)
         say(table(found))
         say(f"guide   {loop.folder}", highlight=False, soft_wrap=True)

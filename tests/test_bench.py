@@ -53,6 +53,15 @@ def test_quick_ends_with_json(name, ops):
             assert row["rate"] > 0
 
 
+def test_quick_guided_ends_with_json():
+    done = run("bench_guided.py", "--quick", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result["tokens"]) == set(result["seconds"]) == {"plain", "guided"}
+    assert min(*result["tokens"].values(), result["ratio"]) > 0
+    assert result["parameters"]["value model"] < 1.1 * result["parameters"]["policy"]
+
+
 def test_quick_ecdf_ends_with_json():
     done = run("bench_ecdf.py", "--quick", "--threads", "1")
     assert done.returncode == 0, done.stderr

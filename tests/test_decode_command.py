@@ -155,6 +155,20 @@ def test_the_majority_answers(work):
         assert given == pytest.approx(worth(prompt, rows[answers.index(most)], tokenizer))
 
 
+def test_the_compressed_value_of_a_folder(work):
+    """It counts by itself, with a beta of 1, and does not change what the others come to."""
+    (work / "learned").mkdir()
+    guidance.Guide([work / "one"], [0.5], Search(), work / "two").write(work / "learned")
+    assert guidance.read_guide(work / "learned").compressed == work / "two"
+    options = {"methods": ("iro", "compressed", "iro:1"), "betas": ()}
+    assert cli.main(arguments(work, "compressed", guide=work / "learned", **options)) == 0
+    assert cli.main(arguments(work, "alone", guide=work / "two", methods=("iro",), betas=(1.0,))) == 0
+    found, alone = results(work, "compressed"), results(work, "alone")["iro", 4]
+    assert found["compressed", 4]["rewards"] == alone["rewards"] != found["iro", 4]["rewards"]
+    assert found["iro", 4]["rewards"] == found["iro:1", 4]["rewards"]
+    assert found["compressed", 4]["value_bytes"] == alone["value_bytes"] > 0
+
+
 def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
     assert cli.main(arguments(work, "kept")) == 0
     shown = capsys.readouterr().out
@@ -174,17 +188,19 @@ def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
 
 
 def test_ways():
-    assert decoding.way("iro", 8, 16, 64, 3) == decoding.Way("iro", 8, Search(2, 4, 16), 3)
-    assert decoding.way("iro:2", 16, 16, 64, 3) == decoding.Way("iro:2", 16, Search(4, 4, 16), 2)
+    assert decoding.way("iro", 8, 16, 64, 3) == decoding.Way("iro", 8, Search(2, 4, 16), (0, 1, 2))
+    assert decoding.way("iro:2", 16, 16, 64, 3) == decoding.Way("iro:2", 16, Search(4, 4, 16), (0, 1))
     assert decoding.way("iro", 7, 16, 64, 1).search == Search(1, 7, 16)
     assert decoding.way("bon", 9, 16, 64, 0).search == Search(1, 9, 64)
     assert decoding.way("args", 9, 16, 64, 0).weight == 1.0
+    assert decoding.way("compressed", 8, 16, 64, 3, True).values == (3,)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro or iro:NUMBER"),
+        ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"),
+        ({"methods": ("compressed",)}, "method 'compressed': --guide is to be the folder of an `nlgrpo iro`"),
         ({"methods": ("args:x",)}, "method 'args:x'"),
         ({"methods": ("args:nan",)}, "method 'args:nan'"),
         ({"methods": ("iro:3",)}, "method 'iro:3' is guided by 3 value models, and --guide has 2"),

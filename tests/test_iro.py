@@ -97,6 +97,8 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert compressed["compress"]["betas"] == [1.0, 0.5]
     assert compressed["data"]["rollouts"] == [str(whole / f"iteration-{t}" / "rollouts") for t in (1, 2)]
 
+    assert guidance.read_guide(whole).compressed == whole / "compressed-2"
+
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
     assert cli.main(arguments(work, "whole")) == 0
     assert "is there" in capsys.readouterr().out
