@@ -209,7 +209,7 @@ class Comparison:
         return torch.stack([self.cfg.rewards[name].weight * x for name, x in found.values.items()]).sum(0)
 
 
-class RewardOfPrefixes:
+class RewardOfPrefixes(guided.Prefixes):
     """The rewards of prefixes as if they were whole, times a weight: a value that nobody trained, as in ARGS."""
 
     name = "the reward of a prefix"
@@ -218,12 +218,12 @@ class RewardOfPrefixes:
         self.comparison, self.weight, self.begun = comparison, weight, 0
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        super().begin(prompts)
         first, self.begun = self.begun, self.begun + len(prompts)
         self.batch = part_of(self.comparison.batch, slice(first, self.begun))
-        self.rows: list[tuple[int, tuple[int, ...]]] = [(p, ()) for p in range(len(prompts))]
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        self.rows = [(self.rows[r][0], (*self.rows[r][1], *c)) for r, c in zip(rows, chunks, strict=True)]
+        self.grow(rows, chunks)
         places = [p for p, _ in self.rows]
         batch = Batch(
             [self.batch.index[p] for p in places],
@@ -232,9 +232,6 @@ class RewardOfPrefixes:
             {name: [column[p] for p in places] for name, column in self.batch.columns.items()},
         )
         return self.weight * self.comparison.worth(batch, [tokens for _, tokens in self.rows], 1)[:, 0]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
 
 
 def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
@@ -297,7 +294,7 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
     unjudged = rewards.isnan().nonzero()[:, 0].tolist()
     if unjudged:
         raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
-    used = [value.rows.model for value, _ in values if isinstance(value, guided.ModelValue)]
+    used = [value.model for value, _ in values if isinstance(value, guided.ModelValue | guidance.TextValue)]
     return {
         "method": way.method,
         "budget": way.budget,

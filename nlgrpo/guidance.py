@@ -11,17 +11,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import guided, reward_model, rewards, writing
+from nlgrpo.bridge import Bridge
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.engine import Rollout
 from nlgrpo.guided import Candidate, Cost, ModelValue, Search, Value
 from nlgrpo.model import Decoder
+from nlgrpo.packing import bins
 from nlgrpo.parts import load_tokenizer
+from nlgrpo.reward_model import score
 from nlgrpo.rewards import Reward, RewardError
 from nlgrpo.sample_store import digest_of_model, digest_of_tokenizer
 from nlgrpo.sampling import Sampling
+from nlgrpo.value import as_values, kind_of
 
 VALUE, MAJORITY = "value", "majority"
 
@@ -156,8 +161,8 @@ def load_values(
 ) -> list[tuple[Value, float]]:
     """The value models in ``paths`` (runs, directories or hub names) with their betas, 1 each where none are given.
 
-    ``tokenizer``: the policy's, whose tokens they read; ``room``: most tokens of a completion. Raises ValueError for a
-    model without a head of one output or with another tokenizer, and for betas that are not as many.
+    ``tokenizer``: the policy's; ``room``: most tokens of a completion. A model with another tokenizer reads texts.
+    Raises ValueError for a model without a head of one output, and for betas that are not as many.
     """
     if betas and len(betas) != len(paths):
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
@@ -167,13 +172,39 @@ def load_values(
         if not trained:
             raise ValueError(f"{path} is no value model; it has no head of one output")
         theirs = load_tokenizer(folder_of(path))
-        if digest_of_tokenizer(theirs) != digest_of_tokenizer(tokenizer):
-            raise ValueError(
-                f"{path} has another tokenizer than the model that it is to guide, and reads that model's tokens; "
-                "train one that begins at a model with the same"
-            )
-        found.append((ModelValue(str(path), model.eval(), room), beta))
+        same = digest_of_tokenizer(theirs) == digest_of_tokenizer(tokenizer)
+        name, model = str(path), model.eval()
+        found.append(
+            (ModelValue(name, model, room) if same else TextValue(name, model, Bridge(tokenizer, theirs)), beta)
+        )
     return found
+
+
+class TextValue(guided.Prefixes):
+    """A value model with another tokenizer than the policy: it reads every candidate's text, whole, at every chunk.
+
+    Without caches, because the last tokens of a text may change with what comes behind it.
+    """
+
+    MICRO_BATCH = 16384  # tokens that are read together
+
+    def __init__(self, name: str, model: Decoder, bridge: Bridge) -> None:
+        self.name, self.model, self.bridge = name, model, bridge
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        self.grow(rows, chunks)
+        texts = [self.bridge.whole(self.prompts[p], tokens) for p, tokens in self.rows]
+        longest, context = max(map(len, texts)), self.model.shape.context
+        if longest > context:
+            raise ValueError(f"{self.name} has a context of {context} tokens, and a candidate has {longest} of its")
+        device = self.model.head_weight.device
+        found = torch.empty(len(texts), device=device)
+        for part in bins(dict(enumerate(map(len, texts))), self.MICRO_BATCH):
+            lengths = [len(texts[i]) for i in part]
+            tokens = torch.tensor([token for i in part for token in texts[i]], device=device)
+            last = torch.tensor(lengths, device=device).cumsum(0) - 1
+            found[part] = as_values(self.model(tokens, lengths, last, score)[:, 0], kind_of(self.model))
+        return found
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

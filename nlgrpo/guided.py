@@ -168,23 +168,38 @@ class ModelValue:
     """A value model with the policy's tokens: a decoder with one output, which reads each chunk once."""
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.rows, self.room = name, Rows(model), room
+        self.name, self.model, self.rows, self.room = name, model, Rows(model), room
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest, context = max(map(len, prompts)) + self.room, self.rows.model.shape.context
+        longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
         if longest > context:
             raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
         self.rows.begin(prompts)
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        device, longest = self.rows.model.head_weight.device, max(map(len, chunks))
+        device, longest = self.model.head_weight.device, max(map(len, chunks))
         self.rows.branch(rows, longest)
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
         last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
-        return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.rows.model))
+        return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.model))
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows.branch(rows, 0)
+
+
+class Prefixes:
+    """The rows of a value that reads candidates whole: of each its prompt's number, and what was drawn behind it."""
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompts = prompts
+        self.rows: list[tuple[int, tuple[int, ...]]] = [(p, ()) for p in range(len(prompts))]
+
+    def grow(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> None:
+        """Row i becomes what row ``rows[i]`` was, with ``chunks[i]`` behind it."""
+        self.rows = [(self.rows[r][0], (*self.rows[r][1], *chunk)) for r, chunk in zip(rows, chunks, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
 
 
 class Policy:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo import reference_rollouts
+from nlgrpo import hf_weights, reference_rollouts
+from nlgrpo.bridge import Bridge
+from nlgrpo.parts import load_tokenizer
 from nlgrpo.reference_rollouts import ReferenceRollouts
 from nlgrpo.sample_store import digest_of_tokenizer
 
@@ -18,6 +20,8 @@ from nlgrpo.sample_store import digest_of_tokenizer
 class Outcomes:
     """R completions of the prompts in front of them, and their rewards (R,) float64; in the order of the rollouts."""
 
+    asked: list[tuple[int, ...]]
+    """What each prompt is in the policy's tokens."""
     prompts: list[list[int]]
     completions: list[list[int]]
     rewards: Tensor
@@ -30,7 +34,7 @@ class Outcomes:
         return len(self.completions)
 
     def __repr__(self) -> str:
-        text = f"{len(self):,} completions of {len(set(map(tuple, self.prompts))):,} prompts, {self.tokens:,} tokens"
+        text = f"{len(self):,} completions of {len(set(self.asked)):,} prompts, {self.tokens:,} tokens"
         notes = ((self.abstained, "left out that no reward judges"), (self.too_long, "left out that are too long"))
         return "; ".join([text, *(f"{count:,} {what}" for count, what in notes if count)])
 
@@ -40,17 +44,18 @@ class Outcomes:
 
     def split(self, prompts: int) -> tuple[Outcomes, Outcomes]:
         """Without the last ``prompts`` different prompts, at most half of them, and these: no prompt is in both."""
-        known = list(dict.fromkeys(map(tuple, self.prompts)))
+        known = list(dict.fromkeys(self.asked))
         held = set(known[len(known) - min(prompts, len(known) // 2) :])
         sides: tuple[list[int], list[int]] = ([], [])
-        for i, prompt in enumerate(self.prompts):
-            sides[tuple(prompt) in held].append(i)
+        for i, prompt in enumerate(self.asked):
+            sides[prompt in held].append(i)
         return self._part(sides[0]), replace(self._part(sides[1]), abstained=0, too_long=0)
 
     def _part(self, rows: Sequence[int]) -> Outcomes:
         pick = torch.tensor(rows, dtype=torch.int64)
         return replace(
             self,
+            asked=[self.asked[i] for i in rows],
             prompts=[self.prompts[i] for i in rows],
             completions=[self.completions[i] for i in rows],
             rewards=self.rewards[pick],
@@ -67,10 +72,12 @@ def load(
 ) -> Outcomes:
     """Of all ``folders``. ``rewards``: names, weighed by ``weights``; none: all of them, with 1 each.
 
-    Raises ValueError for rollouts that are cut short, of another tokenizer or without a reward, and where none is left.
+    Rollouts of a model with another tokenizer are read as texts (`Bridge`). Raises ValueError for rollouts that are cut
+    short or without a reward, for those of a model whose tokenizer has changed, and where none is left.
     """
     found = [_of_one(reference_rollouts.load(folder), tokenizer, rewards, weights, max_length) for folder in folders]
     whole = Outcomes(
+        asked=[prompt for each in found for prompt in each.asked],
         prompts=[prompt for each in found for prompt in each.prompts],
         completions=[completion for each in found for completion in each.completions],
         rewards=torch.cat([each.rewards for each in found]),
@@ -89,25 +96,38 @@ def _of_one(
     weights: Sequence[float],
     max_length: int,
 ) -> Outcomes:
-    if rollouts.index.origin.tokenizer != digest_of_tokenizer(tokenizer):
-        raise ValueError(
-            f"the rollouts in {rollouts.folder} were drawn with the tokenizer of {rollouts.index.model}, and the value "
-            "model has another one; begin it at a model with that tokenizer"
-        )
+    bridge = _bridge(rollouts, tokenizer)
     names = list(rewards) or list(rollouts.rewards)
     worth = sum(
         (weight * rollouts.reward(name) for name, weight in zip(names, weights or [1.0] * len(names), strict=True)),
         start=torch.zeros_like(rollouts.logprobs),
     )
-    prompts, completions, kept, abstained, too_long = [], [], [], 0, 0
+    asked, prompts, completions, kept, abstained, too_long = [], [], [], [], 0, 0
     for (prompt, own), values in zip(rollouts.tokens(), worth.tolist(), strict=True):
+        whose = tuple(prompt)
         for completion, value in zip(own, values, strict=True):
+            read = bridge.parts(prompt, completion) if bridge else (prompt, completion)
             if value != value:
                 abstained += 1
-            elif len(prompt) + len(completion) > max_length:
+            elif sum(map(len, read)) > max_length:
                 too_long += 1
             else:
-                prompts.append(prompt)
-                completions.append(completion)
+                asked.append(whose)
+                prompts.append(read[0])
+                completions.append(read[1])
                 kept.append(value)
-    return Outcomes(prompts, completions, torch.tensor(kept, dtype=torch.float64), abstained, too_long)
+    return Outcomes(asked, prompts, completions, torch.tensor(kept, dtype=torch.float64), abstained, too_long)
+
+
+def _bridge(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Bridge | None:
+    """From the tokens of the rollouts to the tokenizer's; None where these are the same."""
+    drawn = rollouts.index.origin.tokenizer
+    if drawn == digest_of_tokenizer(tokenizer):
+        return None
+    theirs = load_tokenizer(hf_weights.locate(rollouts.index.model))
+    if drawn != digest_of_tokenizer(theirs):
+        raise ValueError(
+            f"the rollouts in {rollouts.folder} were drawn with a tokenizer that {rollouts.index.model} no longer has, "
+            "and the value model has another one"
+        )
+    return Bridge(theirs, tokenizer)

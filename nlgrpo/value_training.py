@@ -24,6 +24,7 @@ from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.parallel import Ranks, shard
 from nlgrpo.parts import compute_dtype, load_tokenizer
+from nlgrpo.sample_store import digest_of_tokenizer
 from nlgrpo.tables import named_lines
 from nlgrpo.value import as_values, kind_of, lambda_returns, outputs, set_kind
 from nlgrpo.value_config import ValueConfig, check, from_arguments
@@ -225,6 +226,8 @@ def _teacher(path: str, beta: float, run: Run) -> Teacher:
     model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device)
     if not trained:
         raise ValueError(f"compress.values: {path} is no value model; it has no head of one output")
+    if digest_of_tokenizer(load_tokenizer(reward_model.locate(path)[0])) != digest_of_tokenizer(run.tokenizer):
+        raise ValueError(f"compress.values: {path} has another tokenizer than {run.config.model.path}")
     if model.shape.vocab != run.model.shape.vocab or model.shape.context < run.max_length:
         raise ValueError(
             f"compress.values: {path} has a vocabulary of {model.shape.vocab:,} and a context of "

@@ -194,7 +194,33 @@ def test_refused(work, capsys, changes, said):
     assert said in refused(command(work, **changes), capsys)
 
 
-def test_another_tokenizer_and_betas_of_nothing(work, tmp_path, capsys):
+def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
+    """Against transformers, on what its tokenizer makes of the text; w0 and w1 have changed places in it."""
+    value, tokenizer = swapped(work, tmp_path)
+    model, policys = loaded(work)
+    found = load_values([work / "gpt2", value], [1.0, 0.5], policys, room=6)
+    assert [type(one) for one, _ in found] == [guided.ModelValue, guidance.TextValue]
+    ids, sampling = [policys(text).input_ids for text in PROMPTS], Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    candidates, cost = guided.search(model.float(), ids, Search(2, 3, 2), sampling, found[1:], seed=5, valued=True)
+    theirs = AutoModelForSequenceClassification.from_pretrained(value).eval()
+    theirs.config.pad_token_id = None
+    ended = 0
+    for prompt, own in zip(PROMPTS, candidates, strict=True):
+        for one in own:
+            text = policys.decode([*policys(prompt).input_ids, *one.tokens], skip_special_tokens=True)
+            own_ids = tokenizer(text).input_ids + [EOS] * (one.tokens[-1] in policys.all_special_ids)
+            assert one.value == pytest.approx(theirs(torch.tensor([own_ids])).logits.item() / 0.5, abs=1e-4)
+            ended += one.finished
+    assert ended > 0
+    assert cost.queries > 0
+    reader, _ = found[1]
+    reader.begin([[5] * reader.model.shape.context])
+    with pytest.raises(ValueError, match=r"has a context of (\d+) tokens, and a candidate has \d+ of its"):
+        reader.score([0], [[5]])
+
+
+def swapped(work, tmp_path):
+    """A value model whose tokenizer has two words in each other's places."""
     model, _ = reward_model.load(str(work / "gpt2"))
     tiny_model(tmp_path / "base", "gpt2")
     tokens = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
@@ -203,8 +229,10 @@ def test_another_tokenizer_and_betas_of_nothing(work, tmp_path, capsys):
     (tmp_path / "base" / "tokenizer.json").write_text(json.dumps(tokens))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     reward_model.save(model, tmp_path / "value", tokenizer=tokenizer, pad=0, max_length=64)
-    said = refused(command(work, values=(tmp_path / "value",)), capsys)
-    assert "has another tokenizer than the model that it is to guide" in said
+    return tmp_path / "value", tokenizer
+
+
+def test_betas_of_nothing(work, capsys):
     said = refused(["generate", "w1", "--model", str(work / "policy"), "--betas", "1"], capsys)
     assert "betas are of the value models" in said
     model, tokenizer = loaded(work)

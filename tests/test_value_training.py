@@ -368,14 +368,38 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
     assert "compress.betas = (0.0,): allowed is numbers > 0" in refused(compress__betas=(0.0,), **policy)
 
 
-def test_tokens_of_another_tokenizer(work, tmp_path, capsys):
+def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys):
+    """Two words have changed places in the value model's; what has, has in its tokens, and nothing else."""
     tiny_model(tmp_path / "model", "gpt2")
     tokens = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
+    places = {vocabulary["w0"]: vocabulary["w1"], vocabulary["w1"]: vocabulary["w0"]}
     vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokens))
-    assert cli.main(arguments(work, "refused", model__path=tmp_path / "model")) == 1
-    assert "were drawn with the tokenizer of" in capsys.readouterr().err
+    policy, own = (AutoTokenizer.from_pretrained(folder) for folder in (work / "policy", tmp_path / "model"))
+    plain = value_data.load([str(work / "rollouts")], policy, rewards=["first"], max_length=64)
+    found = value_data.load([str(work / "rollouts")], own, rewards=["first"], max_length=64)
+    assert found.asked == plain.asked
+    assert torch.equal(found.rewards, plain.rewards)
+
+    def read(ids):
+        kept = [places.get(i, i) for i in ids if i not in policy.all_special_ids]
+        return kept + [EOS] * (ids[-1] in policy.all_special_ids)
+
+    assert found.prompts == [[places.get(i, i) for i in ids] for ids in plain.prompts]
+    assert found.completions == [read(ids) for ids in plain.completions]
+    assert any(ids != read(ids) for ids in plain.completions)
+    sides = [{tuple(ids) for ids in side.asked} for side in found.split(2)]
+    assert not sides[0] & sides[1]
+    assert cli.main(arguments(work, "by text", model__path=tmp_path / "model")) == 0
+
+    (work / "policy" / "tokenizer.json").rename(tmp_path / "kept.json")
+    try:
+        (work / "policy" / "tokenizer.json").write_text(json.dumps(tokens | {"added_tokens": []}))
+        with pytest.raises(ValueError, match="no longer has"):
+            value_data.load([str(work / "rollouts")], own, rewards=["first"], max_length=64)
+    finally:
+        (tmp_path / "kept.json").rename(work / "policy" / "tokenizer.json")
 
 
 def test_the_command(work, capsys):
