@@ -21,8 +21,9 @@ import torch
 from common import machine, one_line, save
 
 from nlgrpo import hf_weights, model, parts, reward_model
+from nlgrpo.chunks import ModelValue
 from nlgrpo.engine import generate
-from nlgrpo.guided import ModelValue, Search, search
+from nlgrpo.guided import Search, search
 from nlgrpo.sampling import Sampling
 
 ASSETS = Path(__file__).parents[1] / "nlgrpo" / "assets"

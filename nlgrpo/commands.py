@@ -15,9 +15,10 @@ import tyro
 from transformers import PreTrainedTokenizerBase
 from tyro.conf import Positional
 
-from nlgrpo import engine, guidance, hf_weights
-from nlgrpo import model as models
+from nlgrpo import foreign, guidance, hf_weights
+from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Search
+from nlgrpo.model import Decoder
 from nlgrpo.parts import load_tokenizer, stop_ids_of
 from nlgrpo.recipes import RECIPES
 from nlgrpo.sampling import Sampling
@@ -88,12 +89,14 @@ def generate(arguments: Sequence[str]) -> int:
     options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
     source = hf_weights.locate(options.model)
     tokenizer = load_tokenizer(source)
-    model = models.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    model = foreign.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    if said := foreign.note(source):
+        print(f"{options.model}{said}", file=sys.stderr)
     sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
     if options.guide:
         return _generate_guided(options, model, tokenizer, sampling)
     ids = [tokenizer(text, verbose=False).input_ids for text in options.prompts]  # too long: the engine says so
-    rollout = engine.generate(model, ids, options.samples, sampling, seed=options.seed)
+    rollout = foreign.generate(model, ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     logprobs = rollout.logprobs.flatten(0, 1).tolist()
@@ -108,10 +111,10 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def _generate_guided(
-    options: Generate, model: models.Decoder, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    options: Generate, model: Decoder | Foreign, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> int:
     """The response of a search to each prompt, and what it was chosen by."""
-    temperature, device = options.search_temperature, model.head_weight.device
+    temperature, device = options.search_temperature, next(model.parameters()).device
     how = Search(options.beams, options.successors, options.chunk, temperature, options.diverse)
     chooser = guidance.Chooser.of(options.choose, device)
     room = sampling.max_new_tokens

@@ -27,14 +27,15 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import config_checks, guidance, guided, hf_weights, parallel, parts, writing
+from nlgrpo import config_checks, foreign, guidance, guided, hf_weights, parallel, parts, writing
 from nlgrpo import model as models
 from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
 from nlgrpo.draws import Origin, Scorer, scorers
 from nlgrpo.evaluation import bootstrap
-from nlgrpo.families import shape_of
+from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.recipes import from_arguments
@@ -166,8 +167,8 @@ class Comparison:
     crew: Crew
 
     @cached_property
-    def model(self) -> Decoder:
-        return models.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
+    def model(self) -> Decoder | Foreign:
+        return foreign.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -209,7 +210,7 @@ class Comparison:
         return torch.stack([self.cfg.rewards[name].weight * x for name, x in found.values.items()]).sum(0)
 
 
-class RewardOfPrefixes(guided.Prefixes):
+class RewardOfPrefixes(Prefixes):
     """The rewards of prefixes as if they were whole, times a weight: a value that nobody trained, as in ARGS."""
 
     name = "the reward of a prefix"
@@ -238,7 +239,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     """Read tokenizer, prompts and rewards. Raises ValueError for what cannot be run."""
     source = hf_weights.locate(cfg.model.path)
     tokenizer = parts.load_tokenizer(source)
-    room = parts.room_for_prompts(cfg, shape_of(models.read_config(source)))
+    room = parts.room_for_prompts(cfg, foreign.limits_of(models.read_config(source)))
     _, held_out = parts.load_prompts(cfg, tokenizer, room)
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
@@ -294,7 +295,7 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
     unjudged = rewards.isnan().nonzero()[:, 0].tolist()
     if unjudged:
         raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
-    used = [value.model for value, _ in values if isinstance(value, guided.ModelValue | guidance.TextValue)]
+    used = [value.model for value, _ in values if isinstance(value, ModelValue | guidance.TextValue)]
     return {
         "method": way.method,
         "budget": way.budget,
@@ -364,7 +365,8 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 def plan(c: Comparison) -> Table:
     sampling = c.sampler.sampling
     rows = {
-        "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}",
+        "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
+        f"{foreign.note(c.source)}",
         "prompts": f"{len(c.batch.ids):,} that runs hold out; responses of up to {sampling.max_new_tokens} tokens at "
         f"temperature {sampling.temperature:g}",
         "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo import model as models
+from nlgrpo import foreign
 from nlgrpo.config import RewardConfig
 from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
+from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
 from nlgrpo.objectives import Objective, per_completion
 from nlgrpo.rewards import Reward, RewardError
@@ -110,14 +111,14 @@ class Draws:
             for start in range(0, len(self.batch.ids), self.per_file)
         ]
 
-    def load(self, device: torch.device) -> Decoder:
-        return models.load(self.source, dtype=self.dtype, device=device)
+    def load(self, device: torch.device) -> Decoder | Foreign:
+        return foreign.load(self.source, dtype=self.dtype, device=device)
 
     def drawn(self, chunk: Batch) -> bool:
         """Whether the file of these prompts is there and whole."""
         return self.store.has(chunk_name(chunk.index, chunk.ids))
 
-    def draw(self, model: Decoder, chunk: Batch) -> Rollout:
+    def draw(self, model: Decoder | Foreign, chunk: Batch) -> Rollout:
         rollout = self.sampler.draw(model, chunk)
         self.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(rollout))
         return rollout

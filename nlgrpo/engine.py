@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,7 @@ def generate(
     """
     if samples < 1:
         raise ValueError(f"samples = {samples}: expected at least 1")
-    check_prompts(model, prompts, sampling)
+    check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
     chunk = max(1, max_rows // samples)
     with torch.inference_mode():
@@ -67,34 +68,47 @@ def generate(
             _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk])
             for i in range(0, len(prompts), chunk)
         ]
-    longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
-    device = model.head_weight.device
-    empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
-    tokens = torch.cat([empty, *(F.pad(t, (0, longest - t.shape[1])) for t, _ in parts)])
-    logprobs = torch.cat([empty.float(), *(F.pad(p, (0, longest - p.shape[1])) for _, p in parts)])
-    return _rollout(prompts, tokens, logprobs, samples, sampling)
+    return rollout_of(prompts, parts, samples, sampling, model.head_weight.device)
 
 
-def check_prompts(model: Decoder, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """ValueError for a prompt that the model cannot go on from with so many new tokens."""
-    room = model.shape.context - sampling.max_new_tokens
+class Limits(Protocol):
+    """What a model reads: tokens of a sequence, and of its vocabulary."""
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+
+def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """ValueError for a prompt that a model cannot go on from with so many new tokens."""
+    room = limits.context - sampling.max_new_tokens
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {i} is empty; it needs one token at least, such as the tokenizer's BOS")
         if len(prompt) > room:
             raise ValueError(
                 f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {sampling.max_new_tokens} passes "
-                f"the model's context of {model.shape.context}; shorten the prompt or lower max_new_tokens"
+                f"the model's context of {limits.context}; shorten the prompt or lower max_new_tokens"
             )
-        if not 0 <= min(prompt) <= max(prompt) < model.shape.vocab:
-            raise ValueError(f"prompt {i} has a token id outside [0, {model.shape.vocab}), the model's vocabulary")
+        if not 0 <= min(prompt) <= max(prompt) < limits.vocab:
+            raise ValueError(f"prompt {i} has a token id outside [0, {limits.vocab}), the model's vocabulary")
 
 
-def _rollout(
-    prompts: Sequence[Sequence[int]], tokens: Tensor, logprobs: Tensor, samples: int, sampling: Sampling
+def rollout_of(
+    prompts: Sequence[Sequence[int]],
+    parts: Sequence[tuple[Tensor, Tensor]],
+    samples: int,
+    sampling: Sampling,
+    device: torch.device,
 ) -> Rollout:
-    """Cut the (R, L) draws after their first stop id; what a row drew behind it, while still in the batch, goes."""
-    rows, longest = tokens.shape
+    """From tokens and log-probs (r, l) of some rows after the others; what they drew behind a stop id goes."""
+    longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
+    empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
+    tokens = torch.cat([empty, *(F.pad(t, (0, longest - t.shape[1])) for t, _ in parts)])
+    logprobs = torch.cat([empty.float(), *(F.pad(p, (0, longest - p.shape[1])) for _, p in parts)])
+    rows = len(tokens)
     stopped = is_stop(tokens, stop_tensor(sampling, tokens.device))
     finished = stopped.any(-1)
     first = stopped.int().argmax(-1) if longest else torch.zeros_like(finished, dtype=torch.int64)

@@ -252,7 +252,8 @@ def draw(e: Evaluation, candidate: Draws) -> None:
 
 def measure_kl(e: Evaluation, candidates: Sequence[Draws]) -> None:
     """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
-    reference = cache(partial(e.candidates[0].load, e.ranks.device))
+    first = e.candidates[0]
+    reference = cache(partial(models.load, first.source, dtype=first.dtype, device=e.ranks.device))
     pieces = [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks]
     missing = e.crew.missing(pieces, lambda piece: piece[0].store.has(kl_name(e, piece[1])))
     e.crew.work("KL to the reference", missing, lambda piece: _measure_kl(e, reference(), *piece))

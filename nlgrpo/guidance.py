@@ -17,8 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.bridge import Bridge
 from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.engine import Rollout
-from nlgrpo.guided import Candidate, Cost, ModelValue, Search, Value
+from nlgrpo.foreign import Foreign
+from nlgrpo.guided import Candidate, Cost, Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.packing import bins
 from nlgrpo.parts import load_tokenizer
@@ -180,7 +182,7 @@ def load_values(
     return found
 
 
-class TextValue(guided.Prefixes):
+class TextValue(Prefixes):
     """A value model with another tokenizer than the policy: it reads every candidate's text, whole, at every chunk.
 
     Without caches, because the last tokens of a text may change with what comes behind it.
@@ -245,7 +247,7 @@ def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[i
 
 
 def respond(
-    model: Decoder,
+    model: Decoder | Foreign,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     how: Search,

@@ -20,11 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nlgrpo.engine import Prefill, check_prompts, is_stop, run_blocks, stop_tensor
-from nlgrpo.model import Decoder, packed_positions
-from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
-from nlgrpo.shared_cache import SharedCache
-from nlgrpo.value import as_values, kind_of
+from nlgrpo.chunks import ForeignPolicy, ModelValue, Policy, policy_of
+from nlgrpo.engine import check_prompts
+from nlgrpo.foreign import Foreign
+from nlgrpo.model import Decoder
+from nlgrpo.sampling import Sampling, uniform_noise
 
 
 @dataclass(frozen=True)
@@ -131,150 +131,12 @@ def select(values: Sequence[float], groups: Sequence[Hashable], beams: int, *, d
     return chosen + [i for i in order if i not in taken][: beams - len(chosen)]
 
 
-# --- the model, chunk by chunk ----------------------------------------------------------------------------------------
-
-
-class Rows:
-    """A model with a cache for every row: read what is new, branch."""
-
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts, each a row; (P, V) of the head behind their last tokens."""
-        device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
-        packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
-        last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last)
-        self.cache = SharedCache(attend.kv, lengths)
-        return out
-
-    def read(self, tokens: Tensor, select: Tensor) -> Tensor:
-        """Read n tokens of every row, (R, n); (R, V) of the head behind token ``select`` (R,) of each."""
-        rows, n = tokens.shape
-        positions = self.cache.positions(n)
-        at = torch.arange(rows, device=tokens.device) * n + select
-        out = run_blocks(self.model, tokens.flatten(), positions, self.model.rope(positions), self.cache, at)
-        self.cache.advance(n)
-        return out
-
-    def branch(self, rows: Sequence[int], tokens: int) -> None:
-        """Go on with these of the rows, for ``tokens`` that are read before the next branch."""
-        self.cache.branch(torch.tensor(rows, device=self.model.head_weight.device), tokens)
-
-
-class ModelValue:
-    """A value model with the policy's tokens: a decoder with one output, which reads each chunk once."""
-
-    def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.model, self.rows, self.room = name, model, Rows(model), room
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
-        if longest > context:
-            raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
-        self.rows.begin(prompts)
-
-    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        device, longest = self.model.head_weight.device, max(map(len, chunks))
-        self.rows.branch(rows, longest)
-        tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
-        last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
-        return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.model))
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows.branch(rows, 0)
-
-
-class Prefixes:
-    """The rows of a value that reads candidates whole: of each its prompt's number, and what was drawn behind it."""
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.prompts = prompts
-        self.rows: list[tuple[int, tuple[int, ...]]] = [(p, ()) for p in range(len(prompts))]
-
-    def grow(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> None:
-        """Row i becomes what row ``rows[i]`` was, with ``chunks[i]`` behind it."""
-        self.rows = [(self.rows[r][0], (*self.rows[r][1], *chunk)) for r, chunk in zip(rows, chunks, strict=True)]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
-
-
-class Policy:
-    """The frozen model: draws the next chunk of every candidate."""
-
-    def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
-        self.rows, self.sampling, self.seed = Rows(model), sampling, seed
-        self.stops = stop_tensor(sampling, model.head_weight.device)
-
-    def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
-        self.logits = self.rows.begin(prompts)
-        self.index = torch.tensor(list(index), device=self.logits.device)
-
-    def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
-        """Go on with these of the rows, whose ``last`` tokens have been drawn and not been read."""
-        self.rows.branch(rows, 1)
-        tokens = torch.tensor(last, device=self.stops.device)
-        self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
-
-    def expand(
-        self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
-    ) -> list[Chunk]:
-        """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id.
-
-        These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
-        and the position: the draws have no other cause. ``likely``: token number ``likely[i]`` of row i by probability,
-        instead of a draw.
-        """
-        cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
-        self.rows.branch(rows, tokens - 1)
-        logits, done = self.logits[source], torch.zeros_like(source, dtype=torch.bool)
-        drawn, logprobs = list[Tensor](), list[Tensor]()
-        positions = torch.arange(cache.column, cache.column + tokens, device=source.device)
-        place = torch.tensor(places, device=source.device)
-        noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
-        for t in range(tokens):
-            logp = log_distribution(logits, self.sampling)
-            token = draw(logp, noise[:, t]) if likely is None else _likeliest(logp, likely)
-            drawn.append(token)
-            logprobs.append(logp.gather(1, token[:, None])[:, 0])
-            done |= is_stop(token, self.stops)
-            if t + 1 == tokens or bool(done.all()):
-                break
-            logits = self.rows.read(token[:, None], torch.zeros_like(token))
-        found = zip(torch.stack(drawn, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
-        return [_cut(*row, set(self.sampling.stop_ids)) for row in found]
-
-
-def _likeliest(logp: Tensor, ranks: Sequence[int]) -> Tensor:
-    """(R,) of each row's token with this rank by log-prob (R, V), the likeliest first; equals in their order."""
-    order = logp.argsort(dim=-1, descending=True, stable=True)
-    at = torch.tensor(ranks, device=logp.device).clamp(max=logp.shape[1] - 1)
-    return order.gather(1, at[:, None])[:, 0]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    ended: bool
-    """By a stop id."""
-
-
-def _cut(tokens: Sequence[int], logprobs: Sequence[float], stops: set[int]) -> Chunk:
-    end = next((i for i, token in enumerate(tokens) if token in stops), None)
-    length = len(tokens) if end is None else end + 1
-    return Chunk(tuple(tokens[:length]), tuple(logprobs[:length]), end is not None)
-
-
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def search(
-    model: Decoder,
+    model: Decoder | Foreign,
     prompts: Sequence[Sequence[int]],
     how: Search,
     sampling: Sampling,
@@ -287,9 +149,10 @@ def search(
 ) -> tuple[list[list[Candidate]], Cost]:
     """The complete candidates of every prompt, among which its response is to be chosen, and what they have cost.
 
-    ``values``: value models, each with its beta; a candidate is worth the sum of V_i / beta_i. A candidate is complete
-    when it has ended by a stop id or has ``sampling.max_new_tokens``. With chunks of as many tokens no value is asked
-    for, and the candidates are the U = K B samples that `engine.generate` draws with this seed and ``index``.
+    ``model``: a decoder, or what `foreign.load` has read of another architecture (slower: every chunk reads its
+    prefix). ``values``: value models, each with its beta; a candidate is worth the sum of V_i / beta_i. A candidate is
+    complete when it has ended by a stop id or has ``sampling.max_new_tokens``. With chunks of as many tokens no value
+    is asked for, and the candidates are the U = K B samples that `engine.generate` draws with this seed and ``index``.
     ``max_rows`` bounds the rows of a cache; at least one prompt's are. ``valued``: complete candidates are valued too,
     for one of them to be chosen by it; each costs a query more.
 
@@ -298,10 +161,10 @@ def search(
     for value, beta in values:
         if not (math.isfinite(beta) and beta > 0):
             raise ValueError(f"beta of {value.name} = {beta}: expected a finite number > 0")
-    check_prompts(model, prompts, sampling)
+    check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
-    policy, cost, together = Policy(model, sampling, seed), Cost(), max(1, max_rows // how.candidates)
-    found = []
+    policy = policy_of(model, sampling, seed)
+    found, cost, together = [], Cost(), max(1, max_rows // how.candidates)
     for i in range(0, len(prompts), together):
         tree = _Tree(policy, values, how, index[i : i + together], cost, valued)
         found += tree.grow(prompts[i : i + together])
@@ -330,7 +193,7 @@ class _Beam:
 class _Tree:
     """The search of some prompts at once; all rows have drawn equally many tokens."""
 
-    policy: Policy
+    policy: Policy | ForeignPolicy
     values: Sequence[tuple[Value, float]]
     how: Search
     index: Sequence[int]
@@ -411,8 +274,8 @@ class _Tree:
 
     def _bytes(self) -> int:
         """Of the caches; a value that is no model has none."""
-        held = [self.policy.rows, *(value.rows for value, _ in self.values if isinstance(value, ModelValue))]
-        return sum(rows.cache.nbytes for rows in held)
+        values = [value for value, _ in self.values if isinstance(value, ModelValue)]
+        return self.policy.nbytes + sum(value.rows.cache.nbytes for value in values)
 
     def _keys(self, own: Sequence[_Beam], drawn: int) -> list[float]:
         """V / temperature and Gumbel noise: the order of draws without replacement from e^(V / temperature)."""

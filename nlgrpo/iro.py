@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from nlgrpo import (
     config_checks,
     fitting,
+    foreign,
     guidance,
     guided,
     parallel,
@@ -42,6 +43,7 @@ from nlgrpo import (
 from nlgrpo.config import Config, ModelConfig, OptimConfig
 from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
+from nlgrpo.foreign import Foreign
 from nlgrpo.guidance import Guide
 from nlgrpo.guided import Search, Value
 from nlgrpo.model import Decoder
@@ -166,7 +168,7 @@ class GuidedSampler(Sampler):
         room = self.sampling.max_new_tokens
         return guidance.load_values(self.guide.values, self.guide.betas, self.tokenizer, room=room, device=self.device)
 
-    def draw(self, model: Decoder, batch: Batch) -> Rollout:
+    def draw(self, model: Decoder | Foreign, batch: Batch) -> Rollout:
         with gathered(model):
             found, _ = guided.search(
                 model,
@@ -365,7 +367,7 @@ def plan(loop: Loop) -> Table:
     options, job = loop.options, loop.job(1)
     search, count = options.search, len(job.batch.ids)
     rows = {
-        "model": f"{loop.cfg.model.path}, frozen",
+        "model": f"{loop.cfg.model.path}, frozen{foreign.note(job.source)}",
         "prompts": f"{count:,} of {job.prompts!r}" + ", others in each iteration" * (count < len(job.prompts)),
         "rollouts": f"{options.samples} of each prompt in iteration 1, then {search.candidates}: {search.beams} beams "
         f"x {search.successors} chunks of {search.chunk} tokens, of {job.origin.sampling.max_new_tokens} at most",

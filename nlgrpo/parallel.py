@@ -106,13 +106,13 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
 
 
 @contextmanager
-def gathered(model: Decoder) -> Iterator[Decoder]:
+def gathered(model: nn.Module) -> Iterator[None]:
     """Within, every rank holds the whole parameters in the type they compute in, as generation needs them."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
     try:
-        yield model
+        yield
     finally:
         for module in sharded:
             module.reshard()

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nlgrpo import data, objectives, rewards, user_code
 from nlgrpo.config import Config
-from nlgrpo.families import Shape
+from nlgrpo.engine import Limits
 from nlgrpo.sampling import Sampling
 
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
@@ -36,16 +36,16 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"{source} has no tokenizer that transformers can read: {error}") from error
 
 
-def room_for_prompts(cfg: Config, shape: Shape) -> int:
+def room_for_prompts(cfg: Config, limits: Limits) -> int:
     """Tokens that a prompt may have: what is asked for, as far as the completions leave it.
 
     Raises ValueError where they leave none.
     """
-    room = shape.context - cfg.rollout.max_new_tokens
+    room = limits.context - cfg.rollout.max_new_tokens
     if room < 1:
         raise ValueError(
             f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
-            f"{shape.context} tokens that {cfg.model.path} has"
+            f"{limits.context} tokens that {cfg.model.path} has"
         )
     return min(room, cfg.data.max_prompt_tokens or room)
 

@@ -29,6 +29,7 @@ from nlgrpo import (
     calibration_figures,
     config_checks,
     figures,
+    foreign,
     hf_weights,
     kolmogorov_smirnov,
     parallel,
@@ -40,7 +41,7 @@ from nlgrpo import model as models
 from nlgrpo.config import Config
 from nlgrpo.data import Batch, PromptSet
 from nlgrpo.draws import Draws, Origin, Scorer, open_store, scorers
-from nlgrpo.families import shape_of
+from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
 from nlgrpo.parallel import Ranks
 from nlgrpo.recipes import from_arguments
@@ -124,7 +125,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Job:
     source = hf_weights.locate(cfg.model.path)
     tokenizer = parts.load_tokenizer(source)
     in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))
-    room = parts.room_for_prompts(cfg, shape_of(models.read_config(source)))
+    room = parts.room_for_prompts(cfg, foreign.limits_of(models.read_config(source)))
     prompts = parts.prompts_of(in_order, cfg.data.source, cfg.data.split, tokenizer, room)
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     dtype = parts.compute_dtype(cfg.model.dtype, crew.ranks.device)
@@ -149,7 +150,8 @@ def plan(job: Job) -> Table:
     sampling, P, K = job.origin.sampling, len(job.batch.ids), job.sampler.samples
     filters = [f", {name} {getattr(sampling, name):g}" for name in ("top_k", "top_p", "min_p")]
     rows = {
-        "reference": f"{job.cfg.model.path}, computes in {str(job.dtype).removeprefix('torch.')}",
+        "reference": f"{job.cfg.model.path}, computes in {str(job.dtype).removeprefix('torch.')}"
+        f"{foreign.note(job.source)}",
         "ranks": f"{job.crew.ranks.world} on {job.crew.ranks.device.type}",
         "prompts": f"the first {P:,} of {job.prompts!r}{_repeated(job.batch)}",
         "samples": f"{K:,} of each, {P * K:,} completions of up to {sampling.max_new_tokens} tokens, at temperature "
@@ -229,7 +231,7 @@ def roll_out(job: Job, draws: Draws) -> Drawn | None:
     return total if finished else None
 
 
-def _draw_and_score(job: Job, draws: Draws, model: Callable[[], Decoder], chunk: Batch, own: Drawn) -> None:
+def _draw_and_score(job: Job, draws: Draws, model: Callable[[], Decoder | Foreign], chunk: Batch, own: Drawn) -> None:
     if not draws.drawn(chunk):
         loaded, began = model(), perf_counter()
         own.tokens += int(draws.draw(loaded, chunk).lengths.sum())

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo import engine, rewards
+from nlgrpo import foreign, rewards
 from nlgrpo.data import Batch, Prompt, plain_text
 from nlgrpo.engine import Rollout
+from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
 from nlgrpo.objectives import Objective, per_completion
 from nlgrpo.parallel import Ranks, gathered
@@ -31,9 +32,9 @@ class Sampler:
     seed: int
     rewards: Sequence[rewards.Reward]
 
-    def draw(self, model: Decoder, batch: Batch) -> Rollout:
+    def draw(self, model: Decoder | Foreign, batch: Batch) -> Rollout:
         with gathered(model):
-            return engine.generate(
+            return foreign.generate(
                 model,
                 batch.ids,
                 self.samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,13 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+
+
+def likeliest(logp: Tensor, ranks: Sequence[int]) -> Tensor:
+    """(R,) of each row's token with this rank by log-prob (R, V), the likeliest first; equals in their order."""
+    order = logp.argsort(dim=-1, descending=True, stable=True)
+    at = torch.tensor(ranks, device=logp.device).clamp(max=logp.shape[1] - 1)
+    return order.gather(1, at[:, None])[:, 0]
 
 
 _MASK = 0x7FFFFFFFFFFFFFFF

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nlgrpo import cli, guidance, guided, reward_model
 from nlgrpo import model as models
+from nlgrpo.chunks import ModelValue
 from nlgrpo.engine import generate
 from nlgrpo.guidance import Chooser, load_values, majority, respond
 from nlgrpo.guided import Candidate, Search
@@ -199,7 +200,7 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
     value, tokenizer = swapped(work, tmp_path)
     model, policys = loaded(work)
     found = load_values([work / "gpt2", value], [1.0, 0.5], policys, room=6)
-    assert [type(one) for one, _ in found] == [guided.ModelValue, guidance.TextValue]
+    assert [type(one) for one, _ in found] == [ModelValue, guidance.TextValue]
     ids, sampling = [policys(text).input_ids for text in PROMPTS], Sampling(max_new_tokens=6, stop_ids=(EOS,))
     candidates, cost = guided.search(model.float(), ids, Search(2, 3, 2), sampling, found[1:], seed=5, valued=True)
     theirs = AutoModelForSequenceClassification.from_pretrained(value).eval()

@@ -8,8 +8,9 @@ import torch
 from test_model import random_model
 
 from nlgrpo import model as models
+from nlgrpo.chunks import ModelValue
 from nlgrpo.engine import generate
-from nlgrpo.guided import CHOICE, ModelValue, Search, search, select
+from nlgrpo.guided import CHOICE, Search, search, select
 from nlgrpo.reward_model import with_score_head
 from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
 

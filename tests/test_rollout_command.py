@@ -256,7 +256,7 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
     capsys.readouterr()
     assert cli.main(arguments(work, "grow")) == 0
     assert "2 of 4 files are there" in capsys.readouterr().out
-    monkeypatch.setattr(draws.models, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(draws.foreign, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     assert cli.main(arguments(work, "grow", rewards__one__function=f"{work / 'rewards.py'}:one")) == 0
     assert "tokens/s" not in capsys.readouterr().out
     found = load(work / "grow")

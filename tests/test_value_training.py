@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import EOS, Job, leave_group, run_all, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nlgrpo import cli, guided, reward_model, value_data
+from nlgrpo import chunks, cli, reward_model, value_data
 from nlgrpo import value_training as training
 from nlgrpo.metrics import read_jsonl
 from nlgrpo.parallel import Ranks, full_parameters
@@ -270,7 +270,7 @@ def test_the_exported_model_is_read_by_the_search(work):
         assert (trained, kind_of(model)) == (True, kind)
         theirs = AutoModelForSequenceClassification.from_pretrained(work / f"of {kind}" / "model").double().eval()
         theirs.config.pad_token_id = None
-        value, prompt, chunk = guided.ModelValue("value", model, 8), [4, 5, 6], [7, 8]
+        value, prompt, chunk = chunks.ModelValue("value", model, 8), [4, 5, 6], [7, 8]
         value.begin([prompt])
         raw = theirs(torch.tensor([prompt + chunk])).logits[0]
         expected = raw.sigmoid() if kind == "bce" else raw

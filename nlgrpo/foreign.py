@@ -1,0 +1,172 @@
+"""Frozen models whose architecture nlgrpo's decoder does not know: transformers runs them, and we draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import logging as transformers_logging
+
+from nlgrpo import engine
+from nlgrpo import model as models
+from nlgrpo.engine import Rollout, check_prompts, rollout_of
+from nlgrpo.families import FAMILIES, shape_of
+from nlgrpo.model import Decoder
+from nlgrpo.sampling import Sampling, draw, likeliest, log_distribution, uniform_noise
+
+UNBOUNDED = 1 << 30  # tokens of a model whose config knows no limit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`engine.Limits`, as a Hugging Face config says."""
+
+    context: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Any) -> Limits:
+        text = config.get_text_config()
+        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+        found = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
+        return cls(min(found, default=UNBOUNDED), text.vocab_size)
+
+
+class Foreign(nn.Module):
+    """A causal language model of transformers, whose tokens are drawn as those of our decoder are.
+
+    `transformers.GenerationMixin.generate` runs it, from the whole prefix each time; which token comes is decided by
+    `sampling` and the noise of (seed, prompt, sample, position), so that draws depend on nothing else.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.model.generation_config = GenerationConfig()  # its own may penalise, force or forbid tokens
+        self.shape = Limits.of(model.config)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    def extend(
+        self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens of every prefix and their log-probs, (R, n), for noise (R, n); or fewer, if all have ended.
+
+        Behind a stop id they are not defined. ``likely``: the token of this rank by log-prob in place of a draw.
+        """
+        longest, pad = max(map(len, prefixes)), 0
+        ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prefixes], device=self.device)
+        seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prefixes], device=self.device)
+        drawn = _Draws(noise, sampling, likely)
+        self.model.generate(
+            ids,
+            attention_mask=seen,
+            logits_processor=LogitsProcessorList([drawn]),
+            generation_config=GenerationConfig(
+                max_new_tokens=noise.shape[1],
+                do_sample=False,
+                eos_token_id=list(sampling.stop_ids) or None,
+                pad_token_id=pad,
+            ),
+        )
+        return torch.stack(drawn.tokens, 1), torch.stack(drawn.logprobs, 1)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        index: Sequence[int] | None = None,
+        max_rows: int = 256,
+    ) -> Rollout:
+        """`engine.generate` of this model."""
+        check_prompts(self.shape, prompts, sampling)
+        index, limit, found = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
+        keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
+        for begun in range(0, len(keys), max_rows):
+            part = keys[begun : begun + max_rows]
+            key = torch.tensor([index[p] for p, _ in part], device=self.device)
+            sample = torch.tensor([m for _, m in part], device=self.device)
+            noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
+            found.append(self.extend([prompts[p] for p, _ in part], noise, sampling))
+        return rollout_of(prompts, found, samples, sampling, self.device)
+
+
+class _Draws(LogitsProcessor):
+    """Leaves one token possible: the one that the noise draws."""
+
+    def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None) -> None:
+        self.noise, self.sampling, self.likely = noise, sampling, likely
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logp = log_distribution(scores, self.sampling)
+        token = draw(logp, self.noise[:, len(self.tokens)]) if self.likely is None else likeliest(logp, self.likely)
+        self.tokens.append(token)
+        self.logprobs.append(logp.gather(1, token[:, None])[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
+
+
+# --- either kind ------------------------------------------------------------------------------------------------------
+
+
+def known(config: Any) -> bool:
+    """Whether it is of an architecture that nlgrpo's decoder reads."""
+    return config.model_type in FAMILIES
+
+
+def note(source: Path) -> str:
+    """What to say of a model, once, where it is slower than others."""
+    config = models.read_config(source)
+    return "" if known(config) else f"; transformers runs it, {config.model_type!r} is none of the decoder's: slower"
+
+
+def limits_of(config: Any) -> engine.Limits:
+    return shape_of(config) if known(config) else Limits.of(config)
+
+
+def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder | Foreign:
+    """The decoder, or what transformers makes of another architecture, for a model that stays frozen.
+
+    Safetensors only, and no code of the directory is run. Raises ValueError for what transformers does not know either.
+    """
+    if known(models.read_config(source)):
+        return models.load(source, dtype=dtype, device=device)
+    bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{source} cannot be read by transformers: {error}") from error
+    finally:
+        if bar:
+            transformers_logging.enable_progress_bar()
+    return Foreign(model.to(device))
+
+
+def generate(
+    model: Decoder | Foreign,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    index: Sequence[int] | None = None,
+    max_rows: int = 256,
+) -> Rollout:
+    """`engine.generate`, of a model of either kind."""
+    draws = model.generate if isinstance(model, Foreign) else partial(engine.generate, model)
+    return draws(prompts, samples, sampling, seed=seed, index=index, max_rows=max_rows)
