@@ -1,12 +1,15 @@
 """The scripts of the experiments, whole, on models of 32 words."""
 
 import json
+import random
 import subprocess
 import sys
 
 import pytest
 import transformers
 from helpers import REPOSITORY, tiny_config, tiny_model
+
+from nlgrpo import model as models
 
 pytestmark = pytest.mark.slow
 
@@ -79,3 +82,63 @@ def test_two_rewards_have_no_one_win_rate(tmp_path):
     assert refused.returncode == 2
     assert "length-bon has 2 rewards, and a win rate is by one" in refused.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_guided_budgets(tmp_path):
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    arguments = [
+        REPOSITORY / "examples" / "guided.toml",
+        *("--methods", "bon", "iro:1", "compressed", "cd", "--budgets", "2", "4", "--seeds", "3", "--chunk", "2"),
+        *("--latency-prompts", "2", "--learn=--iterations 1 --samples 4 --beams 2 --successors 2 --value.held-out 1"),
+        *("--out", "budgets", "--", "--model.path", "tiny", "--data.source", "prompts.txt"),
+        *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
+        *("--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    done = run("guided_budgets.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "budgets"
+    rows = json.loads((folder / "seed-3" / "decode" / "decode.json").read_text())
+    mean = {(row["method"], row["budget"]): sum(row["rewards"]) / 4 for row in rows}
+    assert len(mean) == 8
+    shown = done.stdout.splitlines()
+    for name, method in (("best-of-N", "bon"), ("IRO, iteration 1", "iro:1"), ("IRO, compressed", "compressed")):
+        line = next(line for line in shown if line.startswith(f"| {name} |"))
+        found = [float(cell.split()[0]) for cell in line.split("|")[2:4]]
+        assert found == pytest.approx([mean[method, n] for n in (2, 4)], abs=6e-4)
+    leads = [line for line in shown if "IRO, iteration 1 over best-of-N" in line]
+    gap = mean["iro:1", 4] - mean["bon", 4]
+    assert float(leads[1].split(": ")[2].split()[0]) == pytest.approx(gap, abs=6e-5)
+    for file in ("budgets.png", "latency.png"):
+        assert (folder / file).read_bytes().startswith(b"\x89PNG")
+    again = run("guided_budgets.py", *arguments, cwd=tmp_path)
+    assert again.stdout.splitlines()[-8:] == shown[-8:]
+    refused = run("guided_budgets.py", REPOSITORY / "examples" / "guided.toml", "--methods", "cd", cwd=tmp_path)
+    assert "name bon" in refused.stderr
+
+
+def test_make_arithmetic(tmp_path, monkeypatch):
+    for out in ("one", "two"):
+        done = run("make_arithmetic.py", "--out", out, "--terms", "3", "--problems", "8", "--steps", "3", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for file in ("sums.jsonl", "model/model.safetensors", "model/tokenizer.json", "model/config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "one" / "sums.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        assert f"#### {sum(int(term) for term in row['prompt'].rstrip('=').split('+'))}" == row["answer"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one" / "model")
+    text = "12+7+3=19 22 #### 22"
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    models.load(tmp_path / "one" / "model")  # the decoder reads it
+
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    from make_arithmetic import solution
+
+    assert solution([12, 7, 3], 0.0, random.Random(0)) == "19 22 #### 22"
+    for seed in range(20):  # every total is wrong, and the next goes on from it
+        totals = [int(n) for n in solution([12, 7, 3], 1.0, random.Random(seed)).split()[:2]]
+        assert 1 <= abs(totals[0] - 19) <= 9
+        assert 1 <= abs(totals[1] - totals[0] - 3) <= 9
+    assert "expected 2 terms or more" in run("make_arithmetic.py", "--out", "x", "--terms", "1", cwd=tmp_path).stderr

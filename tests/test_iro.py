@@ -3,11 +3,14 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import EOS, Job, run_all, tiny_model
+from helpers import EOS, Job, environment, run_all, tiny_model
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from nlgrpo import cli, guidance, guided, iro
@@ -103,6 +106,37 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert cli.main(arguments(work, "whole")) == 0
     assert "is there" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")} == before
+
+
+@pytest.mark.slow
+def test_two_ranks_are_as_one(work, whole):
+    """Rollouts to the token; values to rounding, because sums over two ranks have another order."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
+
+    def run(command):
+        done = subprocess.run([*torchrun, *command], env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = run(arguments(work, "pair"))
+    assert shown.count(f"guide   {work}") == 1
+    for t in (1, 2):
+        one, two = (load(folder / f"iteration-{t}" / "rollouts") for folder in (whole, work / "pair"))
+        assert list(one.tokens()) == list(two.tokens())
+    for part in ("iteration-1/value", "iteration-2/value", "compressed-2"):
+        one, two = (load_file(folder / part / "model" / "model.safetensors") for folder in (whole, work / "pair"))
+        for name, weight in one.items():
+            torch.testing.assert_close(two[name], weight, atol=1e-5, rtol=1e-5)
+    ways = ["--methods", "bon", "iro", "compressed", "--budgets", "4", "--chunk", "2"]
+    given, kept = arguments(work, "pair"), ("--model.", "--data.", "--rollout.", "--evaluation.", "--rewards.")
+    config = [word for i, name in enumerate(given) if name.startswith(kept) for word in (name, given[i + 1])]
+    found = []
+    for place, command in enumerate((run, lambda command: cli.main(command))):
+        out = work / f"decoded-{place}"
+        command(["decode", "blank", *config, f"--guide={work / 'pair'}", *ways, f"--out={out}"])
+        rows = json.loads((out / "decode.json").read_text())
+        found.append([[row["method"], row["rewards"], row["tokens"]] for row in rows])
+    assert found[0] == found[1]
 
 
 def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys):

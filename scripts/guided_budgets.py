@@ -1,0 +1,239 @@
+"""What value-guided decoding is worth over budgets, and what it costs (IRO, Figs. 3, 5 and 6), on one recipe.
+
+    python scripts/guided_budgets.py examples/guided.toml [--out runs/guided] [--chunk 8] [--budgets 4 8 16 32 64]
+        [--methods bon iro:1 iro:2 iro:3 compressed cd args] [--choose majority] [--seeds 0 1 2] [--jobs 2]
+        [--learn="--prompts 320 --value.lr 1e-3"] [-- --evaluation.prompts 32 ...]
+
+For each seed `nlgrpo iro` learns values, with the options of ``--learn``, and `nlgrpo decode` holds the methods against
+each other on the held-out prompts. Then the searches answer a few prompts one by one, which is what their latency is.
+Draws both and says what leads and by how much. What follows ``--`` goes to every command. What is finished is not made
+again, and what was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from nlgrpo import decode, figures, sweep
+from nlgrpo.evaluation import bootstrap
+from nlgrpo.writing import atomic_write, atomic_write_bytes
+
+METHODS = ["bon", "iro:1", "iro:2", "iro:3", "compressed", "cd", "args"]
+LABELS = {"bon": "best-of-N", "compressed": "IRO, compressed", "cd": "one beam, first value", "args": "ARGS"}
+LATENCY_BUDGET = 16
+Key = tuple[str, int]  # method, budget
+
+
+def label(method: str) -> str:
+    return LABELS.get(method, method.replace("iro:", "IRO, iteration "))
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+def nlgrpo(arguments: Sequence[str], log: Path, threads: int) -> None:
+    """Run a command; what it prints is kept. Exits as it does where it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"nlgrpo {arguments[0]}: {log}", flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with log.open("a") as file:
+        done = subprocess.run(sweep.command(arguments, 1), stdout=file, stderr=subprocess.STDOUT, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"nlgrpo {arguments[0]} ended with status {done.returncode}; {log} says why")
+
+
+def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) -> dict[Key, dict[str, Any]]:
+    folder, threads = given.out / f"seed-{seed}", max(1, torch.get_num_threads() // given.jobs)
+    same = [given.recipe, f"--train.seed={seed}", f"--chunk={given.chunk}", *more]
+    nlgrpo(["iro", *same, f"--out={folder / 'iro'}", *shlex.split(given.learn)], folder / "iro.log", threads)
+    asked = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--choose={given.choose}"]
+    kept = [f"--guide={folder / 'iro'}", f"--out={folder / 'decode'}"]
+    nlgrpo(["decode", *same, *kept, *asked], folder / "decode.log", threads)
+    return results(folder / "decode")
+
+
+def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> dict[Key, dict[str, Any]]:
+    """Of the methods that learned something, and best-of-N, prompt by prompt."""
+    folder, methods = given.out / "latency", [m for m in given.methods if m not in ("cd", "args")]
+    alone = ["--rollout.max_rows=1", f"--evaluation.prompts={given.latency_prompts}"]
+    asked = ["--methods", *methods, "--budgets", str(LATENCY_BUDGET), f"--chunk={given.chunk}", *alone]
+    kept = [f"--guide={given.out / f'seed-{given.seeds[0]}' / 'iro'}", f"--out={folder}"]
+    nlgrpo(["decode", given.recipe, *more, *kept, *asked], folder / "decode.log", torch.get_num_threads())
+    return results(folder)
+
+
+def results(folder: Path) -> dict[Key, dict[str, Any]]:
+    return {(row["method"], row["budget"]): row for row in json.loads((folder / decode.RESULTS).read_text("utf-8"))}
+
+
+# --- what it came to --------------------------------------------------------------------------------------------------
+
+
+class Found:
+    """Rewards of every method and budget: (S, P), seeds x prompts."""
+
+    def __init__(self, seeds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> None:
+        self.seeds = seeds
+        self.methods = list(dict.fromkeys(method for method, _ in seeds[0]))
+        self.budgets = list(dict.fromkeys(budget for _, budget in seeds[0]))
+
+    def rewards(self, method: str, budget: int) -> Tensor:
+        return torch.tensor([own[method, budget]["rewards"] for own in self.seeds], dtype=torch.float64)
+
+    def mean(self, method: str, budget: int) -> tuple[float, float, float]:
+        """Over seeds and prompts, with the interval over prompts."""
+        mean, low, high = bootstrap(self.rewards(method, budget).mean(0))
+        return float(mean), float(low), float(high)
+
+    def lead(self, one: str, other: str, budget: int) -> tuple[float, float, float]:
+        """By how much ``one`` is ahead at the budget, prompt by prompt."""
+        mean, low, high = bootstrap((self.rewards(one, budget) - self.rewards(other, budget)).mean(0))
+        return float(mean), float(low), float(high)
+
+    def cost(self, method: str, budget: int, what: str) -> float:
+        """Of a prompt, on average over seeds."""
+        rows = [own[method, budget] for own in self.seeds]
+        return sum(row[what] / len(row["rewards"]) for row in rows) / len(rows)
+
+
+def table(found: Found) -> list[str]:
+    """Markdown: a row a method, a column a budget."""
+    lines = [f"| method | {' | '.join(f'N = {n}' for n in found.budgets)} |", "|---" * (1 + len(found.budgets)) + "|"]
+    for method in found.methods:
+        cells = ["{:.3f} [{:.3f}, {:.3f}]".format(*found.mean(method, n)) for n in found.budgets]
+        lines.append(f"| {label(method)} | {' | '.join(cells)} |")
+    return lines
+
+
+def costs(found: Found, budget: int) -> list[str]:
+    lines = [f"of a prompt at N = {budget}: tokens drawn, values asked for"]
+    for method in found.methods:
+        tokens, queries = (found.cost(method, budget, what) for what in ("tokens", "queries"))
+        lines.append(f"  {label(method)}: {tokens:,.0f}, {queries:,.0f}")
+    return lines
+
+
+def findings(found: Found) -> list[str]:
+    """The paper's claims as differences, with their intervals and each seed's."""
+    last = max((m for m in found.methods if m.startswith("iro")), default=None)
+    pairs = [(last, "bon"), (last, "iro:1"), ("compressed", last), ("compressed", "bon"), (last, "cd"), (last, "args")]
+    lines = []
+    for one, other in pairs:
+        if one is None or one == other or not {one, other} <= set(found.methods):
+            continue
+        for n in found.budgets:
+            gaps = (found.rewards(one, n) - found.rewards(other, n)).mean(1).tolist()
+            said = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found.lead(one, other, n))
+            each = ", ".join(f"{gap:+.4f}" for gap in gaps)
+            lines.append(f"N = {n}: {label(one)} over {label(other)}: {said} (seeds {each})")
+    return lines
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_budgets(found: Found, ylabel: str) -> Figure:
+    """Reward, and lead over best-of-N, against the budget (IRO, Fig. 6)."""
+    figure = figures.figure_of((10.4, 5.2))
+    panels = list(figure.subplots(1, 2))
+    for i, method in enumerate(found.methods):
+        look = figures.look(i)
+        style = {**look.line, "marker": look.marker, "capsize": 2, "label": label(method)}
+        shift = [n * 1.015 ** (i - len(found.methods) / 2) for n in found.budgets]  # intervals side by side
+        for axes, points in (
+            (panels[0], [found.mean(method, n) for n in found.budgets]),
+            (panels[1], [found.lead(method, "bon", n) for n in found.budgets] if method != "bon" else []),
+        ):
+            if points:
+                reach = [[max(0.0, mean - low) for mean, low, _ in points], [max(0.0, h - m) for m, _, h in points]]
+                axes.errorbar(shift, [mean for mean, _, _ in points], reach, **style)
+    for axes, title in zip(panels, (ylabel, "Lead over best-of-N at the same N"), strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(found.budgets, [str(n) for n in found.budgets])
+        axes.set_xlabel("N = K B candidates")
+        axes.set_title(title)
+    panels[1].axhline(0, color=figures.GREY, linestyle="--")
+    figures.legend(figure, panels)
+    return figure
+
+
+def draw_latency(rows: Mapping[Key, Mapping[str, Any]]) -> Figure:
+    """Seconds of a prompt by itself; memory of value models and caches (IRO, Fig. 5)."""
+    figure = figures.figure_of((9.0, 3.6))
+    names = [label(method) for method, _ in rows]
+    seconds, memory = figure.subplots(1, 2, sharey=True)
+    colours = [figures.look(i).colour for i in range(len(names))]
+    seconds.barh(names, [1000 * row["seconds"] / len(row["rewards"]) for row in rows.values()], color=colours)
+    seconds.set_title("Milliseconds of a prompt, one at a time")
+    parts = (("value_bytes", 1.0, "value models"), ("cache_bytes", 0.5, "caches at their largest"))
+    left = [0.0] * len(names)
+    for what, alpha, name in parts:
+        sizes = [row[what] / 2**20 for row in rows.values()]
+        memory.barh(names, sizes, left=left, color=colours, alpha=alpha, label=name)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    memory.set_title("MiB of value models (full) and caches (pale)")
+    seconds.invert_yaxis()
+    return figure
+
+
+def latency_lines(rows: Mapping[Key, Mapping[str, Any]]) -> list[str]:
+    lines = [f"one prompt at a time, N = {LATENCY_BUDGET}: milliseconds, MiB of value models and of caches"]
+    for (method, _), row in rows.items():
+        milliseconds, held = 1000 * row["seconds"] / len(row["rewards"]), (row["value_bytes"], row["cache_bytes"])
+        lines.append(f"  {label(method)}: {milliseconds:.0f}, {held[0] / 2**20:.2f} + {held[1] / 2**20:.2f}")
+    return lines
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", help="a recipe or a TOML file")
+    parser.add_argument("--out", type=Path, default=Path("runs/guided"), help="folder of all that is made")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="those of nlgrpo decode; the first is bon")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16, 32, 64])
+    parser.add_argument("--chunk", type=int, default=8, help="L, tokens of a chunk")
+    parser.add_argument("--choose", default="reward", choices=["reward", "majority"], help="what answers")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--learn", default="", help="options of nlgrpo iro")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
+    parser.add_argument("--latency-prompts", type=int, default=30)
+    parser.add_argument("--reward", default="Reward", help="what the picture calls it")
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    given, more = parser.parse_args(own), sys.argv[2 + len(own) :]
+    if "bon" not in given.methods:
+        parser.error("--methods: name bon, which the others are held against")
+    try:
+        with ThreadPoolExecutor(given.jobs) as pool:
+            found = Found(list(pool.map(lambda seed: learn_and_decode(given, more, seed), given.seeds)))
+        latency = measure_latency(given, more)
+    except RuntimeError as error:
+        parser.error(str(error))
+    lines = [*table(found), *costs(found, found.budgets[-1]), *findings(found), *latency_lines(latency)]
+    atomic_write(given.out / "findings.txt", "\n".join(lines) + "\n")
+    pictures = {
+        "budgets.png": lambda: draw_budgets(found, given.reward),
+        "latency.png": lambda: draw_latency(latency),
+    }
+    for file, draw in pictures.items():
+        atomic_write_bytes(given.out / file, figures.render(draw))
+    print(*lines, *(given.out / file for file in pictures), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

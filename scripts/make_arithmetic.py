@@ -1,0 +1,144 @@
+"""Make a task with exact answers: sums, and a small causal LM that works them out and errs as often as it is told.
+
+    python scripts/make_arithmetic.py --out runs/arithmetic
+
+    9+4+11+2=13 24 26 #### 26
+
+A prompt asks for a sum; a solution writes its running totals, then the answer behind ``####``. The model, a small
+Llama, is trained from scratch on solutions each total of which is wrong with probability ``--wrong`` (and what follows
+goes on from it), so that it solves about (1 - wrong)^(terms - 1) of the sums at temperature 1, and which of its totals
+is wrong can be told from the text. Writes ``OUT/model`` (a Hugging Face directory) and ``OUT/sums.jsonl`` with the
+columns ``prompt`` and ``answer``; no prompt of it was trained on. The same options, versions and machine give the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from nlgrpo.builtin_rewards import final_answer
+
+LARGEST = 12
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+VOCABULARY = [PAD, BOS, EOS, *"0123456789+= ", "####"]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character, but for ``####``; <s> before a text."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+
+
+def problem(terms: list[int]) -> str:
+    return "+".join(map(str, terms)) + "="
+
+
+def solution(terms: list[int], wrong: float, rng: random.Random) -> str:
+    """Running totals and the answer, each total off by one to nine with probability ``wrong``."""
+    total, totals = terms[0], []
+    for term in terms[1:]:
+        total += term
+        if rng.random() < wrong:
+            total = max(0, total + rng.choice((-1, 1)) * rng.randint(1, 9))
+        totals.append(f"{total} ")
+    return "".join(totals) + f"#### {total}"
+
+
+def draw(terms: int, rng: random.Random) -> list[int]:
+    return [rng.randint(1, LARGEST) for _ in range(terms)]
+
+
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, asked: set[str]
+) -> None:
+    """AdamW with warm-up and cosine decay, on solutions of sums other than those ``asked``."""
+    rng, begin = random.Random(args.seed + 1), time.time()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
+        texts = []
+        while len(texts) < args.batch:
+            terms = draw(args.terms, rng)
+            if problem(terms) not in asked:
+                texts.append(problem(terms) + solution(terms, args.wrong, rng) + EOS)
+        ids = tokenizer(texts, return_tensors="pt", padding=True)["input_ids"]
+        logits = model(ids[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=tokenizer.pad_token_id)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 500 == 0 or step == args.steps - 1:
+            print(f"step {step}  loss {loss.item():.3f}  {time.time() - begin:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def solved(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: list[list[int]], **options: bool
+) -> float:
+    """Share of the sums whose answer is right, one sample each; ``options`` are those of ``generate``."""
+    right = 0
+    for i in range(0, len(sums), 64):
+        part = sums[i : i + 64]
+        inputs = tokenizer([problem(terms) for terms in part], return_tensors="pt", padding=True, padding_side="left")
+        inputs.pop("token_type_ids", None)
+        ids = model.generate(**inputs, max_new_tokens=8 * len(part[0]), **options)
+        texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += sum(final_answer(text) == sum(terms) for text, terms in zip(texts, part, strict=True))
+    return right / len(sums)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--terms", type=int, default=6, help="numbers of a sum; default 6")
+    parser.add_argument("--wrong", type=float, default=0.4, help="share of wrong totals in training; default 0.4")
+    parser.add_argument("--problems", type=int, default=1024, help="sums that are asked; default 1024")
+    parser.add_argument("--steps", type=int, default=3000, help="optimiser steps; default 3000")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.terms < 2 or not 0 <= args.wrong < 1:
+        parser.error(f"--terms {args.terms} --wrong {args.wrong}: expected 2 terms or more, and a share in [0, 1)")
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    sums = [draw(args.terms, rng) for _ in range(args.problems)]
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY), hidden_size=64, intermediate_size=172, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=16 * args.terms, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    print(f"{model.num_parameters():,} parameters, {args.problems} sums of {args.terms} numbers", flush=True)
+    train(model, tokenizer, args, {problem(terms) for terms in sums})
+    model.eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    sampled, greedy = solved(model, tokenizer, sums, do_sample=True), solved(model, tokenizer, sums, do_sample=False)
+    print(f"solved: {sampled:.3f} at temperature 1, {greedy:.3f} by the likeliest tokens")
+    model.save_pretrained(args.out / "model")
+    tokenizer.save_pretrained(args.out / "model")
+    lines = [json.dumps({"prompt": problem(terms), "answer": f"#### {sum(terms)}"}) for terms in sums]
+    (args.out / "sums.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
