@@ -364,7 +364,13 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def plan(loop: Loop) -> Table:
+    """What is going to happen. Raises ValueError for what could not be fitted once completions are drawn."""
     options, job = loop.options, loop.job(1)
+    if not options.value.path and foreign.note(job.source):
+        raise ValueError(
+            f"--value.path is empty, and no value model can begin at {loop.cfg.model.path}, whose architecture "
+            "nlgrpo's decoder does not know; name a reward model or a causal model that it does"
+        )
     search, count = options.search, len(job.batch.ids)
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{foreign.note(job.source)}",

@@ -175,6 +175,9 @@ def test_the_commands(work, capsys):
     options = [f"--{name}={value}" for name, value in given.items()]
     learn = ["--iterations=1", "--beams=2", "--successors=2", "--no-compress", "--value.epochs=1", "--value.held-out=0"]
     begun = [f"--value.path={work / 'value'}", f"--out={work / 'iro'}"]
+    assert cli.main(["iro", "blank", *options, *learn, f"--out={work / 'iro'}"]) == 1
+    assert "no value model can begin at" in capsys.readouterr().err
+    assert not (work / "iro").exists()
     assert cli.main(["iro", "blank", *options, *learn, *begun]) == 0
     assert told in " ".join(capsys.readouterr().out.split())
     assert cli.main(["decode", "blank", *options, f"--guide={work / 'iro'}", "--budgets=4", f"--out={work / 'd'}"]) == 0
