@@ -332,7 +332,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bo
     texts = [example.prompt for example in examples if isinstance(example.prompt, str)]
     # verbose=False: no warning about the model's length here, since the caller drops what is too long.
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
-    strip = _appends_eos(tokenizer)
+    end = tokenizer.eos_token
+    strip = _appends_eos(tokenizer, next((text for text in texts if text and not (end and text.endswith(end))), "a"))
     out = []
     for where, prompt, _ in examples:
         if isinstance(prompt, str):
@@ -344,10 +345,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bo
     return out
 
 
-def _appends_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _appends_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether the tokenizer ends a text with EOS of its own accord; a probe, because BOS and EOS may be one token."""
     eos = [tokenizer.eos_token_id]
-    return tokenizer("a")["input_ids"][-1:] == eos != tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+    alone = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return tokenizer(text, verbose=False)["input_ids"][-1:] == eos != alone[-1:]
 
 
 def _with_bos(ids: list[int], bos: int | None, add_bos: bool | None, where: str) -> list[int]:

@@ -346,20 +346,28 @@ def results(c: Comparison) -> list[dict[str, Any]]:
     return found
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
+def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
+    """What the responses are worth, and what they have cost."""
     prompts = len(found[0]["rewards"])
-    shown = Table(title=f"{prompts} prompts (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("method", "N", "reward", "over best-of-N", "tokens", "values", "rewards", "seconds", "MiB"):
-        shown.add_column(heading, justify="left" if heading == "method" else "right")
+    worth, cost = (
+        Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+        for title in (f"{prompts} prompts (95% intervals)", "what a prompt costs")
+    )
+    for shown, headings in (
+        (worth, ("method", "N", "reward", "over best-of-N")),
+        (cost, ("method", "N", "tokens", "values", "rewards", "seconds", "MiB")),
+    ):
+        for heading in headings:
+            shown.add_column(heading, justify="left" if heading == "method" else "right")
+    cost.caption = "values and rewards asked for; MiB of value models and of the caches of all prompts at once"
     for row in found:
+        way = (row["method"], str(row["budget"]))
+        over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
+        worth.add_row(*way, "{:.4f} [{:.4f}, {:.4f}]".format(*row["mean"]), over)
         each = [f"{row[key] / prompts:,.0f}" for key in ("tokens", "queries", "reward_queries")]
         memory = (row["value_bytes"] + row["cache_bytes"]) / 2**20
-        over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
-        reward = "{:.4f} [{:.4f}, {:.4f}]".format(*row["mean"])
-        shown.add_row(row["method"], str(row["budget"]), reward, over, *each, f"{row['seconds']:.1f}", f"{memory:.1f}")
-    shown.caption_justify = "left"
-    shown.caption = "tokens, values and rewards asked for: of a prompt; MiB: of value models and of all caches"
-    return shown
+        cost.add_row(*way, *each, f"{row['seconds'] / prompts:.3f}", f"{memory:.1f}")
+    return worth, cost
 
 
 def plan(c: Comparison) -> Table:
@@ -398,6 +406,7 @@ def main(arguments: Sequence[str]) -> int:
         elif ranks.first:
             found = results(comparison)
             writing.atomic_write(comparison.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
-            say(table(found))
+            for shown in tables(found):
+                say(shown)
             say(f"results {comparison.folder / RESULTS}", highlight=False, soft_wrap=True)
     return 0

@@ -9,7 +9,7 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nlgrpo.data import load, visits
@@ -403,3 +403,15 @@ def test_gsm8k(shared, stories):
     for prompt, question in zip(batch.prompts, batch.columns["question"], strict=True):
         assert prompt == f"Question: {question}\nAnswer:"
     assert all("#### " in answer for answer in batch.columns["answer"])
+
+
+def test_a_tokenizer_of_a_few_letters(tmp_path):
+    """It can read its task and nothing else: whether it appends EOS is found out with the prompts."""
+    letters = {letter: i for i, letter in enumerate(["<s>", "</s>", *"0123456789+="])}
+    words = Tokenizer(models.WordLevel(letters))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    rows = write_lines(tmp_path / "sums.jsonl", [{"prompt": "</s>"}, {"prompt": "1+2="}])
+    assert load(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
+        letters[letter] for letter in "1+2="
+    ]
