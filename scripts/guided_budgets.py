@@ -184,7 +184,7 @@ def draw_latency(rows: Mapping[Key, Mapping[str, Any]]) -> Figure:
         sizes = [row[what] / 2**20 for row in rows.values()]
         memory.barh(names, sizes, left=left, color=colours, alpha=alpha, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    memory.set_title("MiB of value models (full) and caches (pale)")
+    memory.set_title("MiB: value models, caches (pale)")
     seconds.invert_yaxis()
     return figure
 
