@@ -2,9 +2,9 @@
 
     python scripts/make_arithmetic.py --out runs/arithmetic
 
-    9+4+11+2=13 24 26 #### 26
+    9+4+11=9+4=13 13+11=24 #### 24
 
-A prompt asks for a sum; a solution writes its running totals, then the answer behind ``####``. The model, a small
+A prompt asks for a sum; a solution adds number after number, then gives the answer behind ``####``. The model, a small
 Llama, is trained from scratch on solutions each total of which is wrong with probability ``--wrong`` (and what follows
 goes on from it), so that it solves about (1 - wrong)^(terms - 1) of the sums at temperature 1, and which of its totals
 is wrong can be told from the text. Writes ``OUT/model`` (a Hugging Face directory) and ``OUT/sums.jsonl`` with the
@@ -47,14 +47,14 @@ def problem(terms: list[int]) -> str:
 
 
 def solution(terms: list[int], wrong: float, rng: random.Random) -> str:
-    """Running totals and the answer, each total off by one to nine with probability ``wrong``."""
-    total, totals = terms[0], []
+    """An equation for every number behind the first, whose total is off by one to nine with probability ``wrong``."""
+    total, steps = terms[0], []
     for term in terms[1:]:
-        total += term
+        before, total = total, total + term
         if rng.random() < wrong:
             total = max(0, total + rng.choice((-1, 1)) * rng.randint(1, 9))
-        totals.append(f"{total} ")
-    return "".join(totals) + f"#### {total}"
+        steps.append(f"{before}+{term}={total} ")
+    return "".join(steps) + f"#### {total}"
 
 
 def draw(terms: int, rng: random.Random) -> list[int]:
@@ -96,7 +96,7 @@ def solved(
         part = sums[i : i + 64]
         inputs = tokenizer([problem(terms) for terms in part], return_tensors="pt", padding=True, padding_side="left")
         inputs.pop("token_type_ids", None)
-        ids = model.generate(**inputs, max_new_tokens=8 * len(part[0]), **options)
+        ids = model.generate(**inputs, max_new_tokens=12 * len(part[0]), **options)
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(final_answer(text) == sum(terms) for text, terms in zip(texts, part, strict=True))
     return right / len(sums)
@@ -105,7 +105,7 @@ def solved(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--terms", type=int, default=6, help="numbers of a sum; default 6")
+    parser.add_argument("--terms", type=int, default=5, help="numbers of a sum; default 5")
     parser.add_argument("--wrong", type=float, default=0.4, help="share of wrong totals in training; default 0.4")
     parser.add_argument("--problems", type=int, default=1024, help="sums that are asked; default 1024")
     parser.add_argument("--steps", type=int, default=3000, help="optimiser steps; default 3000")
@@ -121,7 +121,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(VOCABULARY), hidden_size=64, intermediate_size=172, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=16 * args.terms, tie_word_embeddings=True,
+        max_position_embeddings=24 * args.terms, tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

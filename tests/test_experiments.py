@@ -129,16 +129,18 @@ def test_make_arithmetic(tmp_path, monkeypatch):
     for row in rows:
         assert f"#### {sum(int(term) for term in row['prompt'].rstrip('=').split('+'))}" == row["answer"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one" / "model")
-    text = "12+7+3=19 22 #### 22"
+    text = "12+7+3=12+7=19 19+3=22 #### 22"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
     models.load(tmp_path / "one" / "model")  # the decoder reads it
 
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     from make_arithmetic import solution
 
-    assert solution([12, 7, 3], 0.0, random.Random(0)) == "19 22 #### 22"
+    assert solution([12, 7, 3], 0.0, random.Random(0)) == "12+7=19 19+3=22 #### 22"
     for seed in range(20):  # every total is wrong, and the next goes on from it
-        totals = [int(n) for n in solution([12, 7, 3], 1.0, random.Random(seed)).split()[:2]]
+        one, two = solution([12, 7, 3], 1.0, random.Random(seed)).split()[:2]
+        totals = [int(equation.partition("=")[2]) for equation in (one, two)]
+        assert two.startswith(f"{totals[0]}+3=")
         assert 1 <= abs(totals[0] - 19) <= 9
         assert 1 <= abs(totals[1] - totals[0] - 3) <= 9
     assert "expected 2 terms or more" in run("make_arithmetic.py", "--out", "x", "--terms", "1", cwd=tmp_path).stderr
