@@ -207,6 +207,7 @@ def test_report_and_compare_need_their_arguments(call, tmp_path):
 # --- as a process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_from_another_folder(tmp_path):
     """The command finds its model wherever it is called."""
     statuses, out, err = shell("nlgrpo generate Once --max-new-tokens 3", tmp_path)

@@ -576,6 +576,7 @@ def test_merge_refuses(impl, change, says):
         ecdf.merge(**({"a": torch.ones(2), "b": torch.ones(3), "impl": impl} | change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["ranks", "weighted", "cdf", "argsort", "ragged", "ragged cdf", "merge"])
 def test_one_graph_serves_all_sizes(what):
     def compute(x, w, offsets):

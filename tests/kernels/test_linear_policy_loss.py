@@ -323,6 +323,7 @@ def test_opcheck(surrogate):
     torch.library.opcheck(torch.ops.nlgrpo.linear_policy_loss.default, (*inputs, *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_few_compilations_serve_all_lengths_and_settings(impl, surrogate):
     counter = CompileCounterWithBackend("aot_eager")

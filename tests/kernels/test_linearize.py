@@ -44,7 +44,14 @@ def test_is_the_sum_of_the_gaps_above(device, impl, P, M):
 
 
 @pytest.mark.parametrize(
-    ("P", "M", "chunk"), [(1, 1025, 1024), (2, 65, 64), (1, 128, 64), (5, 250, 64), (1, 4096, 1024)]
+    ("P", "M", "chunk"),
+    [
+        (2, 65, 64),
+        (1, 128, 64),
+        (5, 250, 64),
+        pytest.param(1, 1025, 1024, marks=pytest.mark.slow),
+        pytest.param(1, 4096, 1024, marks=pytest.mark.slow),
+    ],
 )
 def test_large_groups_in_chunks(device, monkeypatch, P, M, chunk):
     """Ties reach over the chunks' ends; with two programs, the third group waits for one of them."""
@@ -93,6 +100,7 @@ def test_gradients_and_opcheck(device, impl):
         torch.library.opcheck(torch.ops.nlgrpo.linearize, (*inputs, impl))
 
 
+@pytest.mark.slow
 def test_few_compilations_serve_all_sizes(device, impl):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(kernels.linearize, fullgraph=True, backend=counter)
