@@ -96,7 +96,7 @@ def generate(arguments: Sequence[str]) -> int:
     if options.guide:
         return _generate_guided(options, model, tokenizer, sampling)
     ids = [tokenizer(text, verbose=False).input_ids for text in options.prompts]  # too long: the engine says so
-    rollout = foreign.generate(model, ids, options.samples, sampling, seed=options.seed)
+    rollout = foreign.generator(model)(ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     logprobs = rollout.logprobs.flatten(0, 1).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,16 +157,6 @@ def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.devi
     return Foreign(model.to(device))
 
 
-def generate(
-    model: Decoder | Foreign,
-    prompts: Sequence[Sequence[int]],
-    samples: int,
-    sampling: Sampling,
-    *,
-    seed: int = 0,
-    index: Sequence[int] | None = None,
-    max_rows: int = 256,
-) -> Rollout:
-    """`engine.generate`, of a model of either kind."""
-    draws = model.generate if isinstance(model, Foreign) else partial(engine.generate, model)
-    return draws(prompts, samples, sampling, seed=seed, index=index, max_rows=max_rows)
+def generator(model: Decoder | Foreign) -> Callable[..., Rollout]:
+    """`engine.generate` of a model of either kind."""
+    return model.generate if isinstance(model, Foreign) else partial(engine.generate, model)

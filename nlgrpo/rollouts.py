@@ -34,8 +34,7 @@ class Sampler:
 
     def draw(self, model: Decoder | Foreign, batch: Batch) -> Rollout:
         with gathered(model):
-            return foreign.generate(
-                model,
+            return foreign.generator(model)(
                 batch.ids,
                 self.samples,
                 self.sampling,

@@ -131,7 +131,7 @@ def test_chunks_of_the_whole_length_are_samples(work):
     ours, _, _, ids = read(work)
     sampling = Sampling(max_new_tokens=5, stop_ids=(EOS,))
     found, _ = guided.search(ours, ids, Search(2, 2, 5), sampling, [], seed=1)
-    own = foreign.generate(ours, ids, 4, sampling, seed=1).completion_ids()
+    own = foreign.generator(ours)(ids, 4, sampling, seed=1).completion_ids()
     assert [list(one.tokens) for each in found for one in each] == own
 
 
