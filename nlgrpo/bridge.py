@@ -16,18 +16,19 @@ class Bridge:
 
     The text is that of prompt and completion together, without ``source``'s special tokens and without the beginning of
     a character at its end; ``target`` puts before it what it puts before texts, and its end-of-sequence token goes
-    behind a completion that has ended by a special token.
+    behind a completion that has ended by one of the ``stops``, tokens of ``source``.
     """
 
     source: PreTrainedTokenizerBase
     target: PreTrainedTokenizerBase
+    stops: Sequence[int]
 
     def whole(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
         """The text of both. Raises ValueError where it has no token."""
         ids, end = self._ids([*prompt, *completion]), self.target.eos_token_id
         if not ids:
             raise ValueError("a value model with another tokenizer has no token of its own for an empty text")
-        ended = completion and completion[-1] in self.source.all_special_ids and end is not None
+        ended = completion and completion[-1] in self.stops and end is not None
         return [*ids, end] if ended else ids
 
     def parts(self, prompt: Sequence[int], completion: Sequence[int]) -> tuple[list[int], list[int]]:

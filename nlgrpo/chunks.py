@@ -56,9 +56,11 @@ class ModelValue:
         longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
         if longest > context:
             raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
+        self._check(prompts)
         self.rows.begin(prompts)
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        self._check(chunks)
         device, longest = self.model.head_weight.device, max(map(len, chunks))
         self.rows.branch(rows, longest)
         tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
@@ -67,6 +69,12 @@ class ModelValue:
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows.branch(rows, 0)
+
+    def _check(self, tokens: Sequence[Sequence[int]]) -> None:
+        """A policy may have more rows in its embedding than its tokenizer has tokens, and more than this model."""
+        largest, known = max(map(max, tokens)), self.model.shape.vocab
+        if largest >= known:
+            raise ValueError(f"{self.name} has a vocabulary of {known:,}, and has to read the token id {largest:,}")
 
 
 class Prefixes:

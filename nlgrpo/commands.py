@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -52,17 +52,17 @@ class Generate:
     """Value models of `nlgrpo value` (folders of runs), or a folder of `nlgrpo iro`: decode by the search that they
     guide; none: plain sampling."""
     betas: tuple[float, ...] = ()
-    """Of the value models, V = sum_i V_i / beta_i; none: 1 each."""
-    beams: int = 4
-    """K, beams of the search."""
-    successors: int = 4
-    """B, chunks that are drawn behind each beam."""
-    chunk: int = 16
-    """L, tokens of a chunk."""
-    search_temperature: float = 0.0
-    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones."""
+    """Of the value models, V = sum_i V_i / beta_i; none: those of the folder of `nlgrpo iro`, else 1 each."""
+    beams: int | None = None
+    """K, beams of the search; what is not given of a search is that of the folder of `nlgrpo iro`, else 4."""
+    successors: int | None = None
+    """B, chunks that are drawn behind each beam; else 4."""
+    chunk: int | None = None
+    """L, tokens of a chunk; else 16."""
+    search_temperature: float | None = None
+    """Above 0, beams are drawn in proportion to e^(V / temperature); 0, the default: the best ones."""
     diverse: bool = True
-    """Keep different candidates before the same ones."""
+    """Keep different candidates before the same ones, unless the folder's search does not."""
     choose: str = "value"
     """What answers in the end: the largest "value", the "majority" of final answers, or the largest reward, named as in
     a configuration, "lexicon(path='vader_lexicon.txt')"."""
@@ -82,6 +82,13 @@ class Generate:
     @property
     def sampling(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")}
+
+    def search(self, learned: Search) -> Search:
+        """What is asked for, on top of the search that values were learned with."""
+        names = ("beams", "successors", "chunk")
+        asked = {name: getattr(self, name) for name in names} | {"temperature": self.search_temperature}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return replace(learned, **given, diverse=self.diverse and learned.diverse)
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -114,13 +121,15 @@ def _generate_guided(
     options: Generate, model: Decoder | Foreign, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> int:
     """The response of a search to each prompt, and what it was chosen by."""
-    temperature, device = options.search_temperature, next(model.parameters()).device
-    how = Search(options.beams, options.successors, options.chunk, temperature, options.diverse)
+    device = next(model.parameters()).device
     chooser = guidance.Chooser.of(options.choose, device)
-    room = sampling.max_new_tokens
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, betas = (learned.values, options.betas or learned.betas) if learned else (options.guide, options.betas)
-    values = guidance.load_values(paths, betas, tokenizer, room=room, device=device)
+    how = options.search(learned.search if learned else Search())
+    values = guidance.load_values(paths, betas, tokenizer, sampling, device=device)
+    for path in paths:
+        if said := guidance.note(guidance.folder_of(path), tokenizer):
+            print(f"{path}{said}", file=sys.stderr)
     began = perf_counter()
     responses, cost = guidance.respond(
         model, tokenizer, options.prompts, how, sampling, values, chooser, seed=options.seed
@@ -134,7 +143,8 @@ def _generate_guided(
             said = f"{len(one.tokens)} tokens, {reason}; {options.choose} {response.worth:.4g}"
             print(f"{prompt}{response.text}\n    [{said}]")
     speed = cost.tokens / max(perf_counter() - began, 1e-9)
-    print(f"{cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
+    searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"
+    print(f"{searched}: {cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
     return 0
 
 

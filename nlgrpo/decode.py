@@ -34,6 +34,7 @@ from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
 from nlgrpo.draws import Origin, Scorer, scorers
+from nlgrpo.engine import Rollout
 from nlgrpo.evaluation import bootstrap
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Search, Value
@@ -44,7 +45,7 @@ from nlgrpo.rollouts import Sampler, part_of
 from nlgrpo.sample_store import digest_of_model, digest_of_prompt
 from nlgrpo.stages import Crew
 from nlgrpo.tables import named_lines
-from nlgrpo.timing import StopSignal
+from nlgrpo.timing import PeakMemory, StopSignal
 
 ABOUT = """Hold ways to decode a frozen model against each other: nlgrpo decode [recipe] [file.toml] --guide OUT [..]
 
@@ -159,6 +160,8 @@ class Comparison:
     source: Path
     dtype: torch.dtype
     batch: Batch
+    held_out: bool
+    """By runs of this configuration; otherwise they train on these prompts."""
     sampler: Sampler
     scorers: list[Scorer]
     paths: list[Path]
@@ -168,7 +171,11 @@ class Comparison:
 
     @cached_property
     def model(self) -> Decoder | Foreign:
-        return foreign.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
+        """Loaded, and run once: what libraries make ready at the first call is no way's time."""
+        model = foreign.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
+        warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=2)
+        guided.search(model, self.batch.ids[:1], Search(1, 1, 1), warm, [])
+        return model
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -176,11 +183,17 @@ class Comparison:
         sampling, tokenizer = self.sampler.sampling, self.sampler.tokenizer
         return {
             "origin": asdict(Origin.of(self.source, tokenizer, self.dtype, sampling)),
-            "prompts": [digest_of_prompt(ids) for ids in self.batch.ids],
+            "prompts": self.prompts,
+            "columns": json.dumps(self.batch.columns, sort_keys=True, default=str),
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
             "seed": self.sampler.seed,
             "choose": self.options.choose,
         }
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """What tells one from another."""
+        return [digest_of_prompt(ids) for ids in self.batch.ids]
 
     @cached_property
     def digests(self) -> list[str]:
@@ -193,12 +206,17 @@ class Comparison:
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         return self.folder / "ways" / f"{way.method.replace(':', '-')}-{way.budget}-{digest}.json"
 
+    def said_of(self, i: int) -> str:
+        """A value model and its beta."""
+        note = guidance.note(guidance.folder_of(self.paths[i]), self.sampler.tokenizer)
+        return f"{self.paths[i]} / {self.betas[i]:g}{note}"
+
     def values(self, way: Way) -> list[tuple[Value, float]]:
         if way.weight is not None:
             return [(RewardOfPrefixes(self, way.weight), 1.0)]
-        room, device = self.sampler.sampling.max_new_tokens, self.crew.ranks.device
+        sampler, device = self.sampler, self.crew.ranks.device
         paths, betas = [self.paths[i] for i in way.values], [self.betas[i] for i in way.values]
-        return guidance.load_values(paths, betas, self.sampler.tokenizer, room=room, device=device)
+        return guidance.load_values(paths, betas, sampler.tokenizer, sampler.sampling, device=device)
 
     def worth(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
         """(P, samples) weighted sums of the rewards, NaN where one abstains. ValueError where one fails."""
@@ -240,9 +258,13 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     source = hf_weights.locate(cfg.model.path)
     tokenizer = parts.load_tokenizer(source)
     room = parts.room_for_prompts(cfg, foreign.limits_of(models.read_config(source)))
-    _, held_out = parts.load_prompts(cfg, tokenizer, room)
+    in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))  # whatever the seed is
+    training, held_out = parts.load_prompts(in_order, tokenizer, room)
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
+    pairwise = [reward.name for reward in counting if reward.pairwise]
+    if pairwise:
+        raise ValueError(f"rewards.{pairwise[0]} compares completions, and a search needs what each is worth by itself")
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
@@ -258,6 +280,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         source=source,
         dtype=parts.compute_dtype(cfg.model.dtype, crew.ranks.device),
         batch=held_out.take(0, min(cfg.evaluation.prompts or len(held_out), len(held_out))),
+        held_out=held_out is not training,
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
         scorers=scorers(cfg.rewards, objectives, counting),
         paths=[*paths, *([compressed] if compressed else [])],
@@ -276,46 +299,59 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
 
 def decode(c: Comparison, way: Way) -> dict[str, Any]:
     """What the way gives to each prompt, and what it costs."""
-    model, values = c.model, c.values(way)
-    began = perf_counter()
+    model, values, device = c.model, c.values(way), c.crew.ranks.device
+    peak, began = PeakMemory(device), perf_counter()
     found, cost = guided.search(
         model, c.batch.ids, way.search, c.sampler.sampling, values,
         seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows,
     )  # fmt: skip
-    seconds = perf_counter() - began
+    seconds, peak_bytes = perf_counter() - began, peak.bytes()
     rollout = guidance.as_rollout(c.batch.ids, found)
-    worth = c.worth(c.batch, rollout.completion_ids(), way.budget)
-    if c.options.choose == "majority":
-        texts = c.sampler.texts(rollout)
-        answers = [[final_answer(t) for t in texts[i * way.budget : (i + 1) * way.budget]] for i in range(len(found))]
-        picked = [guidance.majority(own, [1.0] * way.budget)[0] for own in answers]
-    else:
-        picked = worth.nan_to_num(nan=-math.inf).argmax(1).tolist()
-    rewards = worth[torch.arange(len(found)), picked]
-    unjudged = rewards.isnan().nonzero()[:, 0].tolist()
-    if unjudged:
-        raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
     used = [value.model for value, _ in values if isinstance(value, ModelValue | guidance.TextValue)]
     return {
         "method": way.method,
         "budget": way.budget,
+        "prompts": c.prompts,
         "search": asdict(way.search),
-        "rewards": rewards.tolist(),
+        "rewards": _chosen(c, rollout, way.budget).tolist(),
         "tokens": cost.tokens,
         "queries": cost.queries,
         "reward_queries": len(found) * way.budget,
         "seconds": seconds,
         "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
         "cache_bytes": cost.cache_bytes,
+        "peak_bytes": peak_bytes,
         "theory": theory(way, c.sampler.sampling.max_new_tokens),
     }
 
 
+def _chosen(c: Comparison, rollout: Rollout, budget: int) -> Tensor:
+    """(P,) rewards of the candidates that answer. ValueError for one that no reward judges."""
+    worth = c.worth(c.batch, rollout.completion_ids(), budget)
+    if c.options.choose == "majority":
+        answers = [final_answer(text) for text in c.sampler.texts(rollout)]
+        own = [answers[i : i + budget] for i in range(0, len(answers), budget)]
+        picked = [guidance.majority(each, [1.0] * budget)[0] for each in own]
+    else:
+        picked = worth.nan_to_num(nan=-math.inf).argmax(1).tolist()
+    rewards = worth[torch.arange(len(worth)), picked]
+    unjudged = rewards.isnan().nonzero()[:, 0].tolist()
+    if unjudged:
+        raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
+    return rewards
+
+
 def theory(way: Way, length: int) -> dict[str, float]:
-    """A prompt's cost by IRO's Proposition 1 (Eq. 36, 44), for responses of H tokens: N H tokens; I N H / L queries."""
-    models = len(way.values) if way.weight is None else 1
-    queries = models * way.budget * length / way.search.chunk
-    return {"tokens": float(way.budget * length), "queries": queries}
+    """A prompt's cost by IRO's Proposition 1, for responses of H tokens.
+
+    Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
+    and I U H / L queries (Eq. 44); with exact values it is worth best-of-N of U^(H / L) samples (Eq. 43), of which the
+    logarithm to base 10 is given: Eq. 45 has the ratios of the costs.
+    """
+    models, chunks = len(way.values) if way.weight is None else 1, length / way.search.chunk
+    queries = models * way.budget * chunks if models else float(way.budget)
+    samples = max(1.0, chunks if models else 1.0) * math.log10(way.budget)
+    return {"tokens": float(way.budget * length), "queries": queries, "log10_samples": samples}
 
 
 def run(c: Comparison) -> bool:
@@ -375,11 +411,11 @@ def plan(c: Comparison) -> Table:
     rows = {
         "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
         f"{foreign.note(c.source)}",
-        "prompts": f"{len(c.batch.ids):,} that runs hold out; responses of up to {sampling.max_new_tokens} tokens at "
-        f"temperature {sampling.temperature:g}",
+        "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON, as none are held out'}; "
+        f"responses of up to {sampling.max_new_tokens} tokens at temperature {sampling.temperature:g}",
         "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
         f"{c.options.chunk} tokens",
-        "values": ", ".join(f"{path} / {beta:g}" for path, beta in zip(c.paths, c.betas, strict=True)) or "none",
+        "values": ", ".join(map(c.said_of, range(len(c.paths)))) or "none",
         "chosen by": "the majority of final answers" * (c.options.choose == "majority")
         or " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers),
         "folder": str(c.folder),

@@ -192,7 +192,7 @@ class Fit(ABC):
         return state is not None
 
     def export(self) -> Path:
-        """Write the model as a Hugging Face classifier, in the type that it computes in; collective."""
+        """Write the model as a Hugging Face classifier, in the type that it computes in; there for all ranks then."""
         folder, parameters = self.folder / "model", full_parameters(self.model, self.compute)
         if self.ranks.first:
             with writing.into(folder):
@@ -204,6 +204,7 @@ class Fit(ABC):
                     max_length=self.max_length,
                     parameters=parameters,
                 )
+        self.ranks.any(False)  # nobody reads it before it is whole
         return folder
 
     def write_results(self, **results: dict[str, Any]) -> None:

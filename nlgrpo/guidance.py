@@ -26,7 +26,7 @@ from nlgrpo.packing import bins
 from nlgrpo.parts import load_tokenizer
 from nlgrpo.reward_model import score
 from nlgrpo.rewards import Reward, RewardError
-from nlgrpo.sample_store import digest_of_model, digest_of_tokenizer
+from nlgrpo.sample_store import digest_of_model, same_ids
 from nlgrpo.sampling import Sampling
 from nlgrpo.value import as_values, kind_of
 
@@ -132,9 +132,14 @@ class Guide:
 
 
 def read_guide(folder: Path) -> Guide | None:
-    """What `nlgrpo iro` has learned in ``folder``; None where that is something else. ValueError for a damaged file."""
+    """What `nlgrpo iro` has learned in ``folder``; None where that is something else.
+
+    Raises ValueError for a damaged file, and for a loop that has not come to its end.
+    """
     path = folder / FILE
     if not path.is_file():
+        if (folder / "iteration-1").is_dir():
+            raise ValueError(f"{folder} is of an `nlgrpo iro` that has not come to its end; the same command goes on")
         return None
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -157,13 +162,13 @@ def load_values(
     paths: Sequence[Path],
     betas: Sequence[float],
     tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
     *,
-    room: int,
     device: str | torch.device = "cpu",
 ) -> list[tuple[Value, float]]:
     """The value models in ``paths`` (runs, directories or hub names) with their betas, 1 each where none are given.
 
-    ``tokenizer``: the policy's; ``room``: most tokens of a completion. A model with another tokenizer reads texts.
+    ``tokenizer``, ``sampling``: the policy's. A model with another tokenizer reads texts (`note` says of which).
     Raises ValueError for a model without a head of one output, and for betas that are not as many.
     """
     if betas and len(betas) != len(paths):
@@ -173,13 +178,18 @@ def load_values(
         model, trained = reward_model.load(str(path), device=device)
         if not trained:
             raise ValueError(f"{path} is no value model; it has no head of one output")
-        theirs = load_tokenizer(folder_of(path))
-        same = digest_of_tokenizer(theirs) == digest_of_tokenizer(tokenizer)
-        name, model = str(path), model.eval()
-        found.append(
-            (ModelValue(name, model, room) if same else TextValue(name, model, Bridge(tokenizer, theirs)), beta)
-        )
+        name, model, theirs = str(path), model.eval(), load_tokenizer(folder_of(path))
+        if same_ids(theirs, tokenizer):
+            found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
+        else:
+            found.append((TextValue(name, model, Bridge(tokenizer, theirs, sampling.stop_ids)), beta))
     return found
+
+
+def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What to say of a value model in a Hugging Face directory that reads texts: its tokenizer is not the policy's."""
+    same = same_ids(load_tokenizer(folder), tokenizer)
+    return "" if same else " (another tokenizer: reads the text of every candidate at every chunk, slower)"
 
 
 class TextValue(Prefixes):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -88,7 +89,10 @@ class Cost:
     queries: int = 0
     """Values of a candidate that a value model was asked for."""
     cache_bytes: int = 0
-    """Most that all caches, of the model and of value models, held at a time."""
+    """Most that all caches, of the model and of value models, held at the end of a chunk.
+
+    While rows branch, the columns of one of them that are not its prompts' are there twice.
+    """
 
 
 CHOICE = 1 << 60  # in the seed of the noise that chooses beams: that of the tokens is another
@@ -239,8 +243,8 @@ class _Tree:
     def _choose(self, candidates: Sequence[_Beam], looked_at: Sequence[_Beam], drawn: int) -> list[_Beam]:
         """The beams of every prompt that has an incomplete candidate; the caches go on with those that grow."""
         chosen = []
-        for p in dict.fromkeys(beam.prompt for beam in candidates):
-            own = [beam for beam in candidates if beam.prompt == p]
+        for _, of_prompt in groupby(candidates, key=lambda beam: beam.prompt):
+            own = list(of_prompt)
             keys = self._keys(own, drawn) if self.how.temperature > 0 else [beam.value for beam in own]
             best = select(keys, [beam.tokens for beam in own], self.how.beams, diverse=self.how.diverse)
             chosen += [replace(own[i], place=place) for place, i in enumerate(best)]

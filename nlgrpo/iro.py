@@ -36,11 +36,12 @@ from nlgrpo import (
     guided,
     parallel,
     reference_rollouts,
+    reward_model,
     run_folder,
     value_training,
     writing,
 )
-from nlgrpo.config import Config, ModelConfig, OptimConfig
+from nlgrpo.config import Config, OptimConfig
 from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
@@ -55,9 +56,9 @@ from nlgrpo.rollouts import Sampler
 from nlgrpo.stages import Crew
 from nlgrpo.tables import named_lines
 from nlgrpo.timing import StopSignal
-from nlgrpo.value import Kind
 from nlgrpo.value_config import (
     CompressConfig,
+    FitOptions,
     RegressionConfig,
     RolloutsConfig,
     ValueConfig,
@@ -72,24 +73,6 @@ and what is predicted is the weighted sum of the rewards. The same command goes 
 `nlgrpo generate --guide OUT` decodes with what was learned."""
 RESULTS = "iro.json"
 ADVICE = "another folder with --out"
-
-
-@dataclass
-class FitOptions:
-    """How a value model is fitted."""
-
-    path: str = ""
-    """What the first begins at: a reward model, a causal model or a value model; none: the frozen model."""
-    kind: Kind = "mse"
-    """Squared error, or "bce" for rewards in [0, 1]."""
-    epochs: float = 3.0
-    """Passes over the completions of an iteration."""
-    completions: int = 64
-    """Of a step, over all ranks."""
-    lr: float = 1e-4
-    """Learning rate, with a cosine schedule."""
-    held_out: int = 16
-    """Prompts of an iteration that are held out, to say how well its values predict."""
 
 
 @dataclass
@@ -147,6 +130,10 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
         if not options.betas or len(options.betas) == options.iterations
         else f"--betas: {len(options.betas)} of them for {options.iterations} iterations",
         *(f"--betas {b:g}: allowed is > 0" for b in options.betas if not (b > 0 and math.isfinite(b))),
+        *options.value.faults(),
+        ""
+        if not cfg.train.restart
+        else "--train.restart is of a run: a loop goes on from what is there, and begins anew in another --out",
     ]
     config_checks.refuse(faults)
     config_checks.check(cfg)
@@ -165,8 +152,8 @@ class GuidedSampler(Sampler):
 
     @cached_property
     def values(self) -> list[tuple[Value, float]]:
-        room = self.sampling.max_new_tokens
-        return guidance.load_values(self.guide.values, self.guide.betas, self.tokenizer, room=room, device=self.device)
+        paths, betas = self.guide.values, self.guide.betas
+        return guidance.load_values(paths, betas, self.tokenizer, self.sampling, device=self.device)
 
     def draw(self, model: Decoder | Foreign, batch: Batch) -> Rollout:
         with gathered(model):
@@ -255,9 +242,9 @@ class Loop:
         counting = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
         return ValueConfig(
             name=folder.name,
-            model=ModelConfig(path=begun, dtype=self.cfg.model.dtype),
+            model=dataclasses.replace(self.cfg.model, path=begun),
             data=RolloutsConfig(tuple(map(str, rollouts)), tuple(counting), tuple(counting.values())),
-            loss=RegressionConfig(kind=how.kind),
+            loss=RegressionConfig(kind=how.kind, lam=how.lam, gamma=how.gamma),
             optim=OptimConfig(lr=how.lr, schedule="cosine"),
             train=ValueTrainConfig(
                 epochs=how.epochs,
@@ -266,6 +253,7 @@ class Loop:
                 out=str(folder),
                 micro_batch_tokens=train.micro_batch_tokens,
                 checkpoint_every=train.checkpoint_every,
+                keep_checkpoints=train.keep_checkpoints,
                 tensorboard=train.tensorboard,
             ),
             evaluation=ValueEvaluationConfig(prompts=how.held_out),
@@ -283,8 +271,7 @@ class Loop:
         self.claim()
         for t in range(1, self.options.iterations + 1):
             self.crew.console.rule(f"iteration {t}: rollouts")
-            job = self.job(t)
-            if roll_out(job, open_folder(job)) is None:
+            if not self._rolled_out(t):
                 return False
             self.crew.console.rule(f"iteration {t}: value")
             if not self._fitted(self.fit(t)):
@@ -293,6 +280,11 @@ class Loop:
             return True
         self.crew.console.rule("compressed")
         return self._fitted(self.compression())
+
+    def _rolled_out(self, t: int) -> bool:
+        """A method, for what has drawn and scored, models among it, to be gone when values are fitted."""
+        job = self.job(t)
+        return roll_out(job, open_folder(job)) is not None
 
     def _fitted(self, cfg: ValueConfig) -> bool:
         results = cfg.run / value_training.Run.RESULTS
@@ -337,17 +329,22 @@ def results(loop: Loop) -> list[dict[str, Any]]:
                 "prompts": len(worth),
                 "samples": worth.shape[1],
                 "mean": _mean(worth.nanmean(1)),
-                "best": _mean(best[best.isfinite()]),
+                "best": _mean(best),
                 "explained_variance": fitted.get("explained_variance"),
             }
         )
     return found
 
 
-def _mean(values: Tensor) -> dict[str, float]:
-    """Over prompts, with the standard error."""
-    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return {"value": values.mean().item(), "error": error}
+def _mean(values: Tensor) -> dict[str, float | None]:
+    """Over prompts whose completions were judged, with the standard error; None where none was."""
+    judged = values[values.isfinite()]
+    error = judged.std().item() / math.sqrt(len(judged)) if len(judged) > 1 else 0.0
+    return {"value": judged.mean().item() if len(judged) else None, "error": error}
+
+
+def _shown(mean: dict[str, float | None]) -> str:
+    return "-" if mean["value"] is None else f"{mean['value']:.4f} ± {mean['error']:.4f}"
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
@@ -356,7 +353,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     for heading in ("iteration", "completions", "mean reward", "best of a prompt", "explained by the value"):
         shown.add_column(heading, justify="right")
     for row in found:
-        numbers = [f"{row[key]['value']:.4f} ± {row[key]['error']:.4f}" for key in ("mean", "best")]
+        numbers = [_shown(row[key]) for key in ("mean", "best")]
         explained = row["explained_variance"]
         last = "-" if explained is None else f"{explained:.3f}"
         shown.add_row(f"{row['iteration']}", f"{row['prompts']} x {row['samples']}", *numbers, last)
@@ -371,14 +368,19 @@ def plan(loop: Loop) -> Table:
             f"--value.path is empty, and no value model can begin at {loop.cfg.model.path}, whose architecture "
             "nlgrpo's decoder does not know; name a reward model or a causal model that it does"
         )
-    search, count = options.search, len(job.batch.ids)
+    begun = options.value.path or loop.cfg.model.path
+    fitting.max_length(begun, None)  # there is such a model, and the decoder knows it
+    said = guidance.note(reward_model.locate(begun)[0], job.sampler.tokenizer)
+    search, fit, count = options.search, options.value, len(job.batch.ids)
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{foreign.note(job.source)}",
         "prompts": f"{count:,} of {job.prompts!r}" + ", others in each iteration" * (count < len(job.prompts)),
         "rollouts": f"{options.samples} of each prompt in iteration 1, then {search.candidates}: {search.beams} beams "
         f"x {search.successors} chunks of {search.chunk} tokens, of {job.origin.sampling.max_new_tokens} at most",
-        "values": f"{options.iterations}, begun at {options.value.path or loop.cfg.model.path}; betas "
+        "values": f"{options.iterations}, begun at {begun}{said}; betas "
         f"{', '.join(f'{beta:g}' for beta in options.weights)}",
+        "fit": f"{fit.kind}, learning rate {fit.lr:g}, {fit.epochs:g} epochs of {fit.completions} completions a step; "
+        "the configuration's own optim is of no stage",
         "folder": str(loop.folder),
     }
     return named_lines("iro", rows)
@@ -406,10 +408,10 @@ def _run(loop: Loop) -> None:
     if not loop.run():
         say("stopped and saved; the same command goes on from there")
     elif loop.crew.ranks.first:
-        found = results(loop)
         with writing.into(loop.folder):
-            writing.atomic_write(loop.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
             compressed = loop.compressed if loop.options.compress else None
             dataclasses.replace(loop.guide(loop.options.iterations), compressed=compressed).write(loop.folder)
+            found = results(loop)
+            writing.atomic_write(loop.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
         say(table(found))
         say(f"guide   {loop.folder}", highlight=False, soft_wrap=True)

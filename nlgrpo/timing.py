@@ -1,4 +1,4 @@
-"""Wall time of a step's parts, and the signal that asks a run to stop."""
+"""Wall time of a step's parts, memory at its largest, and the signal that asks a run to stop."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ class Clock:
         total = self.last - self.began
         laps = {f"time/{name}": seconds for name, seconds in self.laps.items()}
         return laps | {"step_time": total, "perf/tokens_per_s": generated / total}
+
+
+class PeakMemory:
+    """Most that a GPU held at a time since it was made, of everything that this process has on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def bytes(self) -> int | None:
+        """None on a CPU, where nothing counts it."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
 def as_clock(seconds: float) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from nlgrpo.arguments import from_file
 from nlgrpo.config import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config_checks import need_of, optim_faults, refuse, train_faults
+from nlgrpo.value import Kind
 
 ABOUT = """Fit a value model to what completions came to, on every prefix. Before the options may stand a .toml file
 with the keys below; what is written here comes on top. --dry-run prints the plan and trains nothing.
@@ -37,7 +38,7 @@ class RolloutsConfig:
 
 @dataclass
 class RegressionConfig:
-    kind: Literal["mse", "bce"] = "mse"
+    kind: Kind = "mse"
     """Squared error, or cross-entropy for rewards in [0, 1], whose values are sigmoids of what the model gives."""
     lam: float = 1.0
     """Of the lambda-return that is the target: 1 the reward, 0 the next prefix's value (TD), between them GAE."""
@@ -86,6 +87,44 @@ class ValueConfig:
     @property
     def run(self) -> Path:
         return Path(self.train.out or f"runs/{self.name}")
+
+
+@dataclass
+class FitOptions:
+    """How each value model of a loop (`nlgrpo iro`) is fitted."""
+
+    path: str = ""
+    """What the first begins at: a reward model, a causal model or a value model; none: the frozen model."""
+    kind: Kind = "mse"
+    """Squared error, or "bce" for rewards in [0, 1]."""
+    lam: float = 1.0
+    """Of the lambda-return that is the target: 1 the reward, 0 the next prefix's value (TD), between them GAE."""
+    gamma: float = 1.0
+    """Discount of a token."""
+    epochs: float = 3.0
+    """Passes over the completions of an iteration."""
+    completions: int = 64
+    """Of a step, over all ranks."""
+    lr: float = 1e-4
+    """Learning rate, with a cosine schedule."""
+    held_out: int = 16
+    """Prompts of an iteration that are held out, to say how well its values predict."""
+
+    def faults(self) -> list[str]:
+        """What is out of range."""
+        allowed = {
+            "epochs": ("> 0", 0 < self.epochs < math.inf),
+            "completions": (">= 1", self.completions >= 1),
+            "lr": ("> 0", 0 < self.lr < math.inf),
+            "held_out": (">= 0", self.held_out >= 0),
+            "lam": ("in [0, 1]", 0 <= self.lam <= 1),
+            "gamma": ("in [0, 1]", 0 <= self.gamma <= 1),
+        }
+        return [
+            f"--value.{name.replace('_', '-')} {getattr(self, name):g}: allowed is {what}"
+            for name, (what, met) in allowed.items()
+            if not met
+        ]
 
 
 def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> ValueConfig:

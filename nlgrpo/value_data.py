@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from nlgrpo import hf_weights, reference_rollouts
 from nlgrpo.bridge import Bridge
 from nlgrpo.parts import load_tokenizer
 from nlgrpo.reference_rollouts import ReferenceRollouts
-from nlgrpo.sample_store import digest_of_tokenizer
+from nlgrpo.sample_store import digest_of_tokenizer, same_ids
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ class Outcomes:
         text = f"{len(self):,} completions of {len(set(self.asked)):,} prompts, {self.tokens:,} tokens"
         notes = ((self.abstained, "left out that no reward judges"), (self.too_long, "left out that are too long"))
         return "; ".join([text, *(f"{count:,} {what}" for count, what in notes if count)])
+
+    @cached_property
+    def open_ended(self) -> list[list[int]]:
+        """The completions with a token behind, which is not looked at: packed, each of their prefixes is a state."""
+        return [[*completion, 0] for completion in self.completions]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(R,) of the completions, in tokens."""
+        return torch.tensor([len(completion) for completion in self.completions])
 
     @property
     def tokens(self) -> int:
@@ -130,4 +141,6 @@ def _bridge(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> 
             f"the rollouts in {rollouts.folder} were drawn with a tokenizer that {rollouts.index.model} no longer has, "
             "and the value model has another one"
         )
-    return Bridge(theirs, tokenizer)
+    if same_ids(theirs, tokenizer):
+        return None
+    return Bridge(theirs, tokenizer, rollouts.index.origin.sampling.stop_ids)

@@ -24,7 +24,7 @@ from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.parallel import Ranks, shard
 from nlgrpo.parts import compute_dtype, load_tokenizer
-from nlgrpo.sample_store import digest_of_tokenizer
+from nlgrpo.sample_store import same_ids
 from nlgrpo.tables import named_lines
 from nlgrpo.value import as_values, kind_of, lambda_returns, outputs, set_kind
 from nlgrpo.value_config import ValueConfig, check, from_arguments
@@ -71,8 +71,8 @@ class Run(fitting.Fit):
     def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
         """This rank's share of ``rows``, packed with all their states; as many micro-batches on every rank."""
         own, device = rows[self.ranks.share(len(rows))], self.ranks.device
-        open_ended = [[*completion, 0] for completion in outcomes.completions]  # what comes behind is not looked at
-        return self.in_step(pack(outcomes.prompts, open_ended, own, self.micro_batch_tokens, device), empty_micro_batch)
+        packed = pack(outcomes.prompts, outcomes.open_ended, own, self.micro_batch_tokens, device)
+        return self.in_step(packed, empty_micro_batch)
 
     def totals(self) -> _Totals:
         return _Totals(self.ranks)
@@ -94,20 +94,21 @@ class Run(fitting.Fit):
     def targets(self, outcomes: Outcomes, batch: MicroBatch, values: Tensor) -> Tensor:
         """(S,) float64 that the states' ``values`` (S,) are to become.
 
-        `lambda_returns` of the rewards; of a compressed model, the sum of the teachers' values (Eq. 10).
+        `lambda_returns` of the rewards; of a compressed model, the sum of the teachers' values (Eq. 10). Collective, as
+        the teachers are sharded: each reads every batch, an empty one too.
         """
-        if not len(values):
-            return values.double()
         if self.teachers:
             with torch.no_grad():
                 each = [values_of(batch, t.model).double() / t.beta for t in self.teachers]
             return torch.stack(each).sum(0)
+        loss, rewards, device = self.config.loss, outcomes.rewards, values.device
+        if not len(values) or loss.lam == loss.gamma == 1:  # the reward itself, whatever the values are
+            return rewards[batch.row.cpu()].to(device)
         known, place = batch.row.unique(return_inverse=True)
-        lengths = torch.tensor([len(outcomes.completions[i]) for i in known.tolist()], device=values.device)
-        grid = torch.zeros(len(known), int(lengths.max()) + 1, dtype=torch.float64, device=values.device)
+        own, lengths = rewards[known.cpu()].to(device), outcomes.lengths[known.cpu()].to(device)
+        grid = torch.zeros(len(known), int(lengths.max()) + 1, dtype=torch.float64, device=device)
         grid[place, batch.offset] = values.double()
-        rewards, loss = outcomes.rewards[known.cpu()].to(values.device), self.config.loss
-        return lambda_returns(grid, rewards, lengths, gamma=loss.gamma, lam=loss.lam)[place, batch.offset]
+        return lambda_returns(grid, own, lengths, gamma=loss.gamma, lam=loss.lam)[place, batch.offset]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -173,8 +174,9 @@ def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, told: T
     """(PARTS, 4) sums of the states in each part of their completions; ``told``: targets other than the rewards."""
     if not len(batch.row):
         return torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=values.device)
-    targets = outcomes.rewards.to(values.device)[batch.row] if told is None else told
-    length = torch.tensor([len(c) for c in outcomes.completions], device=values.device)[batch.row]
+    rows = batch.row.cpu()
+    targets = outcomes.rewards[rows].to(values.device) if told is None else told
+    length = outcomes.lengths[rows].to(values.device).clamp(min=1)  # of a completion without a token all is one part
     part = (batch.offset * PARTS // length).clamp(max=PARTS - 1)
     return torch.stack([_sums(values[part == i], targets[part == i]) for i in range(PARTS)])
 
@@ -226,9 +228,9 @@ def _teacher(path: str, beta: float, run: Run) -> Teacher:
     model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device)
     if not trained:
         raise ValueError(f"compress.values: {path} is no value model; it has no head of one output")
-    if digest_of_tokenizer(load_tokenizer(reward_model.locate(path)[0])) != digest_of_tokenizer(run.tokenizer):
+    if not same_ids(load_tokenizer(reward_model.locate(path)[0]), run.tokenizer):
         raise ValueError(f"compress.values: {path} has another tokenizer than {run.config.model.path}")
-    if model.shape.vocab != run.model.shape.vocab or model.shape.context < run.max_length:
+    if model.shape.vocab < run.model.shape.vocab or model.shape.context < run.max_length:
         raise ValueError(
             f"compress.values: {path} has a vocabulary of {model.shape.vocab:,} and a context of "
             f"{model.shape.context:,} tokens, and has to read texts of up to {run.max_length:,} in a vocabulary of "

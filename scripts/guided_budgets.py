@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,14 +66,17 @@ def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) 
     return results(folder / "decode")
 
 
-def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> dict[Key, dict[str, Any]]:
-    """Of the methods that learned something, and best-of-N, prompt by prompt."""
+def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> list[dict[Key, dict[str, Any]]]:
+    """Of the methods that learned something, and best-of-N, prompt by prompt; once for every round."""
     folder, methods = given.out / "latency", [m for m in given.methods if m not in ("cd", "args")]
     alone = ["--rollout.max_rows=1", f"--evaluation.prompts={given.latency_prompts}"]
     asked = ["--methods", *methods, "--budgets", str(LATENCY_BUDGET), f"--chunk={given.chunk}", *alone]
-    kept = [f"--guide={given.out / f'seed-{given.seeds[0]}' / 'iro'}", f"--out={folder}"]
-    nlgrpo(["decode", given.recipe, *more, *kept, *asked], folder / "decode.log", torch.get_num_threads())
-    return results(folder)
+    guide = f"--guide={given.out / f'seed-{given.seeds[0]}' / 'iro'}"
+    rounds = [folder / f"round-{i}" for i in range(given.latency_rounds)]
+    for own in rounds:
+        kept = [guide, f"--out={own}"]
+        nlgrpo(["decode", given.recipe, *more, *kept, *asked], folder / "decode.log", torch.get_num_threads())
+    return [results(own) for own in rounds]
 
 
 def results(folder: Path) -> dict[Key, dict[str, Any]]:
@@ -83,10 +87,12 @@ def results(folder: Path) -> dict[Key, dict[str, Any]]:
 
 
 class Found:
-    """Rewards of every method and budget: (S, P), seeds x prompts."""
+    """Rewards of every method and budget: (S, P), seeds x prompts. RuntimeError where seeds have other prompts."""
 
     def __init__(self, seeds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> None:
         self.seeds = seeds
+        if len({tuple(row["prompts"]) for own in seeds for row in own.values()}) > 1:
+            raise RuntimeError("the seeds have answered other prompts, or in another order; decode them again")
         self.methods = list(dict.fromkeys(method for method, _ in seeds[0]))
         self.budgets = list(dict.fromkeys(budget for _, budget in seeds[0]))
 
@@ -128,7 +134,9 @@ def costs(found: Found, budget: int) -> list[str]:
 
 def findings(found: Found) -> list[str]:
     """The paper's claims as differences, with their intervals and each seed's."""
-    last = max((m for m in found.methods if m.startswith("iro")), default=None)
+    last = max(
+        (m for m in found.methods if m.startswith("iro")), key=lambda m: int(m.partition(":")[2] or 10**9), default=None
+    )
     pairs = [(last, "bon"), (last, "iro:1"), ("compressed", last), ("compressed", "bon"), (last, "cd"), (last, "args")]
     lines = []
     for one, other in pairs:
@@ -170,14 +178,22 @@ def draw_budgets(found: Found, ylabel: str) -> Figure:
     return figure
 
 
-def draw_latency(rows: Mapping[Key, Mapping[str, Any]]) -> Figure:
-    """Seconds of a prompt by itself; memory of value models and caches (IRO, Fig. 5)."""
-    figure = figures.figure_of((9.0, 3.6))
+def milliseconds(rounds: Sequence[Mapping[Key, Mapping[str, Any]]], key: Key) -> tuple[float, float, float]:
+    """Of a prompt: the median of the rounds, the least and the most."""
+    times = [1000 * rows[key]["seconds"] / len(rows[key]["rewards"]) for rows in rounds]
+    return statistics.median(times), min(times), max(times)
+
+
+def draw_latency(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> Figure:
+    """Time of a prompt by itself; memory of value models and caches (IRO, Fig. 5)."""
+    figure, rows = figures.figure_of((9.0, 3.6)), rounds[0]
     names = [label(method) for method, _ in rows]
     seconds, memory = figure.subplots(1, 2, sharey=True)
     colours = [figures.look(i).colour for i in range(len(names))]
-    seconds.barh(names, [1000 * row["seconds"] / len(row["rewards"]) for row in rows.values()], color=colours)
-    seconds.set_title("Milliseconds of a prompt, one at a time")
+    times = [milliseconds(rounds, key) for key in rows]
+    reach = [[middle - least for middle, least, _ in times], [most - middle for middle, _, most in times]]
+    seconds.barh(names, [middle for middle, _, _ in times], xerr=reach, capsize=2, color=colours)
+    seconds.set_title(f"Milliseconds of a prompt, one at a time; median and range of {len(rounds)}")
     parts = (("value_bytes", 1.0, "value models"), ("cache_bytes", 0.5, "caches at their largest"))
     left = [0.0] * len(names)
     for what, alpha, name in parts:
@@ -189,11 +205,15 @@ def draw_latency(rows: Mapping[Key, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def latency_lines(rows: Mapping[Key, Mapping[str, Any]]) -> list[str]:
-    lines = [f"one prompt at a time, N = {LATENCY_BUDGET}: milliseconds, MiB of value models and of caches"]
-    for (method, _), row in rows.items():
-        milliseconds, held = 1000 * row["seconds"] / len(row["rewards"]), (row["value_bytes"], row["cache_bytes"])
-        lines.append(f"  {label(method)}: {milliseconds:.0f}, {held[0] / 2**20:.2f} + {held[1] / 2**20:.2f}")
+def latency_lines(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> list[str]:
+    lines = [
+        f"one prompt at a time, N = {LATENCY_BUDGET}: milliseconds (median of {len(rounds)} rounds, range), "
+        "MiB of value models and of caches"
+    ]
+    for key, row in rounds[0].items():
+        time = "{:.0f} ({:.0f} to {:.0f})".format(*milliseconds(rounds, key))
+        held = f"{row['value_bytes'] / 2**20:.2f} + {row['cache_bytes'] / 2**20:.2f}"
+        lines.append(f"  {label(key[0])}: {time}, {held}")
     return lines
 
 
@@ -212,6 +232,7 @@ def main() -> int:
     parser.add_argument("--learn", default="", help="options of nlgrpo iro")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--latency-prompts", type=int, default=30)
+    parser.add_argument("--latency-rounds", type=int, default=5)
     parser.add_argument("--reward", default="Reward", help="what the picture calls it")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     given, more = parser.parse_args(own), sys.argv[2 + len(own) :]

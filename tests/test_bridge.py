@@ -34,7 +34,7 @@ def ids(policy, text):
 @pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>"])
 def test_prompt_and_completion(policy, template):
     letters = by_letters(template=template)
-    bridge, first = Bridge(policy, letters), ["<s>"] * bool(template)
+    bridge, first = Bridge(policy, letters, [policy.eos_token_id]), ["<s>"] * bool(template)
     prompt, completion = policy("a cat").input_ids, ids(policy, " sat.")
     whole = letters.convert_ids_to_tokens(bridge.whole(prompt, completion))
     assert whole == [*first, *"a cat sat."]
@@ -46,20 +46,29 @@ def test_prompt_and_completion(policy, template):
 
 def test_a_token_of_both_is_of_the_completion(policy):
     letters = by_letters(template="<s> $A")
-    read = Bridge(policy, letters).parts(ids(policy, "cra"), ids(policy, "b"))
+    read = Bridge(policy, letters, []).parts(ids(policy, "cra"), ids(policy, "b"))
     assert [letters.convert_ids_to_tokens(part) for part in read] == [["<s>", "c", "r"], ["ab"]]
-    alone = Bridge(policy, by_letters()).parts(ids(policy, "a"), ids(policy, "b"))
+    alone = Bridge(policy, by_letters(), []).parts(ids(policy, "a"), ids(policy, "b"))
     assert [letters.convert_ids_to_tokens(part) for part in alone] == [["ab"], []]  # the prompt has one at least
 
 
 def test_half_a_letter_is_not_there_yet(policy):
     letters, bytes_of = by_letters(), ids(policy, "é")
     assert len(bytes_of) == 2
-    bridge = Bridge(policy, letters)
+    bridge = Bridge(policy, letters, [])
     assert letters.convert_ids_to_tokens(bridge.whole(ids(policy, "caf"), bytes_of[:1])) == ["c", "a", "f"]
     assert letters.convert_ids_to_tokens(bridge.whole(ids(policy, "caf"), bytes_of)) == ["c", "a", "f", "é"]
 
 
+def test_what_ends_a_text_are_the_stops(policy):
+    letters, (dot,) = by_letters(), ids(policy, ".")
+    prompt, completion = ids(policy, "a cat"), [*ids(policy, " sat"), dot]
+    for stops, last in (([dot], "</s>"), ([], ".")):
+        assert letters.convert_ids_to_tokens(Bridge(policy, letters, stops).whole(prompt, completion))[-1] == last
+    special = [*completion, policy.eos_token_id]  # a special token that stops nothing is no letter, and no end
+    assert letters.convert_ids_to_tokens(Bridge(policy, letters, []).whole(prompt, special))[-1] == "."
+
+
 def test_a_text_without_a_token(policy):
     with pytest.raises(ValueError, match="no token of its own"):
-        Bridge(policy, by_letters()).whole([policy.bos_token_id], [])
+        Bridge(policy, by_letters(), []).whole([policy.bos_token_id], [])

@@ -1,6 +1,7 @@
 """``nlgrpo decode``: every way against the engine, the search or a loop over transformers' model; what is kept."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nlgrpo import model as models
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.engine import generate
 from nlgrpo.guided import Search
+from nlgrpo.sample_store import digest_of_prompt
 from nlgrpo.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,15 +109,20 @@ def test_best_of_n_and_searches_are_theirs(work):
             ("cd", 1, Search(1, budget, 2, diverse=False)),
         ):
             paths, betas = [work / "one", work / "two"][:values], [1.0, 0.5][:values]
-            guides = guidance.load_values(paths, betas, tokenizer, room=LENGTH)
+            guides = guidance.load_values(paths, betas, tokenizer, sampling)
             candidates, cost = guided.search(model, ids, search, sampling, guides, seed=SEED)
             best = [max(worth(p, c.tokens, tokenizer) for c in own) for p, own in zip(HELD, candidates, strict=True)]
             row = found[method, budget]
             assert row["rewards"] == pytest.approx(best), method
             assert (row["tokens"], row["queries"]) == (cost.tokens, cost.queries)
-            assert row["theory"] == {"tokens": budget * LENGTH, "queries": values * budget * LENGTH / 2}
+            samples = math.log10(budget ** (LENGTH / 2))  # of best-of-N that is worth as much (Eq. 43)
+            expected = {"tokens": budget * LENGTH, "queries": values * budget * LENGTH / 2, "log10_samples": samples}
+            assert row["theory"] == pytest.approx(expected)
             paired = torch.tensor(best) - torch.tensor(found["bon", budget]["rewards"])
             assert row["over_bon"][0] == pytest.approx(paired.mean().item(), abs=1e-6)
+    theory = {"tokens": 4 * LENGTH, "queries": 4, "log10_samples": math.log10(4)}  # Eq. 36
+    assert found["bon", 4]["theory"] == pytest.approx(theory)
+    assert found["bon", 4]["peak_bytes"] is None  # on a GPU alone
     assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] > 0
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
 
@@ -185,6 +192,23 @@ def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
     made.clear()
     assert cli.main(arguments(work, "kept", rewards__low__weight=1.0)) == 0
     assert sorted(made) == [("bon", 4), ("iro", 4)]
+    made.clear()
+    rows = "\n".join(json.dumps({"prompt": prompt, "answer": "A"}) for prompt in PROMPTS)
+    for answer in "AB":  # rewards may read the columns
+        (work / "answered.jsonl").write_text(rows.replace('"A"', f'"{answer}"'))
+        assert cli.main(arguments(work, "kept", data__source=work / "answered.jsonl", methods=("bon",))) == 0
+    assert made == [("bon", 4), ("bon", 4)]
+
+
+def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
+    rows = []
+    for seed in (1, 2):
+        out = f"seed {seed}"
+        assert cli.main(arguments(work, out, methods=("bon",), data__shuffle="true", train__seed=seed)) == 0
+        rows.append(results(work, out)["bon", 4])
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    assert rows[0]["prompts"] == rows[1]["prompts"] == [digest_of_prompt(tokenizer(p).input_ids) for p in HELD]
+    assert rows[0]["rewards"] != rows[1]["rewards"]
 
 
 def test_ways():
@@ -209,6 +233,10 @@ def test_ways():
         ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
         ({"betas": (1.0,)}, "1 betas for 2 value models"),
         ({"guide": "policy", "betas": ()}, "policy"),
+        (
+            {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
+            "rewards.low compares completions, and a search needs what each is worth by itself",
+        ),
         ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
     ],
 )
@@ -228,3 +256,5 @@ def test_rewards_that_say_nothing_and_a_plan(work, capsys):
     assert "bon, iro x N = 4" in shown
     assert "2 low + 1 begins" in shown
     assert not (work / "planned").exists()
+    assert cli.main(arguments(work, "planned", "--dry-run", evaluation__prompts=0)) == 0
+    assert "10 that runs TRAIN ON, as none are held out" in " ".join(capsys.readouterr().out.split())

@@ -91,7 +91,8 @@ def test_guided_budgets(tmp_path):
     arguments = [
         REPOSITORY / "examples" / "guided.toml",
         *("--methods", "bon", "iro:1", "compressed", "cd", "--budgets", "2", "4", "--seeds", "3", "--chunk", "2"),
-        *("--latency-prompts", "2", "--learn=--iterations 1 --samples 4 --beams 2 --successors 2 --value.held-out 1"),
+        *("--latency-prompts", "2", "--latency-rounds", "2"),
+        "--learn=--iterations 1 --samples 4 --beams 2 --successors 2 --value.held-out 1",
         *("--out", "budgets", "--", "--model.path", "tiny", "--data.source", "prompts.txt"),
         *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
         *("--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nlgrpo.chunks import ModelValue
 from nlgrpo.engine import generate
 from nlgrpo.guidance import Chooser, load_values, majority, respond
 from nlgrpo.guided import Candidate, Search
+from nlgrpo.sample_store import digest_of_tokenizer
 from nlgrpo.sampling import Sampling
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
@@ -147,9 +149,9 @@ def test_the_command_prints_the_response_of_the_search(work, capsys):
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.out.splitlines()]
     model, tokenizer = loaded(work, torch.float32)
-    values = load_values([work / "gpt2", work / "llama"], [1.0, 0.5], tokenizer, room=6)
     ids = [tokenizer(text).input_ids for text in PROMPTS]
     sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    values = load_values([work / "gpt2", work / "llama"], [1.0, 0.5], tokenizer, sampling)
     found, cost = guided.search(model, ids, Search(2, 3, 2), sampling, values, seed=5, valued=True)
     theirs = [AutoModelForSequenceClassification.from_pretrained(work / name).eval() for name in ("gpt2", "llama")]
     for each in theirs:
@@ -199,9 +201,10 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
     """Against transformers, on what its tokenizer makes of the text; w0 and w1 have changed places in it."""
     value, tokenizer = swapped(work, tmp_path)
     model, policys = loaded(work)
-    found = load_values([work / "gpt2", value], [1.0, 0.5], policys, room=6)
-    assert [type(one) for one, _ in found] == [ModelValue, guidance.TextValue]
     ids, sampling = [policys(text).input_ids for text in PROMPTS], Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    found = load_values([work / "gpt2", value], [1.0, 0.5], policys, sampling)
+    assert [type(one) for one, _ in found] == [ModelValue, guidance.TextValue]
+    assert [bool(guidance.note(folder, policys)) for folder in (work / "gpt2", value)] == [False, True]
     candidates, cost = guided.search(model.float(), ids, Search(2, 3, 2), sampling, found[1:], seed=5, valued=True)
     theirs = AutoModelForSequenceClassification.from_pretrained(value).eval()
     theirs.config.pad_token_id = None
@@ -209,7 +212,7 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
     for prompt, own in zip(PROMPTS, candidates, strict=True):
         for one in own:
             text = policys.decode([*policys(prompt).input_ids, *one.tokens], skip_special_tokens=True)
-            own_ids = tokenizer(text).input_ids + [EOS] * (one.tokens[-1] in policys.all_special_ids)
+            own_ids = tokenizer(text).input_ids + [EOS] * one.finished
             assert one.value == pytest.approx(theirs(torch.tensor([own_ids])).logits.item() / 0.5, abs=1e-4)
             ended += one.finished
     assert ended > 0
@@ -231,6 +234,30 @@ def swapped(work, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     reward_model.save(model, tmp_path / "value", tokenizer=tokenizer, pad=0, max_length=64)
     return tmp_path / "value", tokenizer
+
+
+def test_a_chat_template_makes_no_other_tokenizer(work, tmp_path):
+    """Ids that mean the same are read as ids."""
+    shutil.copytree(work / "gpt2", tmp_path / "value")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "value")
+    theirs.chat_template = "{{ messages }}"
+    theirs.save_pretrained(tmp_path / "value")
+    _, policys = loaded(work)
+    assert digest_of_tokenizer(theirs) != digest_of_tokenizer(policys)
+    [(found, _)] = load_values([tmp_path / "value"], [1.0], policys, Sampling(max_new_tokens=6))
+    assert type(found) is ModelValue
+
+
+def test_a_vocabulary_that_is_too_small(work):
+    """A policy's embedding may have rows that no token of the shared tokenizer has, nor the value model's."""
+    _, policys = loaded(work)
+    [(value, _)] = load_values([work / "gpt2"], [1.0], policys, Sampling(max_new_tokens=6))
+    vocabulary = value.model.shape.vocab
+    value.begin([[5, vocabulary - 1]])
+    with pytest.raises(ValueError, match=f"a vocabulary of {vocabulary}, and has to read the token id {vocabulary}"):
+        value.score([0], [[vocabulary]])
+    with pytest.raises(ValueError, match=f"token id {vocabulary + 1}"):
+        value.begin([[vocabulary + 1]])
 
 
 def test_betas_of_nothing(work, capsys):

@@ -150,6 +150,10 @@ def test_a_constant_value_is_plain_sampling(chunk, tmp_path):
         ours = [list(c.tokens) for own in found for c in own]
         assert sorted(ours) == sorted(rows)
         assert beams > 1 or ours == rows
+        # with several successors the first candidate is kept each time: the engine's first sample
+        found, _ = search(policy, PROMPTS, Search(beams, 4, chunk, diverse=False), sampling, constant, seed=5)
+        rows = generate(policy, PROMPTS, 4 * beams, sampling, seed=5).completion_ids()
+        assert [list(own[0].tokens) for own in found] == rows[:: 4 * beams]
 
 
 def test_exact_values_find_the_optimum(tmp_path):
@@ -258,4 +262,6 @@ def test_bad_values_are_named(tmp_path):
 
 
 def test_the_noise_of_choices_is_another():
-    assert CHOICE & ((1 << 63) - 1) == CHOICE != 0
+    places, positions = torch.arange(16), torch.tensor([3])
+    tokens, choices = (uniform_noise(seed, torch.zeros_like(places), places, positions) for seed in (5, 5 ^ CHOICE))
+    assert not (tokens == choices).any()

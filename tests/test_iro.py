@@ -167,8 +167,8 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
 def test_guided_rollouts_are_those_of_the_search(work, whole):
     tokenizer, model = AutoTokenizer.from_pretrained(work / "policy"), models.load(work / "policy", dtype=torch.float64)
     rollouts = load(whole / "iteration-2" / "rollouts")
-    values = guidance.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, room=6)
     sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    values = guidance.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, sampling)
     seed = 0 ^ (1 << 61) ^ (2 << 48)
     for row, (prompt, own) in enumerate(rollouts.tokens()):
         assert tokenizer.decode(prompt) == PROMPTS[row]
@@ -200,10 +200,14 @@ def test_candidates_that_ended_early_fill_their_places():
     assert rollout.logprobs.sum(-1).tolist() == [[-3.0, -3.0, -3.0], [-4.0] * 3]
 
 
-def test_each_iteration_takes_the_next_prompts(work):
-    options, cfg = iro.read_arguments(arguments(work, "none", prompts=5)[1:])
+def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
+    changes = {"prompts": 5, "iterations": 3, "betas": ()}
+    options, cfg = iro.read_arguments(arguments(work, "none", **changes)[1:])
     loop = iro.Loop(options, cfg, Crew(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
     assert [loop.job(1).batch.index, loop.job(1).batch.prompts] == [[0, 1, 2, 3, 4], PROMPTS[:5]]
+    monkeypatch.setattr(guidance.Guide, "digest", lambda _: "")  # of values that are not there yet
+    assert loop.job(2).batch.prompts == PROMPTS[5:10]
+    assert loop.job(3).batch.prompts == PROMPTS[:5]  # ten are trained on, two held out
     seeds = {loop._seed(t) for t in range(1, 100)}
     assert len(seeds) == 99
 
@@ -212,7 +216,10 @@ def test_generation_with_what_was_learned(work, whole, capsys):
     common = ["generate", *PROMPTS[:2], "--model", str(work / "policy"), "--max-new-tokens", "6", "--beams", "2"]
     common += ["--successors", "3", "--chunk", "2", "--json"]
     assert cli.main([*common, "--guide", str(whole)]) == 0
-    ours = capsys.readouterr().out
+    ours, said = capsys.readouterr()
+    assert "2 beams x 3 chunks of 2 tokens" in said
+    assert cli.main([*common[: common.index("--beams")], "--guide", str(whole)]) == 0
+    assert "2 beams x 4 chunks of 2 tokens" in capsys.readouterr().err  # as it was learned with
     named = [str(whole / f"iteration-{t}" / "value") for t in (1, 2)]
     assert cli.main([*common, "--guide", *named, "--betas", "1", "0.5"]) == 0
     assert capsys.readouterr().out == ours
@@ -255,6 +262,32 @@ def test_what_was_killed_or_stopped_goes_on(work, whole):
                 assert (folder / file).read_bytes() == (whole / file).read_bytes(), (name, file)
 
 
+PARTLY = """
+def low(prompts, completion_ids, **_):
+    return [None if p == "w0 w1" else sum(i < 16 for i in ids) / 6 for p, ids in zip(prompts, completion_ids)]
+"""
+
+
+def test_a_prompt_that_no_reward_judges(work):
+    """Its completions are left out of what is fitted and of the means; the loop comes to its end."""
+    (work / "partly.py").write_text(PARTLY)
+    options = {"rewards__low__function": f"{work / 'partly.py'}:low", "iterations": 1, "betas": (), "value__lam": 0.5}
+    assert cli.main(arguments(work, "partly", "--no-compress", **options)) == 0
+    [found] = json.loads((work / "partly" / "iro.json").read_text())
+    worth = 2.0 * load(work / "partly" / "iteration-1" / "rollouts").rewards["low"]
+    assert worth[0].isnan().all()
+    assert found["mean"]["value"] == pytest.approx(worth[1:].mean(1).mean().item())
+    assert found["best"]["value"] == pytest.approx(worth[1:].amax(1).mean().item())
+    fitted = json.loads((work / "partly" / "iteration-1" / "value" / "config.json").read_text())
+    assert fitted["loss"] == {"kind": "mse", "lam": 0.5, "gamma": 1.0}
+
+
+def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
+    (tmp_path / "iteration-1").mkdir()
+    assert cli.main(["generate", "w1", "--model", str(work / "policy"), "--guide", str(tmp_path)]) == 1
+    assert "has not come to its end; the same command goes on" in capsys.readouterr().err
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +300,13 @@ def test_what_was_killed_or_stopped_goes_on(work, whole):
         ({"betas": (1.0,)}, "--betas: 1 of them for 2 iterations"),
         ({"betas": (1.0, -1.0)}, "--betas -1: allowed is > 0"),
         ({"beams": 0}, "beams = 0"),
+        ({"value__epochs": 0}, "--value.epochs 0: allowed is > 0"),
+        ({"value__completions": 0}, "--value.completions 0: allowed is >= 1"),
+        ({"value__lr": -1}, "--value.lr -1: allowed is > 0"),
+        ({"value__held_out": -1}, "--value.held-out -1: allowed is >= 0"),
+        ({"value__lam": 2}, "--value.lam 2: allowed is in [0, 1]"),
+        ({"value__path": "nowhere"}, "nowhere"),
+        ({"train__restart": True}, "--train.restart is of a run"),
         ({"model__path": "nowhere"}, "nowhere"),
         ({"rewards__low__function": "rewards.py:lowest"}, "rewards.py"),
     ],

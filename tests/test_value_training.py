@@ -1,5 +1,6 @@
 """``nlgrpo value``: targets by recursion, steps against transformers and autograd, toy values that are known."""
 
+import dataclasses
 import json
 import signal
 
@@ -178,26 +179,36 @@ def test_micro_batches_change_nothing(work):
     assert judged["mse"] == pytest.approx(expected["mse"], rel=1e-9)
 
 
-def of_a_rank(work, ranks):
-    run = training.build(config(work, train__micro_batch_tokens=30, loss__lam=0.5), ranks)
+def of_a_rank(work, ranks, mode):
+    how = {"compress__values": (work / "other", work / "policy")} if mode == "compress" else {"loss__lam": 0.5}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training.reward_model, "load", with_a_head(training.reward_model.load))
+        run = training.build(config(work, mode=mode, train__micro_batch_tokens=30, **how), ranks)
     found = [run.update(run.rows(step)) for step in range(3)]
     found.append(run.update([0]))  # one completion for two ranks: one of them has nothing to do
     judged = run.evaluate()
     return found, {k: judged[k] for k in ("states", "mse")}, full_parameters(run.model, torch.float64)
 
 
-def in_a_rank(rank, work):
+def with_a_head(load):
+    """Causal models as if their new heads were trained ones, which teachers have."""
+    return lambda *args, **options: (load(*args, **options)[0], True)
+
+
+def in_a_rank(rank, work, mode):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=2)
-    torch.save(of_a_rank(work, Ranks(rank, 2, CPU)), work / f"{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{work}/store-{mode}", rank=rank, world_size=2)
+    torch.save(of_a_rank(work, Ranks(rank, 2, CPU), mode), work / f"{rank}.pt")
     leave_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_are_as_one(work, monkeypatch):
+@pytest.mark.parametrize("mode", ["train", "compress"])
+def test_two_ranks_are_as_one(work, monkeypatch, mode):
+    """Also where one rank has fewer micro-batches, and with teachers, each of which is a collective."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.start_processes(in_a_rank, (work,), nprocs=2, start_method="forkserver")
-    truth, judged, weights = of_a_rank(work, ALONE)
+    mp.start_processes(in_a_rank, (work, mode), nprocs=2, start_method="forkserver")
+    truth, judged, weights = of_a_rank(work, ALONE, mode)
     for rank in range(2):
         ours, found, parameters = torch.load(work / f"{rank}.pt", weights_only=False)
         for mine, its in zip(ours, truth, strict=True):
@@ -294,6 +305,16 @@ def test_a_run_goes_on_bit_for_bit(work):
     assert "held_out/explained_variance" in read_jsonl(work / "kill" / "metrics.jsonl")[2]
 
 
+def test_a_completion_without_a_token_is_one_state(work):
+    """As what a model drew may be nothing in the tokens of another."""
+    run = training.build(config(work), ALONE)
+    bare = dataclasses.replace(run.held_out, completions=[[], *run.held_out.completions[1:]])
+    run.held_out = bare
+    found = run.evaluate()
+    assert found["states"] == sum(len(completion) + 1 for completion in bare.completions)
+    assert sum(part["states"] for part in found["parts"]) == found["states"]
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +405,7 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
 
     def read(ids):
         kept = [places.get(i, i) for i in ids if i not in policy.all_special_ids]
-        return kept + [EOS] * (ids[-1] in policy.all_special_ids)
+        return kept + [EOS] * (ids[-1] == EOS)
 
     assert found.prompts == [[places.get(i, i) for i in ids] for ids in plain.prompts]
     assert found.completions == [read(ids) for ids in plain.completions]
