@@ -60,7 +60,7 @@ class Generate:
     chunk: int | None = None
     """L, tokens of a chunk; else 16."""
     search_temperature: float | None = None
-    """Above 0, beams are drawn in proportion to e^(V / temperature); 0, the default: the best ones."""
+    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones; else 0."""
     diverse: bool = True
     """Keep different candidates before the same ones, unless the folder's search does not."""
     choose: str = "value"
@@ -127,9 +127,9 @@ def _generate_guided(
     paths, betas = (learned.values, options.betas or learned.betas) if learned else (options.guide, options.betas)
     how = options.search(learned.search if learned else Search())
     values = guidance.load_values(paths, betas, tokenizer, sampling, device=device)
-    for path in paths:
-        if said := guidance.note(guidance.folder_of(path), tokenizer):
-            print(f"{path}{said}", file=sys.stderr)
+    for value, _ in values:
+        if isinstance(value, guidance.TextValue):
+            print(f"{value.name}{guidance.BY_TEXT}", file=sys.stderr)
     began = perf_counter()
     responses, cost = guidance.respond(
         model, tokenizer, options.prompts, how, sampling, values, chooser, seed=options.seed

@@ -68,8 +68,8 @@ class Options:
     """What is compared."""
     budgets: tuple[int, ...] = (4, 16, 64)
     """N = K B, candidates of a prompt at any time; of a search K is the largest divisor up to the root of N."""
-    chunk: int = 16
-    """L, tokens of a chunk."""
+    chunk: int | None = None
+    """L, tokens of a chunk; none: as the values of the folder were learned with, or 16."""
     choose: Literal["reward", "majority"] = "reward"
     """What answers: the candidate with the largest reward, or the first with the most frequent final answer."""
     out: Path | None = None
@@ -137,13 +137,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
         Options, args=list(arguments), prog="nlgrpo decode", description=ABOUT, return_unknown_args=True
     )
     cfg, _ = from_arguments(rest)
-    options.out = options.out or Path(f"runs/{cfg.recipe}-decode")
     config_checks.refuse(
         [
             "" if options.methods else "--methods: name one or more",
             "" if options.budgets else "--budgets: name one or more",
             *(f"--budgets {budget}: allowed is >= 1" for budget in options.budgets if budget < 1),
-            "" if options.chunk >= 1 else f"--chunk {options.chunk}: allowed is >= 1",
+            "" if options.chunk is None or options.chunk >= 1 else f"--chunk {options.chunk}: allowed is >= 1",
         ]
     )
     config_checks.check(cfg)
@@ -173,7 +172,7 @@ class Comparison:
     def model(self) -> Decoder | Foreign:
         """Loaded, and run once: what libraries make ready at the first call is no way's time."""
         model = foreign.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
-        warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=2)
+        warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=1)
         guided.search(model, self.batch.ids[:1], Search(1, 1, 1), warm, [])
         return model
 
@@ -258,8 +257,8 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     source = hf_weights.locate(cfg.model.path)
     tokenizer = parts.load_tokenizer(source)
     room = parts.room_for_prompts(cfg, foreign.limits_of(models.read_config(source)))
-    in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))  # whatever the seed is
-    training, held_out = parts.load_prompts(in_order, tokenizer, room)
+    in_one_order = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))  # for every seed of draws
+    training, held_out = parts.load_prompts(in_one_order, tokenizer, room)
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
     pairwise = [reward.name for reward in counting if reward.pairwise]
@@ -270,13 +269,13 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
     if len(betas) != len(paths):
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
+    chunk = options.chunk or (learned.search if learned else Search()).chunk
     sampling = parts.sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
-    assert options.out is not None
     return Comparison(
-        options=options,
+        options=dataclasses.replace(options, chunk=chunk),
         cfg=cfg,
-        folder=options.out,
+        folder=options.out or Path(f"runs/{cfg.recipe}-decode"),
         source=source,
         dtype=parts.compute_dtype(cfg.model.dtype, crew.ranks.device),
         batch=held_out.take(0, min(cfg.evaluation.prompts or len(held_out), len(held_out))),
@@ -286,7 +285,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         paths=[*paths, *([compressed] if compressed else [])],
         betas=[*betas, *([1.0] if compressed else [])],
         ways=[
-            way(method, budget, options.chunk, longest, len(paths), compressed is not None)
+            way(method, budget, chunk, longest, len(paths), compressed is not None)
             for method in dict.fromkeys(options.methods)
             for budget in dict.fromkeys(options.budgets)
         ],
@@ -346,12 +345,13 @@ def theory(way: Way, length: int) -> dict[str, float]:
 
     Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
     and I U H / L queries (Eq. 44); with exact values it is worth best-of-N of U^(H / L) samples (Eq. 43), of which the
-    logarithm to base 10 is given: Eq. 45 has the ratios of the costs.
+    logarithm to base 10 is given: Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N.
     """
-    models, chunks = len(way.values) if way.weight is None else 1, length / way.search.chunk
-    queries = models * way.budget * chunks if models else float(way.budget)
-    samples = max(1.0, chunks if models else 1.0) * math.log10(way.budget)
-    return {"tokens": float(way.budget * length), "queries": queries, "log10_samples": samples}
+    tokens, queries = float(way.budget * length), float(way.budget * length / way.search.chunk)
+    if not way.values:  # best-of-N, or ARGS, which asks for the reward at every token
+        return {"tokens": tokens, "reward_queries": float(way.budget) if way.weight is None else queries}
+    samples = max(1.0, length / way.search.chunk) * math.log10(way.budget)
+    return {"tokens": tokens, "value_queries": len(way.values) * queries, "log10_samples": samples}
 
 
 def run(c: Comparison) -> bool:

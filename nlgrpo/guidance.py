@@ -132,7 +132,7 @@ class Guide:
 
 
 def read_guide(folder: Path) -> Guide | None:
-    """What `nlgrpo iro` has learned in ``folder``; None where that is something else.
+    """What `nlgrpo iro` has learned in ``folder``, or made one model of there; None where that is something else.
 
     Raises ValueError for a damaged file, and for a loop that has not come to its end.
     """
@@ -140,7 +140,8 @@ def read_guide(folder: Path) -> Guide | None:
     if not path.is_file():
         if (folder / "iteration-1").is_dir():
             raise ValueError(f"{folder} is of an `nlgrpo iro` that has not come to its end; the same command goes on")
-        return None
+        whole = read_guide(folder.parent) if (folder.parent / FILE).is_file() else None
+        return Guide([folder], [1.0], whole.search) if whole and whole.compressed == folder else None
     try:
         data = json.loads(path.read_text("utf-8"))
         betas = [float(beta) for beta in data["betas"]]
@@ -186,10 +187,12 @@ def load_values(
     return found
 
 
+BY_TEXT = " (another tokenizer: reads the text of every candidate at every chunk, slower)"
+
+
 def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     """What to say of a value model in a Hugging Face directory that reads texts: its tokenizer is not the policy's."""
-    same = same_ids(load_tokenizer(folder), tokenizer)
-    return "" if same else " (another tokenizer: reads the text of every candidate at every chunk, slower)"
+    return "" if same_ids(load_tokenizer(folder), tokenizer) else BY_TEXT
 
 
 class TextValue(Prefixes):

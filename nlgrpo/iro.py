@@ -361,7 +361,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def plan(loop: Loop) -> Table:
-    """What is going to happen. Raises ValueError for what could not be fitted once completions are drawn."""
+    """What is going to happen. Raises ValueError for a model that cannot read what would be drawn."""
     options, job = loop.options, loop.job(1)
     if not options.value.path and foreign.note(job.source):
         raise ValueError(
@@ -369,8 +369,10 @@ def plan(loop: Loop) -> Table:
             "nlgrpo's decoder does not know; name a reward model or a causal model that it does"
         )
     begun = options.value.path or loop.cfg.model.path
-    fitting.max_length(begun, None)  # there is such a model, and the decoder knows it
-    said = guidance.note(reward_model.locate(begun)[0], job.sampler.tokenizer)
+    context, said = fitting.max_length(begun, None), guidance.note(reward_model.locate(begun)[0], job.sampler.tokenizer)
+    longest = max(map(len, job.prompts.ids)) + job.origin.sampling.max_new_tokens
+    if longest > context and not said:
+        raise ValueError(f"--value.path: {begun} has a context of {context} tokens, and completions come to {longest}")
     search, fit, count = options.search, options.value, len(job.batch.ids)
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{foreign.note(job.source)}",
@@ -379,8 +381,8 @@ def plan(loop: Loop) -> Table:
         f"x {search.successors} chunks of {search.chunk} tokens, of {job.origin.sampling.max_new_tokens} at most",
         "values": f"{options.iterations}, begun at {begun}{said}; betas "
         f"{', '.join(f'{beta:g}' for beta in options.weights)}",
-        "fit": f"{fit.kind}, learning rate {fit.lr:g}, {fit.epochs:g} epochs of {fit.completions} completions a step; "
-        "the configuration's own optim is of no stage",
+        "fit": f"{fit.kind}, lambda {fit.lam:g}, gamma {fit.gamma:g}; learning rate {fit.lr:g}, {fit.epochs:g} epochs, "
+        f"{fit.completions} completions a step; the configuration's own optim is of no stage",
         "folder": str(loop.folder),
     }
     return named_lines("iro", rows)
@@ -411,7 +413,8 @@ def _run(loop: Loop) -> None:
         with writing.into(loop.folder):
             compressed = loop.compressed if loop.options.compress else None
             dataclasses.replace(loop.guide(loop.options.iterations), compressed=compressed).write(loop.folder)
-            found = results(loop)
+        found = results(loop)
+        with writing.into(loop.folder):
             writing.atomic_write(loop.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
         say(table(found))
         say(f"guide   {loop.folder}", highlight=False, soft_wrap=True)

@@ -110,22 +110,22 @@ def digest_of_model(folder: Path) -> str:
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of how texts become ids and ids texts: its rules or vocabulary, special ids and chat template."""
-    special = [tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id]
-    whole = [_rules(tokenizer), *special, tokenizer.chat_template]
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # none: its rules are Python code
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    of_last_call = ("padding", "truncation")
+    rules = {name: rule for name, rule in rules.items() if backend is None or name not in of_last_call}
+    whole = [rules, tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
     return _short(json.dumps(whole, sort_keys=True).encode())
 
 
 def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether an id is the same piece of text in both; chat templates and what pads or ends may differ."""
-    return one.get_vocab() == other.get_vocab() and _rules(one) == _rules(other)
+    """Whether an id is the same piece of text in both; how they part texts, and what is special, may differ."""
 
+    def pieces(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, int], Any]:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        return tokenizer.get_vocab(), None if backend is None else json.loads(backend.to_str())["decoder"]
 
-def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """How texts become ids; without padding and truncation, which are those of the last call."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # none: its rules are Python code
-    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    of_last_call = ("padding", "truncation")
-    return {name: rule for name, rule in rules.items() if backend is None or name not in of_last_call}
+    return pieces(one) == pieces(other)
 
 
 def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> str:

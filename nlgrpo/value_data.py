@@ -50,6 +50,11 @@ class Outcomes:
         return torch.tensor([len(completion) for completion in self.completions])
 
     @property
+    def largest(self) -> int:
+        """Of all token ids."""
+        return max(max(ids, default=0) for ids in (*self.prompts, *self.completions))
+
+    @property
     def tokens(self) -> int:
         return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 

@@ -19,7 +19,9 @@ from rich.table import Table
 from torch import Tensor
 
 from nlgrpo import fitting, reward_model, value_data
+from nlgrpo import model as models
 from nlgrpo.attention import implementation
+from nlgrpo.families import shape_of
 from nlgrpo.model import Decoder
 from nlgrpo.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.parallel import Ranks, shard
@@ -205,14 +207,17 @@ def evaluated(sums: Tensor) -> dict[str, Any]:
 def build(cfg: ValueConfig, ranks: Ranks) -> Run:
     """Read tokenizer, rollouts and weights. Raises ValueError for whatever of the configuration cannot be run."""
     check(cfg)
-    tokenizer = load_tokenizer(reward_model.locate(cfg.model.path)[0])
+    source = reward_model.locate(cfg.model.path)[0]
+    tokenizer = load_tokenizer(source)
     longest = fitting.max_length(cfg.model.path, cfg.data.max_length)
     data = cfg.data
     outcomes = value_data.load(data.rollouts, tokenizer, rewards=data.rewards, weights=data.weights, max_length=longest)
     if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
         low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
         raise ValueError(f"loss.kind = 'bce' is for rewards in [0, 1], and these are in [{low:g}, {high:g}]")
-    held_out = None
+    known, largest, held_out = shape_of(models.read_config(source)).vocab, outcomes.largest, None
+    if largest >= known:
+        raise ValueError(f"{cfg.model.path} has a vocabulary of {known:,}, and rollouts have the token id {largest:,}")
     if cfg.evaluation.prompts:
         outcomes, rest = outcomes.split(cfg.evaluation.prompts)
         held_out = rest if len(rest) else None

@@ -92,7 +92,7 @@ class Found:
     def __init__(self, seeds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> None:
         self.seeds = seeds
         if len({tuple(row["prompts"]) for own in seeds for row in own.values()}) > 1:
-            raise RuntimeError("the seeds have answered other prompts, or in another order; decode them again")
+            raise RuntimeError("the seeds have answered other prompts, or in another order")
         self.methods = list(dict.fromkeys(method for method, _ in seeds[0]))
         self.budgets = list(dict.fromkeys(budget for _, budget in seeds[0]))
 
@@ -232,12 +232,14 @@ def main() -> int:
     parser.add_argument("--learn", default="", help="options of nlgrpo iro")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--latency-prompts", type=int, default=30)
-    parser.add_argument("--latency-rounds", type=int, default=5)
+    parser.add_argument("--latency-rounds", type=int, default=5, help="times that latencies are measured")
     parser.add_argument("--reward", default="Reward", help="what the picture calls it")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     given, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     if "bon" not in given.methods:
         parser.error("--methods: name bon, which the others are held against")
+    if given.latency_rounds < 1:
+        parser.error(f"--latency-rounds {given.latency_rounds}: expected 1 or more")
     try:
         with ThreadPoolExecutor(given.jobs) as pool:
             found = Found(list(pool.map(lambda seed: learn_and_decode(given, more, seed), given.seeds)))

@@ -116,12 +116,12 @@ def test_best_of_n_and_searches_are_theirs(work):
             assert row["rewards"] == pytest.approx(best), method
             assert (row["tokens"], row["queries"]) == (cost.tokens, cost.queries)
             samples = math.log10(budget ** (LENGTH / 2))  # of best-of-N that is worth as much (Eq. 43)
-            expected = {"tokens": budget * LENGTH, "queries": values * budget * LENGTH / 2, "log10_samples": samples}
+            queries = values * budget * LENGTH / 2
+            expected = {"tokens": budget * LENGTH, "value_queries": queries, "log10_samples": samples}
             assert row["theory"] == pytest.approx(expected)
             paired = torch.tensor(best) - torch.tensor(found["bon", budget]["rewards"])
             assert row["over_bon"][0] == pytest.approx(paired.mean().item(), abs=1e-6)
-    theory = {"tokens": 4 * LENGTH, "queries": 4, "log10_samples": math.log10(4)}  # Eq. 36
-    assert found["bon", 4]["theory"] == pytest.approx(theory)
+    assert found["bon", 4]["theory"] == {"tokens": 4 * LENGTH, "reward_queries": 4}  # Eq. 36
     assert found["bon", 4]["peak_bytes"] is None  # on a GPU alone
     assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] > 0
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
@@ -207,7 +207,8 @@ def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
         assert cli.main(arguments(work, out, methods=("bon",), data__shuffle="true", train__seed=seed)) == 0
         rows.append(results(work, out)["bon", 4])
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
-    assert rows[0]["prompts"] == rows[1]["prompts"] == [digest_of_prompt(tokenizer(p).input_ids) for p in HELD]
+    assert rows[0]["prompts"] == rows[1]["prompts"]
+    assert sorted(rows[0]["prompts"]) == sorted(digest_of_prompt(tokenizer(p).input_ids) for p in HELD)
     assert rows[0]["rewards"] != rows[1]["rewards"]
 
 

@@ -225,6 +225,8 @@ def test_generation_with_what_was_learned(work, whole, capsys):
     assert capsys.readouterr().out == ours
     assert cli.main([*common, "--guide", str(whole / "compressed-2")]) == 0
     assert capsys.readouterr().out.count("finish_reason") == 2
+    assert cli.main([*common[: common.index("--beams")], "--guide", str(whole / "compressed-2")]) == 0
+    assert "2 beams x 4 chunks of 2 tokens" in capsys.readouterr().err
     moved = whole.rename(work / "moved")
     assert cli.main([*common, "--guide", str(moved)]) == 0
     assert capsys.readouterr().out == ours
@@ -314,6 +316,13 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
 def test_refused(work, capsys, changes, said):
     assert cli.main(arguments(work, "refused", **changes)) == 1
     assert said in capsys.readouterr().err
+    assert not (work / "refused").exists()
+
+
+def test_a_value_model_that_is_too_short(work, tmp_path, capsys):
+    tiny_model(tmp_path / "short", "gpt2", n_positions=8)
+    assert cli.main(arguments(work, "refused", value__path=tmp_path / "short", rollout__max_new_tokens=9)) == 1
+    assert "short has a context of 8 tokens, and completions come to" in capsys.readouterr().err
     assert not (work / "refused").exists()
 
 

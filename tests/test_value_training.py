@@ -376,6 +376,13 @@ def test_refused(work, capsys, changes, said):
     assert not (work / "refused").exists()
 
 
+def test_tokens_that_a_value_model_does_not_have(work, tmp_path, capsys):
+    """A policy's embedding may have rows that no token of the shared tokenizer has, nor the value model's."""
+    tiny_model(tmp_path / "small", "gpt2", vocab_size=8)
+    assert cli.main(arguments(work, "refused", model__path=tmp_path / "small")) == 1
+    assert "small has a vocabulary of 8, and rollouts have the token id " in capsys.readouterr().err
+
+
 def test_compression_that_is_refused(work, tmp_path, capsys):
     def refused(**changes):
         assert cli.main(arguments(work, "refused", "compress", **changes)) == 1
