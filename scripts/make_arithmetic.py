@@ -28,15 +28,16 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from nlgrpo.builtin_rewards import final_answer
 
-LARGEST = 12
+LARGEST, OFF = 12, 9  # of a number, of an error
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-VOCABULARY = [PAD, BOS, EOS, *"0123456789+= ", "####"]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a character, but for ``####``; <s> before a text."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), "isolated")
+def make_tokenizer(terms: int) -> PreTrainedTokenizerFast:
+    """A token a number, up to the largest total that an error can make, and a character; <s> before a text."""
+    totals = range(LARGEST * terms + OFF * (terms - 1) + 1)
+    vocabulary = [PAD, BOS, EOS, *"+= ", "####", *map(str, totals)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|[0-9]+|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
@@ -52,7 +53,7 @@ def solution(terms: list[int], wrong: float, rng: random.Random) -> str:
     for term in terms[1:]:
         before, total = total, total + term
         if rng.random() < wrong:
-            total = max(0, total + rng.choice((-1, 1)) * rng.randint(1, 9))
+            total = max(0, total + rng.choice((-1, 1)) * rng.randint(1, OFF))
         steps.append(f"{before}+{term}={total} ")
     return "".join(steps) + f"#### {total}"
 
@@ -118,9 +119,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     sums = [draw(args.terms, rng) for _ in range(args.problems)]
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(args.terms)
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=64, intermediate_size=172, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=172, num_hidden_layers=3, num_attention_heads=4,
         max_position_embeddings=24 * args.terms, tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip

@@ -132,6 +132,10 @@ def test_make_arithmetic(tmp_path, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one" / "model")
     text = "12+7+3=12+7=19 19+3=22 #### 22"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert len(tokenizer(text).input_ids) == 1 + 6 + 6 + 6 + 3  # a token a number
+    largest = f"#### {3 * 12 + 2 * 9}"  # that errors can make
+    assert tokenizer.unk_token is None
+    assert tokenizer.decode(tokenizer(largest).input_ids, skip_special_tokens=True) == largest
     models.load(tmp_path / "one" / "model")  # the decoder reads it
 
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
