@@ -1,15 +1,17 @@
-"""Make a task with exact answers: sums, and a small causal LM that works them out and errs as often as it is told.
+"""Make a task with exact answers: sums, and a small causal LM that works them out and mostly forgets to carry.
 
     python scripts/make_arithmetic.py --out runs/arithmetic
 
     9+4+11=9+4=13 13+11=24 #### 24
+    9+4+11=9+4=3 3+11=14 #### 14
 
 A prompt asks for a sum; a solution adds number after number, then gives the answer behind ``####``. The model, a small
-Llama, is trained from scratch on solutions each total of which is wrong with probability ``--wrong`` (and what follows
-goes on from it), so that it solves about (1 - wrong)^(terms - 1) of the sums at temperature 1, and which of its totals
-is wrong can be told from the text. Writes ``OUT/model`` (a Hugging Face directory) and ``OUT/sums.jsonl`` with the
-columns ``prompt`` and ``answer``; no prompt of it was trained on. The same options, versions and machine give the same
-bytes.
+Llama with a token a number, is trained from scratch on solutions in which a total that needs a carry lacks it with
+probability ``--wrong``, and what follows goes on from it. Above one half this is what it does most, so that neither its
+likeliest tokens nor the majority of its answers are right, while samples are now and then.
+
+Writes ``OUT/model`` (a Hugging Face directory) and ``OUT/sums.jsonl`` with the columns ``prompt`` and ``answer``; no
+prompt of it was trained on. The same options, versions and machine give the same bytes.
 """
 
 from __future__ import annotations
@@ -28,14 +30,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from nlgrpo.builtin_rewards import final_answer
 
-LARGEST, OFF = 12, 9  # of a number, of an error
+LARGEST = 12
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 
 
 def make_tokenizer(terms: int) -> PreTrainedTokenizerFast:
-    """A token a number, up to the largest total that an error can make, and a character; <s> before a text."""
-    totals = range(LARGEST * terms + OFF * (terms - 1) + 1)
-    vocabulary = [PAD, BOS, EOS, *"+= ", "####", *map(str, totals)]
+    """A token a number and a character; <s> before a text."""
+    vocabulary = [PAD, BOS, EOS, *"+= ", "####", *map(str, range(LARGEST * terms + 1))]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|[0-9]+|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -48,12 +49,12 @@ def problem(terms: list[int]) -> str:
 
 
 def solution(terms: list[int], wrong: float, rng: random.Random) -> str:
-    """An equation for every number behind the first, whose total is off by one to nine with probability ``wrong``."""
+    """An equation for every number behind the first; a carry is lost with probability ``wrong``."""
     total, steps = terms[0], []
     for term in terms[1:]:
         before, total = total, total + term
-        if rng.random() < wrong:
-            total = max(0, total + rng.choice((-1, 1)) * rng.randint(1, OFF))
+        if before % 10 + term % 10 >= 10 and rng.random() < wrong:
+            total -= 10
         steps.append(f"{before}+{term}={total} ")
     return "".join(steps) + f"#### {total}"
 
@@ -106,8 +107,8 @@ def solved(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--terms", type=int, default=5, help="numbers of a sum; default 5")
-    parser.add_argument("--wrong", type=float, default=0.4, help="share of wrong totals in training; default 0.4")
+    parser.add_argument("--terms", type=int, default=6, help="numbers of a sum; default 6")
+    parser.add_argument("--wrong", type=float, default=0.6, help="share of carries lost in training; default 0.6")
     parser.add_argument("--problems", type=int, default=1024, help="sums that are asked; default 1024")
     parser.add_argument("--steps", type=int, default=3000, help="optimiser steps; default 3000")
     parser.add_argument("--batch", type=int, default=32)

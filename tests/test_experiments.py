@@ -133,7 +133,7 @@ def test_make_arithmetic(tmp_path, monkeypatch):
     text = "12+7+3=12+7=19 19+3=22 #### 22"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
     assert len(tokenizer(text).input_ids) == 1 + 6 + 6 + 6 + 3  # a token a number
-    largest = f"#### {3 * 12 + 2 * 9}"  # that errors can make
+    largest = f"#### {3 * 12}"
     assert tokenizer.unk_token is None
     assert tokenizer.decode(tokenizer(largest).input_ids, skip_special_tokens=True) == largest
     models.load(tmp_path / "one" / "model")  # the decoder reads it
@@ -142,10 +142,9 @@ def test_make_arithmetic(tmp_path, monkeypatch):
     from make_arithmetic import solution
 
     assert solution([12, 7, 3], 0.0, random.Random(0)) == "12+7=19 19+3=22 #### 22"
-    for seed in range(20):  # every total is wrong, and the next goes on from it
-        one, two = solution([12, 7, 3], 1.0, random.Random(seed)).split()[:2]
-        totals = [int(equation.partition("=")[2]) for equation in (one, two)]
-        assert two.startswith(f"{totals[0]}+3=")
-        assert 1 <= abs(totals[0] - 19) <= 9
-        assert 1 <= abs(totals[1] - totals[0] - 3) <= 9
+    forgetful = solution([12, 7, 3, 8], 1.0, random.Random(0))
+    assert forgetful == "12+7=19 19+3=12 12+8=10 #### 10"  # where there is a carry it is lost, and that is gone on from
+    drawn = [solution([9, 4], 0.6, random.Random(seed)) for seed in range(2000)]
+    assert set(drawn) == {"9+4=13 #### 13", "9+4=3 #### 3"}
+    assert drawn.count("9+4=3 #### 3") / 2000 == pytest.approx(0.6, abs=0.05)
     assert "expected 2 terms or more" in run("make_arithmetic.py", "--out", "x", "--terms", "1", cwd=tmp_path).stderr
