@@ -191,6 +191,7 @@ def ended(work):
     return found
 
 
+@pytest.mark.slow
 def test_an_undisturbed_run(work, ended):
     assert [end.status for end in ended["whole"]] == [0]
     lines = untimed(work / "whole")
@@ -200,6 +201,7 @@ def test_an_undisturbed_run(work, ended):
     assert steps_in(work / "whole") == [6, 8]
 
 
+@pytest.mark.slow
 def test_half_and_half_equal_the_whole(work, ended):
     assert [end.status for end in ended["halves"]] == [0, 0]
     assert "going on from step 4" in ended["halves"][1].output
@@ -207,6 +209,7 @@ def test_half_and_half_equal_the_whole(work, ended):
 
 
 @pytest.mark.parametrize("name", KILLS)
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
     assert [end.status for end in ended[name]] == [-signal.SIGKILL, 0]
     assert ("going on from step" in ended[name][1].output) == (name != "in the first step")
@@ -214,6 +217,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
     assert not list((work / name / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_over_and_over_gets_there(work, ended):
     assert [end.status for end in ended["often"]][:2] == [-signal.SIGKILL] * 2
     assert ended["often"][-1].status == 0
@@ -221,6 +225,7 @@ def test_a_run_that_is_killed_over_and_over_gets_there(work, ended):
 
 
 @pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.slow
 def test_a_signal_finishes_the_step_and_saves(work, ended, name):
     assert [end.status for end in ended[name]] == [0, 0]
     assert "stopped and saved at step 5; the same command goes on from there" in ended[name][0].output
@@ -231,6 +236,7 @@ def test_a_signal_finishes_the_step_and_saves(work, ended, name):
 # --- the folder of a run ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(work, ended, tmp_path, capsys, caplog):
     folder = tmp_path / "run"
     shutil.copytree(work / "whole", folder)
@@ -591,6 +597,7 @@ def test_micro_batches_do_not_change_the_curve(work, load):
         assert_same_curve(work / f"{load} {micro}", work / f"{load} 16384")
 
 
+@pytest.mark.slow
 def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
     load = LOADS["kl in the loss"]
     assert train.main(arguments(work, "one rank", **load)) == 0
@@ -617,6 +624,7 @@ def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
     assert (work / "two ranks" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_two_ranks_with_the_kl_in_the_reward_are_as_one(work):
     load = LOADS["kl in the reward"]
     assert train.main(arguments(work, "one", train__micro_batch_tokens=40, **load)) == 0
