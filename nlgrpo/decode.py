@@ -3,7 +3,8 @@
     nlgrpo decode my.toml --guide runs/iro --methods bon cd args iro:1 iro --budgets 4 16 64 --out runs/decode
 
 A budget is N = K B, the candidates of a prompt at any time, of which no method draws more than N tokens each. Whatever
-the method, the rewards (or the majority of answers) choose among the candidates that it ends with. P prompts.
+the method, the rewards (or the values, or the majority of answers) choose among the candidates that it ends with. P
+prompts.
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import config_checks, foreign, guidance, guided, hf_weights, parallel, parts, writing
 from nlgrpo import model as models
-from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
+from nlgrpo.decode_ways import Way, theory, way
 from nlgrpo.draws import Origin, Scorer, scorers
-from nlgrpo.engine import Rollout
 from nlgrpo.evaluation import bootstrap
 from nlgrpo.foreign import Foreign
-from nlgrpo.guided import Search, Value
+from nlgrpo.guided import Candidate, Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError
@@ -70,62 +70,15 @@ class Options:
     """N = K B, candidates of a prompt at any time; of a search K is the largest divisor up to the root of N."""
     chunk: int | None = None
     """L, tokens of a chunk; none: as the values of the folder were learned with, or 16."""
-    choose: Literal["reward", "majority"] = "reward"
-    """What answers: the candidate with the largest reward, or the first with the most frequent final answer."""
+    choose: Literal["reward", "value", "majority"] = "reward"
+    """What answers: the candidate with the largest reward or value, or the first with the most frequent final answer.
+
+    By value, best-of-N reads its samples with all value models, and every other method with those that guide it.
+    """
     out: Path | None = None
     """Folder of the results; none: runs/<recipe>-decode."""
     dry_run: bool = False
     """Say what there is to do; do nothing."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A method at a budget."""
-
-    method: str
-    budget: int
-    search: Search
-    values: tuple[int, ...] = ()
-    """Which of the value models guide it."""
-    weight: float | None = None
-    """Of the reward of prefixes; None: it is not asked for."""
-
-
-def way(method: str, budget: int, chunk: int, longest: int, values: int, compressed: bool = False) -> Way:
-    """Raises ValueError for a method that is none, or that needs other value models than there are.
-
-    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one.
-    """
-    name, _, detail = method.partition(":")
-    beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
-    try:
-        if method == "bon":
-            return Way(method, budget, Search(1, budget, longest))
-        if method == "cd":
-            return _guided(Way(method, budget, Search(1, budget, chunk, diverse=False), (0,)), values)
-        if method == "compressed":
-            if not compressed:
-                raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
-            return Way(method, budget, Search(beams, budget // beams, chunk), (values,))
-        if name == "args":
-            weight = float(detail) if detail else 1.0
-            if not math.isfinite(weight):
-                raise ValueError
-            return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
-        if name == "iro":
-            count = int(detail) if detail else values
-            return _guided(Way(method, budget, Search(beams, budget // beams, chunk), tuple(range(count))), values)
-    except ValueError as error:
-        if str(error).startswith("method"):
-            raise
-    raise ValueError(f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed")
-
-
-def _guided(way: Way, there: int) -> Way:
-    if not 1 <= len(way.values) <= there:
-        needed = max(len(way.values), 1)
-        raise ValueError(f"method {way.method!r} is guided by {needed} value models, and --guide has {there}")
-    return way
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -285,7 +238,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         paths=[*paths, *([compressed] if compressed else [])],
         betas=[*betas, *([1.0] if compressed else [])],
         ways=[
-            way(method, budget, chunk, longest, len(paths), compressed is not None)
+            way(method, budget, chunk, longest, len(paths), compressed is not None, options.choose == "value")
             for method in dict.fromkeys(options.methods)
             for budget in dict.fromkeys(options.budgets)
         ],
@@ -302,20 +255,19 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
     peak, began = PeakMemory(device), perf_counter()
     found, cost = guided.search(
         model, c.batch.ids, way.search, c.sampler.sampling, values,
-        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows,
+        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=c.options.choose == "value",
     )  # fmt: skip
     seconds, peak_bytes = perf_counter() - began, peak.bytes()
-    rollout = guidance.as_rollout(c.batch.ids, found)
     used = [value.model for value, _ in values if isinstance(value, ModelValue | guidance.TextValue)]
     return {
         "method": way.method,
         "budget": way.budget,
         "prompts": c.prompts,
         "search": asdict(way.search),
-        "rewards": _chosen(c, rollout, way.budget).tolist(),
+        "rewards": _chosen(c, found).tolist(),
         "tokens": cost.tokens,
         "queries": cost.queries,
-        "reward_queries": len(found) * way.budget,
+        "reward_queries": len(found) * way.budget if c.options.choose == "reward" else 0,
         "seconds": seconds,
         "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
         "cache_bytes": cost.cache_bytes,
@@ -324,34 +276,26 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
     }
 
 
-def _chosen(c: Comparison, rollout: Rollout, budget: int) -> Tensor:
+def _chosen(c: Comparison, found: Sequence[Sequence[Candidate]]) -> Tensor:
     """(P,) rewards of the candidates that answer. ValueError for one that no reward judges."""
-    worth = c.worth(c.batch, rollout.completion_ids(), budget)
-    if c.options.choose == "majority":
-        answers = [final_answer(text) for text in c.sampler.texts(rollout)]
-        own = [answers[i : i + budget] for i in range(0, len(answers), budget)]
-        picked = [guidance.majority(each, [1.0] * budget)[0] for each in own]
+    if c.options.choose == "reward":
+        rows = [[one.tokens for one in own for _ in range(one.places)] for own in found]
+        worth = c.worth(c.batch, [tokens for own in rows for tokens in own], len(rows[0]))
+        rewards = worth.nan_to_num(nan=-math.inf).amax(1)
     else:
-        picked = worth.nan_to_num(nan=-math.inf).argmax(1).tolist()
-    rewards = worth[torch.arange(len(worth)), picked]
-    unjudged = rewards.isnan().nonzero()[:, 0].tolist()
+        answering = [own[i] for i, own in zip(_answering(c, found), found, strict=True)]
+        rewards = c.worth(c.batch, [one.tokens for one in answering], 1)[:, 0]
+    unjudged = (~rewards.isfinite()).nonzero()[:, 0].tolist()
     if unjudged:
         raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
     return rewards
 
 
-def theory(way: Way, length: int) -> dict[str, float]:
-    """A prompt's cost by IRO's Proposition 1, for responses of H tokens.
-
-    Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
-    and I U H / L queries (Eq. 44); with exact values it is worth best-of-N of U^(H / L) samples (Eq. 43), of which the
-    logarithm to base 10 is given: Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N.
-    """
-    tokens, queries = float(way.budget * length), float(way.budget * length / way.search.chunk)
-    if not way.values:  # best-of-N, or ARGS, which asks for the reward at every token
-        return {"tokens": tokens, "reward_queries": float(way.budget) if way.weight is None else queries}
-    samples = max(1.0, length / way.search.chunk) * math.log10(way.budget)
-    return {"tokens": tokens, "value_queries": len(way.values) * queries, "log10_samples": samples}
+def _answering(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[int]:
+    """Which candidate of each prompt its value, or the majority, chooses."""
+    chooser, read = guidance.Chooser(c.options.choose), c.sampler.tokenizer.batch_decode
+    texts = [read([list(one.tokens) for one in own], skip_special_tokens=True) for own in found]
+    return [chooser.choose(*one)[0] for one in zip(c.batch.prompts, found, texts, strict=True)]
 
 
 def run(c: Comparison) -> bool:
@@ -408,6 +352,7 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
 
 def plan(c: Comparison) -> Table:
     sampling = c.sampler.sampling
+    weighted = " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers)
     rows = {
         "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
         f"{foreign.note(c.source)}",
@@ -416,8 +361,9 @@ def plan(c: Comparison) -> Table:
         "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
         f"{c.options.chunk} tokens",
         "values": ", ".join(map(c.said_of, range(len(c.paths)))) or "none",
-        "chosen by": "the majority of final answers" * (c.options.choose == "majority")
-        or " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers),
+        "chosen by": {"value": "the values of each way", "majority": "the majority of final answers"}.get(
+            c.options.choose, weighted
+        ),
         "folder": str(c.folder),
     }
     return named_lines("decode", rows)

@@ -18,6 +18,7 @@ from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.bridge import Bridge
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.chunks import ModelValue, Prefixes
+from nlgrpo.data import Prompt
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Candidate, Cost, Search, Value
@@ -49,7 +50,7 @@ class Chooser:
     def of(cls, how: str, device: str | torch.device = "cpu") -> Chooser:
         return cls(how, None if how in (VALUE, MAJORITY) else rewards.load("choose", how, device=device))
 
-    def choose(self, prompt: str, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
         """Which candidate, and what it is worth: its V, its share of the votes, or its reward.
 
         Raises ValueError where a reward fails or has nothing to say of any.
@@ -82,7 +83,7 @@ def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tu
     return list(answers).index(winner), weight / sum(votes.values())
 
 
-def _rewards(reward: Reward, prompt: str, candidates: Sequence[Candidate], texts: Sequence[str]) -> list[float]:
+def _rewards(reward: Reward, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> list[float]:
     try:
         found = rewards.score(
             [reward],

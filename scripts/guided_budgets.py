@@ -1,13 +1,13 @@
 """What value-guided decoding is worth over budgets, and what it costs (IRO, Figs. 3, 5 and 6), on one recipe.
 
     python scripts/guided_budgets.py examples/guided.toml [--out runs/guided] [--chunk 8] [--budgets 4 8 16 32 64]
-        [--methods bon iro:1 iro:2 iro:3 compressed cd args] [--choose majority] [--seeds 0 1 2] [--jobs 2]
+        [--methods bon iro:1 iro:2 iro:3 compressed cd args] [--choose reward value] [--seeds 0 1 2] [--jobs 2]
         [--learn="--prompts 320 --value.lr 1e-3"] [-- --evaluation.prompts 32 ...]
 
 For each seed `nlgrpo iro` learns values, with the options of ``--learn``, and `nlgrpo decode` holds the methods against
-each other on the held-out prompts. Then the searches answer a few prompts one by one, which is what their latency is.
-Draws both and says what leads and by how much. What follows ``--`` goes to every command. What is finished is not made
-again, and what was stopped goes on.
+each other on the held-out prompts, once for every way to choose what answers. Then the searches answer a few prompts
+one by one, which is what their latency is. Draws both and says what leads and by how much. What follows ``--`` goes to
+every command. What is finished is not made again, and what was stopped goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,16 @@ def nlgrpo(arguments: Sequence[str], log: Path, threads: int) -> None:
         raise RuntimeError(f"nlgrpo {arguments[0]} ended with status {done.returncode}; {log} says why")
 
 
-def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) -> dict[Key, dict[str, Any]]:
+def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) -> list[dict[Key, dict[str, Any]]]:
+    """What each way to choose came to."""
     folder, threads = given.out / f"seed-{seed}", max(1, torch.get_num_threads() // given.jobs)
     same = [given.recipe, f"--train.seed={seed}", f"--chunk={given.chunk}", *more]
     nlgrpo(["iro", *same, f"--out={folder / 'iro'}", *shlex.split(given.learn)], folder / "iro.log", threads)
-    asked = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--choose={given.choose}"]
-    kept = [f"--guide={folder / 'iro'}", f"--out={folder / 'decode'}"]
-    nlgrpo(["decode", *same, *kept, *asked], folder / "decode.log", threads)
-    return results(folder / "decode")
+    asked = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--guide={folder / 'iro'}"]
+    for choose in given.choose:
+        kept = [f"--choose={choose}", f"--out={folder / choose}"]
+        nlgrpo(["decode", *same, *asked, *kept], folder / f"{choose}.log", threads)
+    return [results(folder / choose) for choose in given.choose]
 
 
 def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> list[dict[Key, dict[str, Any]]]:
@@ -227,7 +230,8 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, help="those of nlgrpo decode; the first is bon")
     parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--chunk", type=int, default=8, help="L, tokens of a chunk")
-    parser.add_argument("--choose", default="reward", choices=["reward", "majority"], help="what answers")
+    ways = ["reward", "value", "majority"]
+    parser.add_argument("--choose", nargs="+", default=ways[:1], choices=ways, help="what answers")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--learn", default="", help="options of nlgrpo iro")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
@@ -242,16 +246,17 @@ def main() -> int:
         parser.error(f"--latency-rounds {given.latency_rounds}: expected 1 or more")
     try:
         with ThreadPoolExecutor(given.jobs) as pool:
-            found = Found(list(pool.map(lambda seed: learn_and_decode(given, more, seed), given.seeds)))
+            of_seeds = list(pool.map(lambda seed: learn_and_decode(given, more, seed), given.seeds))
+        found = {choose: Found(own) for choose, own in zip(given.choose, zip(*of_seeds, strict=True), strict=True)}
         latency = measure_latency(given, more)
     except RuntimeError as error:
         parser.error(str(error))
-    lines = [*table(found), *costs(found, found.budgets[-1]), *findings(found), *latency_lines(latency)]
+    lines, pictures = [], {"latency.png": partial(draw_latency, latency)}
+    for choose, own in found.items():
+        lines += [f"chosen by {choose}", *table(own), *costs(own, own.budgets[-1]), *findings(own), ""]
+        pictures[f"budgets-{choose}.png"] = partial(draw_budgets, own, f"{given.reward}, chosen by {choose}")
+    lines += latency_lines(latency)
     atomic_write(given.out / "findings.txt", "\n".join(lines) + "\n")
-    pictures = {
-        "budgets.png": lambda: draw_budgets(found, given.reward),
-        "latency.png": lambda: draw_latency(latency),
-    }
     for file, draw in pictures.items():
         atomic_write_bytes(given.out / file, figures.render(draw))
     print(*lines, *(given.out / file for file in pictures), sep="\n")

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from helpers import EOS, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from nlgrpo import cli, guidance, guided, reward_model
+from nlgrpo import cli, decode_ways, guidance, guided, reward_model
 from nlgrpo import decode as decoding
 from nlgrpo import model as models
 from nlgrpo.builtin_rewards import final_answer
@@ -127,11 +127,11 @@ def test_best_of_n_and_searches_are_theirs(work):
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
 
 
-@pytest.mark.parametrize("weight", [1.0, -0.5, 0.0])
-def test_args_is_a_loop_over_the_likeliest_tokens(work, weight):
+@pytest.mark.parametrize(("weight", "choose"), [(1.0, "reward"), (-0.5, "reward"), (-0.5, "value"), (0.0, "reward")])
+def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
     """Khanov et al. 2024, Eq. 4, "greedy": of the N likeliest next tokens the one with the largest log p + w r."""
-    out = f"args {weight}"
-    assert cli.main(arguments(work, out, methods=(f"args:{weight:g}",), budgets=(5,))) == 0
+    out = f"args {weight} {choose}"
+    assert cli.main(arguments(work, out, methods=(f"args:{weight:g}",), budgets=(5,), choose=choose)) == 0
     row, tokenizer = results(work, out)[f"args:{weight:g}", 5], AutoTokenizer.from_pretrained(work / "policy")
     theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
     for prompt, given in zip(HELD, row["rewards"], strict=True):
@@ -145,9 +145,11 @@ def test_args_is_a_loop_over_the_likeliest_tokens(work, weight):
             scores = [logp[c[-1]].item() + weight * worth(prompt, c, tokenizer) for c in candidates]
             beam = candidates[max(range(5), key=lambda i: scores[i])]
             if beam[-1] == EOS:
-                candidates = [beam]
+                candidates, likely = [beam], [EOS]
                 break
-        assert given == pytest.approx(max(worth(prompt, c, tokenizer) for c in candidates))
+        rewards = [worth(prompt, c, tokenizer) for c in candidates]
+        scores = [logp[token].item() + weight * reward for token, reward in zip(likely, rewards, strict=True)]
+        assert given == pytest.approx(max(rewards) if choose == "reward" else rewards[scores.index(max(scores))])
 
 
 def test_the_majority_answers(work):
@@ -160,6 +162,43 @@ def test_the_majority_answers(work):
         answers = [final_answer(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
         most = max((a for a in answers if a is not None), key=answers.count, default=None)
         assert given == pytest.approx(worth(prompt, rows[answers.index(most)], tokenizer))
+
+
+def test_values_answer(work):
+    """Of the same candidates as by reward, with values as transformers' classifiers give them; best-of-N is by all."""
+    options = {"methods": ("bon", "iro", "iro:1", "cd"), "choose": "value"}
+    assert cli.main(arguments(work, "by value", **options)) == 0
+    found, (model, tokenizer) = results(work, "by value"), loaded(work)
+    theirs = [AutoModelForSequenceClassification.from_pretrained(work / name).eval() for name in ("one", "two")]
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    missed = 0
+    for method, values, search in (
+        ("bon", 2, Search(1, 4, LENGTH)),
+        ("iro", 2, Search(2, 2, 2)),
+        ("iro:1", 1, Search(2, 2, 2)),
+        ("cd", 1, Search(1, 4, 2, diverse=False)),
+    ):
+        guides = guidance.load_values([work / "one", work / "two"][:values], [1.0, 0.5][:values], tokenizer, sampling)
+        guides = guides if method != "bon" else []
+        candidates, cost = guided.search(model, ids, search, sampling, guides, seed=SEED)
+        row = found[method, 4]
+        assert (row["tokens"], row["reward_queries"]) == (cost.tokens, 0)
+        assert row["queries"] >= cost.queries + values * len(HELD)  # those that are complete are read as well
+        for i, (prompt, own) in enumerate(zip(HELD, candidates, strict=True)):
+            worths = []
+            for one in own:
+                whole = torch.tensor([[*ids[i], *one.tokens]])
+                with torch.inference_mode():
+                    heads = [m.score(m.transformer(whole).last_hidden_state[0, -1]).item() for m in theirs]
+                worths.append(sum(v / beta for v, beta in zip(heads[:values], (1.0, 0.5), strict=False)))
+            best = own[worths.index(max(worths))]
+            assert row["rewards"][i] == pytest.approx(worth(prompt, best.tokens, tokenizer)), (method, prompt)
+            missed += row["rewards"][i] < max(worth(prompt, c.tokens, tokenizer) for c in own)
+    assert missed  # or the reward might have chosen
+    assert found["bon", 4]["theory"] == pytest.approx(
+        {"tokens": 4 * LENGTH, "value_queries": 2 * 4, "log10_samples": math.log10(4)}
+    )
+    assert found["bon", 4]["value_bytes"] == found["iro", 4]["value_bytes"]
 
 
 def test_the_compressed_value_of_a_folder(work):
@@ -213,12 +252,15 @@ def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
 
 
 def test_ways():
-    assert decoding.way("iro", 8, 16, 64, 3) == decoding.Way("iro", 8, Search(2, 4, 16), (0, 1, 2))
-    assert decoding.way("iro:2", 16, 16, 64, 3) == decoding.Way("iro:2", 16, Search(4, 4, 16), (0, 1))
-    assert decoding.way("iro", 7, 16, 64, 1).search == Search(1, 7, 16)
-    assert decoding.way("bon", 9, 16, 64, 0).search == Search(1, 9, 64)
-    assert decoding.way("args", 9, 16, 64, 0).weight == 1.0
-    assert decoding.way("compressed", 8, 16, 64, 3, True).values == (3,)
+    way, Way = decode_ways.way, decode_ways.Way
+    assert way("iro", 8, 16, 64, 3) == Way("iro", 8, Search(2, 4, 16), (0, 1, 2))
+    assert way("iro:2", 16, 16, 64, 3) == Way("iro:2", 16, Search(4, 4, 16), (0, 1))
+    assert way("iro", 7, 16, 64, 1).search == Search(1, 7, 16)
+    assert way("bon", 9, 16, 64, 0) == Way("bon", 9, Search(1, 9, 64))
+    assert way("bon", 9, 16, 64, 3, True, by_value=True) == Way("bon", 9, Search(1, 9, 64), (0, 1, 2))
+    assert way("args", 9, 16, 64, 0, by_value=True) == way("args", 9, 16, 64, 0)
+    assert way("args", 9, 16, 64, 0).weight == 1.0
+    assert way("compressed", 8, 16, 64, 3, True).values == (3,)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +275,7 @@ def test_ways():
         ({"budgets": (0,)}, "--budgets 0: allowed is >= 1"),
         ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
         ({"betas": (1.0,)}, "1 betas for 2 value models"),
+        ({"choose": "value", "guide": (), "betas": (), "methods": ("bon",)}, "method 'bon' needs a value model"),
         ({"guide": "policy", "betas": ()}, "policy"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},

@@ -91,7 +91,7 @@ def test_guided_budgets(tmp_path):
     arguments = [
         REPOSITORY / "examples" / "guided.toml",
         *("--methods", "bon", "iro:1", "compressed", "cd", "--budgets", "2", "4", "--seeds", "3", "--chunk", "2"),
-        *("--latency-prompts", "2", "--latency-rounds", "2"),
+        *("--choose", "reward", "value", "--latency-prompts", "2", "--latency-rounds", "2"),
         "--learn=--iterations 1 --samples 4 --beams 2 --successors 2 --value.held-out 1",
         *("--out", "budgets", "--", "--model.path", "tiny", "--data.source", "prompts.txt"),
         *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
@@ -100,18 +100,25 @@ def test_guided_budgets(tmp_path):
     done = run("guided_budgets.py", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "budgets"
-    rows = json.loads((folder / "seed-3" / "decode" / "decode.json").read_text())
-    mean = {(row["method"], row["budget"]): sum(row["rewards"]) / 4 for row in rows}
-    assert len(mean) == 8
     shown = done.stdout.splitlines()
-    for name, method in (("best-of-N", "bon"), ("IRO, iteration 1", "iro:1"), ("IRO, compressed", "compressed")):
-        line = next(line for line in shown if line.startswith(f"| {name} |"))
-        found = [float(cell.split()[0]) for cell in line.split("|")[2:4]]
-        assert found == pytest.approx([mean[method, n] for n in (2, 4)], abs=6e-4)
-    leads = [line for line in shown if "IRO, iteration 1 over best-of-N" in line]
-    gap = mean["iro:1", 4] - mean["bon", 4]
-    assert float(leads[1].split(": ")[2].split()[0]) == pytest.approx(gap, abs=6e-5)
-    for file in ("budgets.png", "latency.png"):
+    parts = [shown.index(f"chosen by {choose}") for choose in ("reward", "value")]
+    of_choices = (shown[: parts[1]], shown[parts[1] :])
+    means = []
+    for choose, lines in zip(("reward", "value"), of_choices, strict=True):
+        rows = json.loads((folder / "seed-3" / choose / "decode.json").read_text())
+        mean = {(row["method"], row["budget"]): sum(row["rewards"]) / 4 for row in rows}
+        assert len(mean) == 8
+        for name, method in (("best-of-N", "bon"), ("IRO, iteration 1", "iro:1"), ("IRO, compressed", "compressed")):
+            line = next(line for line in lines if line.startswith(f"| {name} |"))
+            found = [float(cell.split()[0]) for cell in line.split("|")[2:4]]
+            assert found == pytest.approx([mean[method, n] for n in (2, 4)], abs=6e-4)
+        leads = [line for line in lines if "IRO, iteration 1 over best-of-N" in line]
+        gap = mean["iro:1", 4] - mean["bon", 4]
+        assert float(leads[1].split(": ")[2].split()[0]) == pytest.approx(gap, abs=6e-5)
+        means.append(mean)
+    assert all(means[1][way] <= means[0][way] for way in means[0])  # nothing has more reward than the best
+    assert means[0] != means[1]
+    for file in ("budgets-reward.png", "budgets-value.png", "latency.png"):
         assert (folder / file).read_bytes().startswith(b"\x89PNG")
     again = run("guided_budgets.py", *arguments, cwd=tmp_path)
     assert again.stdout.splitlines()[-8:] == shown[-8:]

@@ -1,0 +1,82 @@
+"""Ways to decode a frozen model at a budget: what each method of `nlgrpo decode` searches, and its cost by theory.
+
+A budget is N = K B, the candidates of a prompt at any time; H tokens are the longest response, L those of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from nlgrpo.guided import Search
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method at a budget."""
+
+    method: str
+    budget: int
+    search: Search
+    values: tuple[int, ...] = ()
+    """Which of the value models guide it."""
+    weight: float | None = None
+    """Of the reward of prefixes; None: it is not asked for."""
+
+
+def way(
+    method: str, budget: int, chunk: int, longest: int, values: int, compressed: bool = False, by_value: bool = False
+) -> Way:
+    """Raises ValueError for a method that is none, or that needs other value models than there are.
+
+    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one. ``by_value``: they choose
+    the response, so that best-of-N needs them too.
+    """
+    name, _, detail = method.partition(":")
+    beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
+    try:
+        if method == "bon":
+            best = Way(method, budget, Search(1, budget, longest))
+            if by_value and not values:
+                raise ValueError(f"method {method!r} needs a value model to choose by: name it with --guide")
+            return replace(best, values=tuple(range(values))) if by_value else best
+        if method == "cd":
+            return _guided(Way(method, budget, Search(1, budget, chunk, diverse=False), (0,)), values)
+        if method == "compressed":
+            if not compressed:
+                raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
+            return Way(method, budget, Search(beams, budget // beams, chunk), (values,))
+        if name == "args":
+            weight = float(detail) if detail else 1.0
+            if not math.isfinite(weight):
+                raise ValueError
+            return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
+        if name == "iro":
+            count = int(detail) if detail else values
+            return _guided(Way(method, budget, Search(beams, budget // beams, chunk), tuple(range(count))), values)
+    except ValueError as error:
+        if str(error).startswith("method"):
+            raise
+    raise ValueError(f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed")
+
+
+def _guided(way: Way, there: int) -> Way:
+    if not 1 <= len(way.values) <= there:
+        needed = max(len(way.values), 1)
+        raise ValueError(f"method {way.method!r} is guided by {needed} value models, and --guide has {there}")
+    return way
+
+
+def theory(way: Way, length: int) -> dict[str, float]:
+    """A prompt's cost by IRO's Proposition 1, for responses of H tokens.
+
+    Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
+    and I U H / L queries (Eq. 44); with exact values it is worth best-of-N of U^(H / L) samples (Eq. 43), of which the
+    logarithm to base 10 is given: Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N. Best-of-N
+    by value is a search with L = H.
+    """
+    tokens, queries = float(way.budget * length), float(way.budget * length / way.search.chunk)
+    if not way.values:  # best-of-N, or ARGS, which asks for the reward at every token
+        return {"tokens": tokens, "reward_queries": float(way.budget) if way.weight is None else queries}
+    samples = max(1.0, length / way.search.chunk) * math.log10(way.budget)
+    return {"tokens": tokens, "value_queries": len(way.values) * queries, "log10_samples": samples}
