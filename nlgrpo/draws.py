@@ -25,6 +25,7 @@ from nlgrpo.rollouts import Sampler, part_of
 from nlgrpo.sample_store import (
     Store,
     chunk_name,
+    digest_of_columns,
     digest_of_function,
     digest_of_model,
     digest_of_tokenizer,
@@ -131,7 +132,12 @@ class Draws:
         return to_rollout(tensors, chunk.ids)
 
     def scored(self, chunk: Batch, scorer: Scorer) -> bool:
-        return self.store.has(score_name(chunk_name(chunk.index, chunk.ids), scorer.digest))
+        """Whether the scores of these prompts are there, by the columns that they have now."""
+        name = score_name(chunk_name(chunk.index, chunk.ids), scorer.digest)
+        if not chunk.columns:
+            return self.store.has(name)
+        kept = self.store.read(name, ("columns",))
+        return kept is not None and torch.equal(kept["columns"], digest_of_columns(chunk.columns))
 
     def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
         """Keep what each of the scorers gives, a number a completion; a reward's error becomes a ValueError."""
@@ -144,9 +150,11 @@ class Draws:
             raise ValueError(
                 f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
             ) from error
+        columns = digest_of_columns(chunk.columns)
         for scorer in missing:
             values = per_completion(scorer.objective, scores.values[scorer.name])
-            self.store.write(score_name(chunk_name(chunk.index, chunk.ids), scorer.digest), {"values": values})
+            name = score_name(chunk_name(chunk.index, chunk.ids), scorer.digest)
+            self.store.write(name, {"values": values, "columns": columns})
 
     def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
         """The (p, n) numbers that `score` has kept."""

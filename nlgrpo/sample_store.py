@@ -75,6 +75,12 @@ def digest_of_prompt(ids: Sequence[int]) -> str:
     return _short(json.dumps(list(ids)).encode())
 
 
+def digest_of_columns(columns: Mapping[str, Sequence[Any]]) -> Tensor:
+    """Of what rewards may read besides prompts and completions: (32,) bytes."""
+    content = json.dumps(columns, sort_keys=True, default=str).encode()
+    return torch.tensor(list(hashlib.sha256(content).digest()), dtype=torch.uint8)
+
+
 def from_rollout(rollout: Rollout) -> Tensors:
     """A rollout as it is kept: ``prompts`` are the tokens of all, one after another, ``prompt_lengths`` of each."""
     return {

@@ -264,6 +264,23 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
     assert torch.equal(found.rewards["short"], rollouts.rewards["short"])
 
 
+def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, capsys):
+    """Answers that were corrected, for instance; the prompts, and so the completions, are the same."""
+    shutil.copytree(work / "first", work / "corrected")
+    monkeypatch.setattr(draws.foreign, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    with monkeypatch.context() as patched:
+        patched.setattr(draws.Draws, "score", lambda *a: pytest.fail("it is scored again"))
+        assert cli.main(arguments(work, "corrected")) == 0
+    tokenizer, rows, _, drawn = by_hand
+    corrected = [*rows[:-1], rows[-1] | {"target": 5}]
+    (work / "corrected.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corrected))
+    assert cli.main(arguments(work, "corrected", data__source=work / "corrected.jsonl")) == 0
+    near = load(work / "corrected").rewards["near"]
+    words = [len(text.split()) for text in tokenizer.batch_decode(drawn[-1], skip_special_tokens=True)]
+    assert near[-1].tolist() == [float(abs(n - 5)) for n in words] != rollouts.rewards["near"][-1].tolist()
+    assert torch.equal(near[:-1], rollouts.rewards["near"][:-1])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
