@@ -43,7 +43,7 @@ def work(request, tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + float(parameter.dim() == 1))
     model.save_pretrained(root / "policy")
     tokenizer.save_pretrained(root / "policy")
     value, _ = reward_model.load(str(root / "base"), seed=0)
