@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nlgrpo.engine import Prefill, is_stop, run_blocks, stop_tensor
 from nlgrpo.foreign import Foreign
-from nlgrpo.model import Decoder, packed_positions
+from nlgrpo.model import Decoder, Head, packed_positions
+from nlgrpo.reward_model import score
 from nlgrpo.sampling import Sampling, draw, likeliest, log_distribution, uniform_noise
 from nlgrpo.shared_cache import SharedCache
 from nlgrpo.value import as_values, kind_of
@@ -19,8 +21,8 @@ from nlgrpo.value import as_values, kind_of
 class Rows:
     """A model with a cache for every row: read what is new, branch."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
+    def __init__(self, model: Decoder, head: Head = F.linear) -> None:
+        self.model, self.head = model, head
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read the prompts, each a row; (P, V) of the head behind their last tokens."""
@@ -28,7 +30,7 @@ class Rows:
         packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last)
+        out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last, self.head)
         self.cache = SharedCache(attend.kv, lengths)
         return out
 
@@ -37,7 +39,7 @@ class Rows:
         rows, n = tokens.shape
         positions = self.cache.positions(n)
         at = torch.arange(rows, device=tokens.device) * n + select
-        out = run_blocks(self.model, tokens.flatten(), positions, self.model.rope(positions), self.cache, at)
+        out = run_blocks(self.model, tokens.flatten(), positions, self.model.rope(positions), self.cache, at, self.head)
         self.cache.advance(n)
         return out
 
@@ -47,10 +49,13 @@ class Rows:
 
 
 class ModelValue:
-    """A value model with the policy's tokens: a decoder with one output, which reads each chunk once."""
+    """A value model with the policy's tokens: a decoder with one output, which reads each chunk once.
+
+    Its values are float32 at least, in whatever type it computes: in bfloat16 they would be equal too often.
+    """
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.model, self.rows, self.room = name, model, Rows(model), room
+        self.name, self.model, self.rows, self.room = name, model, Rows(model, score), room
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         longest, context = max(map(len, prompts)) + self.room, self.model.shape.context

@@ -121,12 +121,13 @@ def _generate_guided(
     options: Generate, model: Decoder | Foreign, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> int:
     """The response of a search to each prompt, and what it was chosen by."""
-    device = next(model.parameters()).device
+    of_policy = next(model.parameters())
+    device = of_policy.device
     chooser = guidance.Chooser.of(options.choose, device)
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, betas = (learned.values, options.betas or learned.betas) if learned else (options.guide, options.betas)
     how = options.search(learned.search if learned else Search())
-    values = guidance.load_values(paths, betas, tokenizer, sampling, device=device)
+    values = guidance.load_values(paths, betas, tokenizer, sampling, dtype=of_policy.dtype, device=device)
     for value, _ in values:
         if isinstance(value, guidance.TextValue):
             print(f"{value.name}{guidance.BY_TEXT}", file=sys.stderr)

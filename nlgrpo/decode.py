@@ -168,7 +168,7 @@ class Comparison:
             return [(RewardOfPrefixes(self, way.weight), 1.0)]
         sampler, device = self.sampler, self.crew.ranks.device
         paths, betas = [self.paths[i] for i in way.values], [self.betas[i] for i in way.values]
-        return guidance.load_values(paths, betas, sampler.tokenizer, sampler.sampling, device=device)
+        return guidance.load_values(paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device)
 
     def worth(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
         """(P, samples) weighted sums of the rewards, NaN where one abstains. ValueError where one fails."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nlgrpo.attention import PackedAttention, Rope
 from nlgrpo.kernels import decode_attention, split_and_rotate
-from nlgrpo.model import Attend, Decoder, packed_positions
+from nlgrpo.model import Attend, Decoder, Head, packed_positions
 from nlgrpo.sampling import Sampling, draw, log_distribution, uniform_noise
 
 
@@ -244,14 +244,23 @@ def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new
 
 
 def run_blocks(
-    model: Decoder, tokens: Tensor, positions: Tensor, rope: Rope, attend: Attend, select: Tensor | None = None
+    model: Decoder,
+    tokens: Tensor,
+    positions: Tensor,
+    rope: Rope,
+    attend: Attend,
+    select: Tensor | None = None,
+    head: Head = F.linear,
 ) -> Tensor:
-    """Logits of the selected tokens. ``block.forward``, not ``block``: the hooks that shard the blocks must not run."""
+    """Logits of the selected tokens, or what ``head`` makes of them.
+
+    ``block.forward``, not ``block``: the hooks that shard the blocks must not run.
+    """
     x = model.enter(tokens, positions)
     for block in model.blocks:
         x = block.forward(x, rope, attend)
     x = model.norm(x if select is None else x[select])
-    return F.linear(x, model.head_weight)
+    return head(x, model.head_weight)
 
 
 def stop_tensor(sampling: Sampling, device: torch.device) -> Tensor:

@@ -166,18 +166,20 @@ def load_values(
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
     *,
+    dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> list[tuple[Value, float]]:
     """The value models in ``paths`` (runs, directories or hub names) with their betas, 1 each where none are given.
 
-    ``tokenizer``, ``sampling``: the policy's. A model with another tokenizer reads texts (`note` says of which).
+    ``tokenizer``, ``sampling``: the policy's. ``dtype``: what the models compute in; the values themselves are float32
+    at least. A model with another tokenizer reads texts (`note` says of which).
     Raises ValueError for a model without a head of one output, and for betas that are not as many.
     """
     if betas and len(betas) != len(paths):
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
     found: list[tuple[Value, float]] = []
     for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
-        model, trained = reward_model.load(str(path), device=device)
+        model, trained = reward_model.load(str(path), dtype=dtype, device=device)
         if not trained:
             raise ValueError(f"{path} is no value model; it has no head of one output")
         name, model, theirs = str(path), model.eval(), load_tokenizer(folder_of(path))

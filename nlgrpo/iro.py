@@ -148,12 +148,13 @@ class GuidedSampler(Sampler):
     """Draws the U = K B candidates of a search for each prompt; one that ended early fills the places it takes."""
 
     guide: Guide
+    dtype: torch.dtype
     device: torch.device
 
     @cached_property
     def values(self) -> list[tuple[Value, float]]:
         paths, betas = self.guide.values, self.guide.betas
-        return guidance.load_values(paths, betas, self.tokenizer, self.sampling, device=self.device)
+        return guidance.load_values(paths, betas, self.tokenizer, self.sampling, dtype=self.dtype, device=self.device)
 
     def draw(self, model: Decoder | Foreign, batch: Batch) -> Rollout:
         with gathered(model):
@@ -213,9 +214,8 @@ class Loop:
         own["samples"] = self.options.search.candidates
         guide = self.guide(t - 1)
         origin = dataclasses.replace(job.origin, guide=guide.digest())
-        return dataclasses.replace(
-            job, origin=origin, sampler=GuidedSampler(**own, guide=guide, device=self.crew.ranks.device)
-        )
+        sampler = GuidedSampler(**own, guide=guide, dtype=job.dtype, device=self.crew.ranks.device)
+        return dataclasses.replace(job, origin=origin, sampler=sampler)
 
     def _training(self, job: Job) -> int:
         """How many of the prompts a run would train on: the first ones, where it holds the last ones out."""

@@ -137,6 +137,28 @@ def test_complete_candidates_are_valued_where_values_choose(work):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_values", "tolerance"),
+    [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.float32, 1e-5), (torch.bfloat16, torch.float32, 0.1)],
+)
+def test_values_are_as_exact_as_what_computes_them(work, dtype, of_values, tolerance):
+    """Chunk by chunk, against transformers' classifier in float64; after bfloat16 they are no numbers of 8 bits."""
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    for name in ("gpt2", "llama"):
+        [(value, _)] = load_values([work / name], [], tokenizer, Sampling(max_new_tokens=6), dtype=dtype)
+        theirs = AutoModelForSequenceClassification.from_pretrained(work / name).double().eval()
+        theirs.config.pad_token_id = None
+        prompts, rows = [[7, 9], [8]], [[4 + i, 30 - i, 11] for i in range(12)]
+        with torch.inference_mode():
+            value.begin(prompts)
+            value.score([i % 2 for i in range(12)], [row[:2] for row in rows])
+            found = value.score(range(12), [row[2:] for row in rows])
+            truth = [theirs(torch.tensor([[*prompts[i % 2], *row]])).logits.item() for i, row in enumerate(rows)]
+        assert found.dtype == of_values
+        assert found.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
+        assert (found != found.bfloat16()).sum() > 6
+
+
 def command(work, *more, values=("gpt2", "llama"), **changes):
     options = {"model": work / "policy", "max-new-tokens": 6, "beams": 2, "successors": 3, "chunk": 2, "seed": 5}
     options |= {name.replace("_", "-"): value for name, value in changes.items()}
