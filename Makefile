@@ -20,8 +20,10 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildca
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
 
-# Files are shared out to as many processes as there are cores, up to four, of one thread each.
-PYTEST := NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# Files are shared out to as many processes as there are cores, up to four, of one thread each, in the order of
+# tests/conftest.py.
+PYTEST := NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow"
