@@ -94,6 +94,15 @@ class PromptSet:
         cut = len(self) - count
         return self.only(range(cut)), self.only(range(cut, len(self)))
 
+    def distinct(self, known: Iterable[Sequence[int]] = ()) -> PromptSet:
+        """The set without prompts whose token ids are ``known``, and of those that are there twice the first."""
+        seen, places = {tuple(ids) for ids in known}, []
+        for i, ids in enumerate(self.ids):
+            if tuple(ids) not in seen:
+                seen.add(tuple(ids))
+                places.append(i)
+        return self.only(places)
+
     def only(self, places: Sequence[int]) -> PromptSet:
         """The set of the prompts at these places of the source."""
         return PromptSet(

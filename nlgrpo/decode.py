@@ -42,7 +42,7 @@ from nlgrpo.model import Decoder
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError
 from nlgrpo.rollouts import Sampler, part_of
-from nlgrpo.sample_store import digest_of_model, digest_of_prompt
+from nlgrpo.sample_store import digest_of_columns, digest_of_prompt
 from nlgrpo.stages import Crew
 from nlgrpo.tables import named_lines
 from nlgrpo.timing import PeakMemory, StopSignal
@@ -114,6 +114,8 @@ class Comparison:
     batch: Batch
     held_out: bool
     """By runs of this configuration; otherwise they train on these prompts."""
+    left_out: int
+    """Prompts that are there twice, or that were held out of training and are among its others."""
     sampler: Sampler
     scorers: list[Scorer]
     paths: list[Path]
@@ -123,10 +125,10 @@ class Comparison:
 
     @cached_property
     def model(self) -> Decoder | Foreign:
-        """Loaded, and run once: what libraries make ready at the first call is no way's time."""
+        """Loaded, and searched with once: what libraries make ready at the first call is no way's time."""
         model = foreign.load(self.source, dtype=self.dtype, device=self.crew.ranks.device)
-        warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=1)
-        guided.search(model, self.batch.ids[:1], Search(1, 1, 1), warm, [])
+        warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=min(4, self.sampler.sampling.max_new_tokens))
+        guided.search(model, self.batch.ids[:1], Search(2, 2, 2), warm, [])
         return model
 
     @cached_property
@@ -136,10 +138,11 @@ class Comparison:
         return {
             "origin": asdict(Origin.of(self.source, tokenizer, self.dtype, sampling)),
             "prompts": self.prompts,
-            "columns": json.dumps(self.batch.columns, sort_keys=True, default=str),
+            "columns": digest_of_columns(self.batch.columns).tolist(),
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
             "seed": self.sampler.seed,
             "choose": self.options.choose,
+            "costs": [self.sampler.max_rows, self.crew.ranks.device.type],  # what time and memory depend on besides
         }
 
     @cached_property
@@ -150,7 +153,7 @@ class Comparison:
     @cached_property
     def digests(self) -> list[str]:
         """Of the value models."""
-        return [digest_of_model(guidance.folder_of(path)) for path in self.paths]
+        return [guidance.digest_of_value(path) for path in self.paths]
 
     def file(self, way: Way) -> Path:
         guides = [[self.digests[i], self.betas[i]] for i in way.values]
@@ -222,23 +225,28 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
     if len(betas) != len(paths):
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
-    chunk = options.chunk or (learned.search if learned else Search()).chunk
+    search = learned.search if learned else Search()
+    search = dataclasses.replace(search, chunk=options.chunk or search.chunk)
+    unseen = held_out.distinct(() if held_out is training else training.ids)
+    if not len(unseen):
+        raise ValueError("every prompt that is held out is among those of training too: name others in data.evaluation")
     sampling = parts.sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
     return Comparison(
-        options=dataclasses.replace(options, chunk=chunk),
+        options=dataclasses.replace(options, chunk=search.chunk),
         cfg=cfg,
         folder=options.out or Path(f"runs/{cfg.recipe}-decode"),
         source=source,
         dtype=parts.compute_dtype(cfg.model.dtype, crew.ranks.device),
-        batch=held_out.take(0, min(cfg.evaluation.prompts or len(held_out), len(held_out))),
+        batch=unseen.take(0, min(cfg.evaluation.prompts or len(unseen), len(unseen))),
         held_out=held_out is not training,
+        left_out=len(held_out) - len(unseen),
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
         scorers=scorers(cfg.rewards, objectives, counting),
         paths=[*paths, *([compressed] if compressed else [])],
         betas=[*betas, *([1.0] if compressed else [])],
         ways=[
-            way(method, budget, chunk, longest, len(paths), compressed is not None, options.choose == "value")
+            way(method, budget, search, longest, len(paths), compressed is not None, options.choose == "value")
             for method in dict.fromkeys(options.methods)
             for budget in dict.fromkeys(options.budgets)
         ],
@@ -250,24 +258,26 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
 
 
 def decode(c: Comparison, way: Way) -> dict[str, Any]:
-    """What the way gives to each prompt, and what it costs."""
-    model, values, device = c.model, c.values(way), c.crew.ranks.device
+    """What the way gives to each prompt, and what that has cost for all of them, to the choice of what answers."""
+    model, values, device, by_reward = c.model, c.values(way), c.crew.ranks.device, c.options.choose == "reward"
     peak, began = PeakMemory(device), perf_counter()
     found, cost = guided.search(
         model, c.batch.ids, way.search, c.sampler.sampling, values,
         seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=c.options.choose == "value",
     )  # fmt: skip
+    answers = _by_reward(c, found) if by_reward else _by_chooser(c, found)
     seconds, peak_bytes = perf_counter() - began, peak.bytes()
     used = [value.model for value, _ in values if isinstance(value, ModelValue | guidance.TextValue)]
+    of_prefixes = cost.queries * (way.weight is not None)
     return {
         "method": way.method,
         "budget": way.budget,
         "prompts": c.prompts,
         "search": asdict(way.search),
-        "rewards": _chosen(c, found).tolist(),
+        "rewards": _judged(c, c.worth(c.batch, [one.tokens for one in answers], 1)).flatten().tolist(),
         "tokens": cost.tokens,
-        "queries": cost.queries,
-        "reward_queries": len(found) * way.budget if c.options.choose == "reward" else 0,
+        "queries": cost.queries - of_prefixes,
+        "reward_queries": of_prefixes + len(found) * way.budget * by_reward,
         "seconds": seconds,
         "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
         "cache_bytes": cost.cache_bytes,
@@ -276,26 +286,27 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
     }
 
 
-def _chosen(c: Comparison, found: Sequence[Sequence[Candidate]]) -> Tensor:
-    """(P,) rewards of the candidates that answer. ValueError for one that no reward judges."""
-    if c.options.choose == "reward":
-        rows = [[one.tokens for one in own for _ in range(one.places)] for own in found]
-        worth = c.worth(c.batch, [tokens for own in rows for tokens in own], len(rows[0]))
-        rewards = worth.nan_to_num(nan=-math.inf).amax(1)
-    else:
-        answering = [own[i] for i, own in zip(_answering(c, found), found, strict=True)]
-        rewards = c.worth(c.batch, [one.tokens for one in answering], 1)[:, 0]
-    unjudged = (~rewards.isfinite()).nonzero()[:, 0].tolist()
-    if unjudged:
-        raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
-    return rewards
+def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The candidate of each prompt with the largest reward."""
+    rows = [[one for one in own for _ in range(one.places)] for own in found]
+    worth = _judged(c, c.worth(c.batch, [one.tokens for own in rows for one in own], len(rows[0])))
+    return [own[i] for own, i in zip(rows, worth.argmax(1).tolist(), strict=True)]
 
 
-def _answering(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[int]:
-    """Which candidate of each prompt its value, or the majority, chooses."""
+def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The candidate of each prompt that its value, or the majority, chooses."""
     chooser, read = guidance.Chooser(c.options.choose), c.sampler.tokenizer.batch_decode
     texts = [read([list(one.tokens) for one in own], skip_special_tokens=True) for own in found]
-    return [chooser.choose(*one)[0] for one in zip(c.batch.prompts, found, texts, strict=True)]
+    return [own[chooser.choose(p, own, t)[0]] for p, own, t in zip(c.batch.prompts, found, texts, strict=True)]
+
+
+def _judged(c: Comparison, worth: Tensor) -> Tensor:
+    """``worth`` (P, n), -inf where no reward judges. ValueError for a prompt of which none is judged."""
+    worth = worth.nan_to_num(nan=-math.inf)
+    unjudged = worth.isneginf().all(1).nonzero()[:, 0].tolist()
+    if unjudged:
+        raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
+    return worth
 
 
 def run(c: Comparison) -> bool:
@@ -351,15 +362,18 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
 
 
 def plan(c: Comparison) -> Table:
-    sampling = c.sampler.sampling
+    sampling, longest = c.sampler.sampling, c.sampler.sampling.max_new_tokens
     weighted = " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers)
     rows = {
         "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
         f"{foreign.note(c.source)}",
-        "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON, as none are held out'}; "
-        f"responses of up to {sampling.max_new_tokens} tokens at temperature {sampling.temperature:g}",
+        "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON, as none are held out'}"
+        + f" ({c.left_out:,} left out: repeats, or trained on as well)" * (c.left_out > 0)
+        + f"; responses of up to {longest} tokens at temperature {sampling.temperature:g}",
         "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
-        f"{c.options.chunk} tokens",
+        f"{c.options.chunk} tokens"
+        + ", which are whole responses: no value guides"
+        * ((c.options.chunk or 0) >= longest),
         "values": ", ".join(map(c.said_of, range(len(c.paths)))) or "none",
         "chosen by": {"value": "the values of each way", "majority": "the majority of final answers"}.get(
             c.options.choose, weighted

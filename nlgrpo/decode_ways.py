@@ -25,15 +25,16 @@ class Way:
 
 
 def way(
-    method: str, budget: int, chunk: int, longest: int, values: int, compressed: bool = False, by_value: bool = False
+    method: str, budget: int, like: Search, longest: int, values: int, compressed: bool = False, by_value: bool = False
 ) -> Way:
     """Raises ValueError for a method that is none, or that needs other value models than there are.
 
-    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one. ``by_value``: they choose
-    the response, so that best-of-N needs them too.
+    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one. They guide searches
+    ``like`` this one, in all but K and B. ``by_value``: they choose the response, so that best-of-N needs them too.
     """
     name, _, detail = method.partition(":")
     beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
+    wide = replace(like, beams=beams, successors=budget // beams)
     try:
         if method == "bon":
             best = Way(method, budget, Search(1, budget, longest))
@@ -41,11 +42,11 @@ def way(
                 raise ValueError(f"method {method!r} needs a value model to choose by: name it with --guide")
             return replace(best, values=tuple(range(values))) if by_value else best
         if method == "cd":
-            return _guided(Way(method, budget, Search(1, budget, chunk, diverse=False), (0,)), values)
+            return _guided(Way(method, budget, Search(1, budget, like.chunk, diverse=False), (0,)), values)
         if method == "compressed":
             if not compressed:
                 raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
-            return Way(method, budget, Search(beams, budget // beams, chunk), (values,))
+            return Way(method, budget, wide, (values,))
         if name == "args":
             weight = float(detail) if detail else 1.0
             if not math.isfinite(weight):
@@ -53,7 +54,7 @@ def way(
             return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
         if name == "iro":
             count = int(detail) if detail else values
-            return _guided(Way(method, budget, Search(beams, budget // beams, chunk), tuple(range(count))), values)
+            return _guided(Way(method, budget, wide, tuple(range(count))), values)
     except ValueError as error:
         if str(error).startswith("method"):
             raise

@@ -27,7 +27,7 @@ from nlgrpo.packing import bins
 from nlgrpo.parts import load_tokenizer
 from nlgrpo.reward_model import score
 from nlgrpo.rewards import Reward, RewardError
-from nlgrpo.sample_store import digest_of_model, same_ids
+from nlgrpo.sample_store import digest_of_model, digest_of_tokenizer, same_ids
 from nlgrpo.sampling import Sampling
 from nlgrpo.value import as_values, kind_of
 
@@ -158,6 +158,12 @@ def folder_of(path: Path) -> Path:
     if checkpoint is not None:
         raise ValueError(f"{path} is a checkpoint; finish its run, whose folder then is a value model")
     return folder
+
+
+def digest_of_value(path: Path) -> str:
+    """Of what a value model gives: its weights, and its tokenizer, by which it may read texts."""
+    folder = folder_of(path)
+    return f"{digest_of_model(folder)}-{digest_of_tokenizer(load_tokenizer(folder))}"
 
 
 def load_values(

@@ -415,3 +415,13 @@ def test_a_tokenizer_of_a_few_letters(tmp_path):
     assert load(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
         letters[letter] for letter in "1+2="
     ]
+
+
+def test_distinct_prompts(tmp_path, plain):
+    texts = ["a b", "c", "a b", "d", "c", "e"]
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    prompts = load(tmp_path / "prompts.txt", plain, max_prompt_tokens=9, shuffle=False)
+    kept = prompts.distinct([plain("d").input_ids])
+    assert [kept.prompts[i] for i in range(len(kept))] == ["a b", "c", "e"]
+    assert kept.take(0, 3).prompts == ["a b", "c", "e"]
+    assert len(prompts.distinct()) == 4

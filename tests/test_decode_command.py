@@ -123,7 +123,8 @@ def test_best_of_n_and_searches_are_theirs(work):
             assert row["over_bon"][0] == pytest.approx(paired.mean().item(), abs=1e-6)
     assert found["bon", 4]["theory"] == {"tokens": 4 * LENGTH, "reward_queries": 4}  # Eq. 36
     assert found["bon", 4]["peak_bytes"] is None  # on a GPU alone
-    assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] > 0
+    count = sum(p.numel() for p in reward_model.load(str(work / "one"))[0].parameters())
+    assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] == 2 * 8 * count  # float64, as asked
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
 
 
@@ -134,12 +135,14 @@ def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
     assert cli.main(arguments(work, out, methods=(f"args:{weight:g}",), budgets=(5,), choose=choose)) == 0
     row, tokenizer = results(work, out)[f"args:{weight:g}", 5], AutoTokenizer.from_pretrained(work / "policy")
     theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
+    asked = 0
     for prompt, given in zip(HELD, row["rewards"], strict=True):
         ids, beam = tokenizer(prompt).input_ids, []
         while True:
             logp = theirs(torch.tensor([[*ids, *beam]])).logits[0, -1].log_softmax(-1)
             likely = logp.topk(5).indices.tolist()
             candidates = [[*beam, token] for token in likely]
+            asked += 5
             if len(beam) + 1 == LENGTH or all(token == EOS for token in likely):
                 break
             scores = [logp[c[-1]].item() + weight * worth(prompt, c, tokenizer) for c in candidates]
@@ -150,18 +153,49 @@ def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
         rewards = [worth(prompt, c, tokenizer) for c in candidates]
         scores = [logp[token].item() + weight * reward for token, reward in zip(likely, rewards, strict=True)]
         assert given == pytest.approx(max(rewards) if choose == "reward" else rewards[scores.index(max(scores))])
+    assert (row["queries"], row["reward_queries"]) == (0, asked)
+    assert row["theory"]["reward_queries"] == 5 * LENGTH
 
 
 def test_the_majority_answers(work):
-    assert cli.main(arguments(work, "majority", methods=("bon",), budgets=(6,), choose="majority")) == 0
+    options = {"methods": ("bon",), "budgets": (6,), "choose": "majority", "train__seed": 4}
+    assert cli.main(arguments(work, "majority", **options)) == 0
     found, (model, tokenizer) = results(work, "majority")["bon", 6], loaded(work)
     ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
-    own = generate(model, ids, 6, sampling, seed=SEED).completion_ids()
+    own = generate(model, ids, 6, sampling, seed=SEED ^ 4).completion_ids()
+    first = []
     for i, (prompt, given) in enumerate(zip(HELD, found["rewards"], strict=True)):
         rows = own[6 * i : 6 * i + 6]
         answers = [final_answer(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
         most = max((a for a in answers if a is not None), key=answers.count, default=None)
-        assert given == pytest.approx(worth(prompt, rows[answers.index(most)], tokenizer))
+        first.append(answers.index(most))
+        assert given == pytest.approx(worth(prompt, rows[first[-1]], tokenizer))
+    assert all(first)  # not the first candidate
+    assert found["reward_queries"] == 0
+
+
+def test_repeats_and_what_is_trained_on_are_left_out(work, capsys):
+    """Of five prompts that are held out one stands there twice, and one is a prompt of training."""
+    rows = [*PROMPTS[:5], "w20 w21", PROMPTS[1], "w22", "w20 w21", "w23"]
+    (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
+    options = {"data__source": work / "repeats.jsonl", "evaluation__prompts": 5, "methods": ("bon",)}
+    assert cli.main(arguments(work, "repeats", **options)) == 0
+    assert "3 that runs hold out (2 left out" in " ".join(capsys.readouterr().out.split())
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in ("w20 w21", "w22", "w23")]
+    assert results(work, "repeats")["bon", 4]["prompts"] == kept
+    (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2] * 2))
+    assert cli.main(arguments(work, "none", **options | {"evaluation__prompts": 2})) == 1
+    assert "every prompt that is held out is among those of training too" in capsys.readouterr().err
+
+
+def test_the_search_of_a_folder(work):
+    """But for K and B, which the budget says."""
+    (work / "sampled").mkdir()
+    guidance.Guide([work / "one"], [0.5], Search(3, 3, 3, 0.7, False)).write(work / "sampled")
+    assert cli.main(arguments(work, "searched", guide=work / "sampled", betas=(), methods=("iro",), chunk=2)) == 0
+    row = results(work, "searched")["iro", 4]
+    assert Search(**row["search"]) == Search(2, 2, 2, 0.7, False)
 
 
 def test_values_answer(work):
@@ -252,15 +286,16 @@ def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
 
 
 def test_ways():
-    way, Way = decode_ways.way, decode_ways.Way
-    assert way("iro", 8, 16, 64, 3) == Way("iro", 8, Search(2, 4, 16), (0, 1, 2))
-    assert way("iro:2", 16, 16, 64, 3) == Way("iro:2", 16, Search(4, 4, 16), (0, 1))
-    assert way("iro", 7, 16, 64, 1).search == Search(1, 7, 16)
-    assert way("bon", 9, 16, 64, 0) == Way("bon", 9, Search(1, 9, 64))
-    assert way("bon", 9, 16, 64, 3, True, by_value=True) == Way("bon", 9, Search(1, 9, 64), (0, 1, 2))
-    assert way("args", 9, 16, 64, 0, by_value=True) == way("args", 9, 16, 64, 0)
-    assert way("args", 9, 16, 64, 0).weight == 1.0
-    assert way("compressed", 8, 16, 64, 3, True).values == (3,)
+    way, Way, like = decode_ways.way, decode_ways.Way, Search(temperature=0.5, diverse=False)
+    assert way("iro", 8, Search(), 64, 3) == Way("iro", 8, Search(2, 4, 16), (0, 1, 2))
+    assert way("iro:2", 16, Search(), 64, 3) == Way("iro:2", 16, Search(4, 4, 16), (0, 1))
+    assert way("iro", 7, Search(), 64, 1).search == Search(1, 7, 16)
+    assert way("iro", 8, like, 64, 1).search == Search(2, 4, 16, 0.5, False)
+    assert way("bon", 9, like, 64, 0) == Way("bon", 9, Search(1, 9, 64))
+    assert way("bon", 9, like, 64, 3, True, by_value=True) == Way("bon", 9, Search(1, 9, 64), (0, 1, 2))
+    assert way("args", 9, like, 64, 0, by_value=True) == way("args", 9, Search(), 64, 0)
+    assert way("args", 9, like, 64, 0).weight == 1.0
+    assert way("compressed", 8, like, 64, 3, True) == Way("compressed", 8, Search(2, 4, 16, 0.5, False), (3,))
 
 
 @pytest.mark.parametrize(
