@@ -102,8 +102,10 @@ def branch_attention(
     q = (scale * q).unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (R, Hk, G n, d): the queries of a key head
     (keys, values), (own_keys, own_values) = (x.chunk(2, dim=1) for x in (prompts, own[:, :, :end]))
     scores = torch.cat((branches.per_row(branches.per_prompt(q) @ keys.mT), q @ own_keys.mT), dim=-1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     seen = branches.seen(column, n, prompts.shape[2], window)
     scores = scores.unflatten(2, (-1, n)).masked_fill(~seen, -torch.inf)
-    of_prompt, of_own = scores.softmax(-1).flatten(2, 3).split((prompts.shape[2], end), dim=-1)
+    shares = scores.softmax(-1).to(values.dtype).flatten(2, 3)
+    of_prompt, of_own = shares.split((prompts.shape[2], end), dim=-1)
     out = branches.per_row(branches.per_prompt(of_prompt) @ values) + of_own @ own_values
     return out.unflatten(2, (-1, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)

@@ -63,9 +63,9 @@ class Generate:
     """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones; else 0."""
     diverse: bool = True
     """Keep different candidates before the same ones, unless the folder's search does not."""
-    choose: str = "value"
+    choose: str | None = None
     """What answers in the end: the largest "value", the "majority" of final answers, or the largest reward, named as in
-    a configuration, "lexicon(path='vader_lexicon.txt')"."""
+    a configuration, "lexicon(path='vader_lexicon.txt')"; else "value"."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -76,8 +76,10 @@ class Generate:
             raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
         if self.guide and self.samples != 1:
             raise ValueError(f"samples = {self.samples}: a guided search gives one response to a prompt")
-        if self.betas and not self.guide:
-            raise ValueError("betas are of the value models that --guide names, and it names none")
+        of_search = ("betas", "beams", "successors", "chunk", "search_temperature", "choose")
+        given = [name for name in of_search if getattr(self, name) not in (None, ())] + ["diverse"] * (not self.diverse)
+        if given and not self.guide:
+            raise ValueError(f"{', '.join(given)}: of the search that value models guide, and --guide names none")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def _generate_guided(
     """The response of a search to each prompt, and what it was chosen by."""
     of_policy = next(model.parameters())
     device = of_policy.device
-    chooser = guidance.Chooser.of(options.choose, device)
+    chooser = guidance.Chooser.of(options.choose or guidance.VALUE, device)
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, betas = (learned.values, options.betas or learned.betas) if learned else (options.guide, options.betas)
     how = options.search(learned.search if learned else Search())
@@ -139,9 +141,9 @@ def _generate_guided(
         one, reason = response.candidate, "stop" if response.candidate.finished else "length"
         if options.json:
             found = {"prompt": prompt, "text": response.text, "ids": list(one.tokens), "logprob": one.logprob}
-            print(json.dumps(found | {"finish_reason": reason, options.choose: response.worth}))
+            print(json.dumps(found | {"finish_reason": reason, chooser.how: response.worth}))
         else:
-            said = f"{len(one.tokens)} tokens, {reason}; {options.choose} {response.worth:.4g}"
+            said = f"{len(one.tokens)} tokens, {reason}; {chooser.how} {response.worth:.4g}"
             print(f"{prompt}{response.text}\n    [{said}]")
     speed = cost.tokens / max(perf_counter() - began, 1e-9)
     searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"

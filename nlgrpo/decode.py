@@ -34,7 +34,7 @@ from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.config import Config
 from nlgrpo.data import Batch
 from nlgrpo.decode_ways import Way, theory, way
-from nlgrpo.draws import Origin, Scorer, scorers
+from nlgrpo.draws import Origin, Scorer, refuse_pairwise, scorers
 from nlgrpo.evaluation import bootstrap
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Candidate, Search, Value
@@ -42,7 +42,7 @@ from nlgrpo.model import Decoder
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError
 from nlgrpo.rollouts import Sampler, part_of
-from nlgrpo.sample_store import digest_of_columns, digest_of_prompt
+from nlgrpo.sample_store import digest_of_prompt, digests_of_columns
 from nlgrpo.stages import Crew
 from nlgrpo.tables import named_lines
 from nlgrpo.timing import PeakMemory, StopSignal
@@ -138,7 +138,7 @@ class Comparison:
         return {
             "origin": asdict(Origin.of(self.source, tokenizer, self.dtype, sampling)),
             "prompts": self.prompts,
-            "columns": digest_of_columns(self.batch.columns).tolist(),
+            "columns": digests_of_columns(self.batch.columns, len(self.batch.ids)),
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
             "seed": self.sampler.seed,
             "choose": self.options.choose,
@@ -217,9 +217,8 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     training, held_out = parts.load_prompts(in_one_order, tokenizer, room)
     objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
-    pairwise = [reward.name for reward in counting if reward.pairwise]
-    if pairwise:
-        raise ValueError(f"rewards.{pairwise[0]} compares completions, and a search needs what each is worth by itself")
+    judges = scorers(cfg.rewards, objectives, counting)
+    refuse_pairwise(judges)
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
@@ -242,7 +241,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         held_out=held_out is not training,
         left_out=len(held_out) - len(unseen),
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
-        scorers=scorers(cfg.rewards, objectives, counting),
+        scorers=judges,
         paths=[*paths, *([compressed] if compressed else [])],
         betas=[*betas, *([1.0] if compressed else [])],
         ways=[

@@ -25,11 +25,12 @@ from nlgrpo.rollouts import Sampler, part_of
 from nlgrpo.sample_store import (
     Store,
     chunk_name,
-    digest_of_columns,
     digest_of_function,
     digest_of_model,
     digest_of_tokenizer,
+    digests_of_columns,
     from_rollout,
+    score_name,
     to_rollout,
 )
 from nlgrpo.sampling import Sampling
@@ -61,6 +62,15 @@ def scorers(
             Scorer(reward, objectives[reward.name], spec, digest_of_function(reward.function, own.function, spec))
         )
     return found
+
+
+def refuse_pairwise(asked: Sequence[Scorer]) -> None:
+    """ValueError for a reward whose numbers depend on the other completions of a prompt."""
+    for scorer in asked:
+        if scorer.reward.pairwise:
+            raise ValueError(
+                f"rewards.{scorer.name} compares completions, and a search needs what each is worth by itself"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,12 +142,7 @@ class Draws:
         return to_rollout(tensors, chunk.ids)
 
     def scored(self, chunk: Batch, scorer: Scorer) -> bool:
-        """Whether the scores of these prompts are there, by the columns that they have now."""
-        name = score_name(chunk_name(chunk.index, chunk.ids), scorer.digest)
-        if not chunk.columns:
-            return self.store.has(name)
-        kept = self.store.read(name, ("columns",))
-        return kept is not None and torch.equal(kept["columns"], digest_of_columns(chunk.columns))
+        return self.store.has(self._name(chunk, scorer))
 
     def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
         """Keep what each of the scorers gives, a number a completion; a reward's error becomes a ValueError."""
@@ -150,20 +155,17 @@ class Draws:
             raise ValueError(
                 f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
             ) from error
-        columns = digest_of_columns(chunk.columns)
         for scorer in missing:
             values = per_completion(scorer.objective, scores.values[scorer.name])
-            name = score_name(chunk_name(chunk.index, chunk.ids), scorer.digest)
-            self.store.write(name, {"values": values, "columns": columns})
+            self.store.write(self._name(chunk, scorer), {"values": values})
 
     def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
         """The (p, n) numbers that `score` has kept."""
-        tensors = self.store.read(score_name(chunk_name(chunk.index, chunk.ids), scorer.digest))
+        tensors = self.store.read(self._name(chunk, scorer))
         if tensors is None:
             raise ValueError(f"scores of {self.label} are no longer in {self.store.folder}; run it again")
         return tensors["values"]
 
-
-def score_name(chunk: str, digest: str) -> str:
-    """Of a reward's values for a file of completions."""
-    return f"{chunk}.score-{digest}"
+    def _name(self, chunk: Batch, scorer: Scorer) -> str:
+        columns = digests_of_columns(chunk.columns, len(chunk.ids))
+        return score_name(chunk_name(chunk.index, chunk.ids), scorer.digest, columns)

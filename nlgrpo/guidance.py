@@ -117,7 +117,7 @@ class Guide:
 
     def digest(self) -> str:
         """Of what it does to a model's completions."""
-        models = [digest_of_model(folder_of(path)) for path in self.values]
+        models = [digest_of_value(path) for path in self.values]
         whole = json.dumps([models, self.betas, asdict(self.search)])
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
@@ -241,8 +241,6 @@ class Response:
     candidate: Candidate
     text: str
     worth: float
-    candidates: int
-    """Different texts that it was chosen among."""
 
 
 def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
@@ -290,5 +288,5 @@ def respond(
     for prompt, candidates in zip(prompts, found, strict=True):
         texts = tokenizer.batch_decode([list(c.tokens) for c in candidates], skip_special_tokens=True)
         best, worth = chooser.choose(prompt, candidates, texts)
-        responses.append(Response(candidates[best], texts[best], worth, len(set(texts))))
+        responses.append(Response(candidates[best], texts[best], worth))
     return responses, cost

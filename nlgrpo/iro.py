@@ -43,6 +43,7 @@ from nlgrpo import (
 )
 from nlgrpo.config import Config, OptimConfig
 from nlgrpo.data import Batch
+from nlgrpo.draws import refuse_pairwise
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.guidance import Guide
@@ -53,6 +54,7 @@ from nlgrpo.recipes import from_arguments
 from nlgrpo.rollout_command import Job, build, open_folder, roll_out
 from nlgrpo.rollout_command import Options as RolloutOptions
 from nlgrpo.rollouts import Sampler
+from nlgrpo.sample_store import digest_of_prompt, digest_of_text, digests_of_columns
 from nlgrpo.stages import Crew
 from nlgrpo.tables import named_lines
 from nlgrpo.timing import StopSignal
@@ -259,16 +261,20 @@ class Loop:
             evaluation=ValueEvaluationConfig(prompts=how.held_out),
         )
 
-    def claim(self) -> None:
-        """Make the folder, or check that it is of this loop; ValueError otherwise. More iterations may be asked for."""
+    def claim(self, job: Job) -> None:
+        """Make the folder, or check that it is of this loop; ValueError otherwise. More iterations may be asked for.
+
+        ``job``: of any iteration; what all of them draw from and score by is part of the loop, whose values are fitted
+        to it.
+        """
         own = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
-        whole = _Whole({name: value for name, value in own.items() if name not in ("out", "dry_run")}, self.cfg)
+        own = {name: value for name, value in own.items() if name not in ("out", "dry_run")}
+        whole = _Whole(own, self.cfg, _contents(job))
         free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in fitting.FREE))
         run_folder.claim(self.folder, whole, self.crew.ranks, free=free, restart=False, advice=ADVICE)
 
     def run(self) -> bool:
         """All stages in turn; False where a signal ended it early. Collective."""
-        self.claim()
         for t in range(1, self.options.iterations + 1):
             self.crew.console.rule(f"iteration {t}: rollouts")
             if not self._rolled_out(t):
@@ -284,6 +290,8 @@ class Loop:
     def _rolled_out(self, t: int) -> bool:
         """A method, for what has drawn and scored, models among it, to be gone when values are fitted."""
         job = self.job(t)
+        if t == 1:
+            self.claim(job)
         return roll_out(job, open_folder(job)) is not None
 
     def _fitted(self, cfg: ValueConfig) -> bool:
@@ -303,6 +311,19 @@ class _Whole:
 
     iro: dict[str, Any]
     config: Config
+    contents: dict[str, Any]
+
+
+def _contents(job: Job) -> dict[str, Any]:
+    """Digests of the files and the data that the configuration names."""
+    whole = job.prompts.take(0, len(job.prompts))
+    return {
+        "model": job.origin.model,
+        "tokenizer": job.origin.tokenizer,
+        "prompts": digest_of_text(*map(digest_of_prompt, whole.ids)),
+        "columns": digest_of_text(*digests_of_columns(whole.columns, len(whole.ids))),
+        "rewards": {scorer.name: scorer.digest for scorer in job.scorers},
+    }
 
 
 def _at(job: Job, index: Sequence[int]) -> Batch:
@@ -363,6 +384,13 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 def plan(loop: Loop) -> Table:
     """What is going to happen. Raises ValueError for a model that cannot read what would be drawn."""
     options, job = loop.options, loop.job(1)
+    refuse_pairwise([scorer for scorer in job.scorers if loop.cfg.rewards[scorer.name].weight != 0])
+    limit = job.origin.sampling.max_new_tokens
+    if options.chunk >= limit and options.iterations > 1:
+        raise ValueError(
+            f"--chunk {options.chunk}: responses have {limit} tokens at most (rollout.max_new_tokens), and no value "
+            f"would guide them; allowed is < {limit}"
+        )
     if not options.value.path and foreign.note(job.source):
         raise ValueError(
             f"--value.path is empty, and no value model can begin at {loop.cfg.model.path}, whose architecture "
@@ -370,7 +398,7 @@ def plan(loop: Loop) -> Table:
         )
     begun = options.value.path or loop.cfg.model.path
     context, said = fitting.max_length(begun, None), guidance.note(reward_model.locate(begun)[0], job.sampler.tokenizer)
-    longest = max(map(len, job.prompts.ids)) + job.origin.sampling.max_new_tokens
+    longest = max(map(len, job.prompts.ids)) + limit
     if longest > context and not said:
         raise ValueError(f"--value.path: {begun} has a context of {context} tokens, and completions come to {longest}")
     search, fit, count = options.search, options.value, len(job.batch.ids)
@@ -378,7 +406,7 @@ def plan(loop: Loop) -> Table:
         "model": f"{loop.cfg.model.path}, frozen{foreign.note(job.source)}",
         "prompts": f"{count:,} of {job.prompts!r}" + ", others in each iteration" * (count < len(job.prompts)),
         "rollouts": f"{options.samples} of each prompt in iteration 1, then {search.candidates}: {search.beams} beams "
-        f"x {search.successors} chunks of {search.chunk} tokens, of {job.origin.sampling.max_new_tokens} at most",
+        f"x {search.successors} chunks of {search.chunk} tokens, of {limit} at most",
         "values": f"{options.iterations}, begun at {begun}{said}; betas "
         f"{', '.join(f'{beta:g}' for beta in options.weights)}",
         "fit": f"{fit.kind}, lambda {fit.lam:g}, gamma {fit.gamma:g}; learning rate {fit.lr:g}, {fit.epochs:g} epochs, "

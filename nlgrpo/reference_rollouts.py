@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor
 
 from nlgrpo import __version__, writing
-from nlgrpo.draws import Draws, Origin, Scorer, score_name
+from nlgrpo.draws import Draws, Origin, Scorer
 from nlgrpo.ecdf import ECDF
-from nlgrpo.sample_store import Store, Tensors, chunk_name, digest_of_prompt
+from nlgrpo.sample_store import Store, Tensors, chunk_name, digest_of_prompt, digests_of_columns, score_name
 from nlgrpo.sampling import Sampling
 
 FILE = "rollouts.json"
@@ -43,7 +43,8 @@ class Index:
     """What ``rollouts.json`` holds.
 
     ``model`` is the path or name that the reference was given by. ``prompts`` are digests of token ids, in the order of
-    the source; ``files`` those of completions in the folder ``samples/STORE``, with how many prompts each has.
+    the source, and ``columns`` of the other columns that they had when they were scored, "" without any; ``files``
+    those of completions in the folder ``samples/STORE``, with how many prompts each has.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Index:
     seed: int  # of the configuration
     samples: int  # K
     prompts: list[str]
+    columns: list[str]
     rewards: dict[str, Scoring]
     store: str
     files: list[tuple[str, int]]
@@ -65,6 +67,7 @@ class Index:
             seed=seed,
             samples=draws.sampler.samples,
             prompts=[digest_of_prompt(ids) for ids in draws.batch.ids],
+            columns=digests_of_columns(draws.batch.columns, len(draws.batch.ids)),
             rewards={scorer.name: Scoring(scorer.spec, scorer.digest) for scorer in scorers},
             store=draws.store.digest,
             files=[(chunk_name(chunk.index, chunk.ids), len(chunk.ids)) for chunk in draws.chunks],
@@ -87,6 +90,7 @@ def read_index(folder: Path) -> Index:
         data["origin"] = Origin(**data["origin"])
         data["rewards"] = {name: Scoring(**scoring) for name, scoring in data["rewards"].items()}
         data["files"] = [(str(name), int(prompts)) for name, prompts in data["files"]]
+        data.setdefault("columns", [""] * len(data["prompts"]))  # scored before columns counted
         return Index(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo rollout` writes it again") from error
@@ -187,7 +191,9 @@ def load(folder: str | Path) -> ReferenceRollouts:
     folder = Path(folder)
     index = read_index(folder)
     store = _store(folder, index)
-    found = [_read(store, name, index.rewards) for name, _ in index.files]
+    ends = list(accumulate(prompts for _, prompts in index.files))
+    parts = [index.columns[end - prompts : end] for end, (_, prompts) in zip(ends, index.files, strict=True)]
+    found = [_read(store, name, columns, index.rewards) for (name, _), columns in zip(index.files, parts, strict=True)]
     missing = sum(prompts for (_, prompts), tensors in zip(index.files, found, strict=True) if tensors is None)
     if missing:
         raise ValueError(
@@ -199,10 +205,10 @@ def load(folder: str | Path) -> ReferenceRollouts:
     return ReferenceRollouts(folder, index, rewards, joined["logprobs"], joined["lengths"], joined["finished"])
 
 
-def _read(store: Store, name: str, rewards: Mapping[str, Scoring]) -> Tensors | None:
+def _read(store: Store, name: str, columns: Sequence[str], rewards: Mapping[str, Scoring]) -> Tensors | None:
     """A file's numbers, and those of its scores; None where one of them is missing."""
     drawn = store.read(name, ("logprobs", "lengths", "finished"))
-    scores = {reward: store.read(score_name(name, scoring.digest)) for reward, scoring in rewards.items()}
+    scores = {reward: store.read(score_name(name, one.digest, columns)) for reward, one in rewards.items()}
     values = {f"rewards/{reward}": tensors["values"] for reward, tensors in scores.items() if tensors}
     if drawn is None or len(values) < len(rewards):
         return None

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,20 @@ def digest_of_prompt(ids: Sequence[int]) -> str:
     return _short(json.dumps(list(ids)).encode())
 
 
-def digest_of_columns(columns: Mapping[str, Sequence[Any]]) -> Tensor:
-    """Of what rewards may read besides prompts and completions: (32,) bytes."""
-    content = json.dumps(columns, sort_keys=True, default=str).encode()
-    return torch.tensor(list(hashlib.sha256(content).digest()), dtype=torch.uint8)
+def digest_of_text(*texts: str) -> str:
+    return _short(json.dumps(texts).encode())
+
+
+def digests_of_columns(columns: Mapping[str, Sequence[Any]], prompts: int) -> list[str]:
+    """Of what rewards may read besides each prompt and its completions; "" where there is nothing."""
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(prompts)]
+    return [_short(json.dumps(row, sort_keys=True, default=str).encode()) if row else "" for row in rows]
+
+
+def score_name(chunk: str, digest: str, columns: Sequence[str]) -> str:
+    """Of a reward's values for a file of completions, whose prompts have ``columns`` of these digests."""
+    of_columns = f"-{digest_of_text(*columns)}" if any(columns) else ""
+    return f"{chunk}.score-{digest}{of_columns}"
 
 
 def from_rollout(rollout: Rollout) -> Tensors:
@@ -104,9 +114,16 @@ def digest_of(*paths: Path) -> str:
     for path in paths:
         for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
             total.update(file.name.encode())
-            with file.open("rb") as opened:
-                total.update(hashlib.file_digest(opened, "sha256").digest())
+            now = file.stat()
+            total.update(_digest_of_file(file.absolute(), now.st_size, now.st_mtime_ns))
     return total.hexdigest()[:16]
+
+
+@cache
+def _digest_of_file(file: Path, size: int, changed: int) -> bytes:
+    """Read once while its size and its time of change are the same: loops come by a large model again and again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
 
 
 def digest_of_model(folder: Path) -> str:

@@ -117,9 +117,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.terms < 2 or not 0 <= args.wrong < 1:
         parser.error(f"--terms {args.terms} --wrong {args.wrong}: expected 2 terms or more, and a share in [0, 1)")
+    if not 1 <= args.problems <= LARGEST**args.terms // 2:
+        parser.error(f"--problems {args.problems}: allowed is 1 to {LARGEST**args.terms // 2:,}, half of all such sums")
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    sums = [draw(args.terms, rng) for _ in range(args.problems)]
+    different: dict[tuple[int, ...], None] = {}
+    while len(different) < args.problems:
+        different[tuple(draw(args.terms, rng))] = None
+    sums = [list(terms) for terms in different]
     tokenizer = make_tokenizer(args.terms)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=172, num_hidden_layers=3, num_attention_heads=4,

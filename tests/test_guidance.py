@@ -55,6 +55,29 @@ def loaded(work, dtype=torch.float64):
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
+def test_places_are_votes():
+    """A candidate that ended early stands for the B that would have grown from it."""
+    early, late = Candidate((1,), True, places=3), Candidate((2,), True)
+    assert Chooser("majority").choose("w1", [late, late, early], ["so 4", "so 4", "so 5"]) == (2, 3 / 5)
+
+
+def test_a_guide_is_its_models_betas_and_search(work, tmp_path):
+    whole = guidance.Guide([work / "gpt2"], [1.0], Search())
+    others = [
+        guidance.Guide([work / "llama"], [1.0], Search()),
+        guidance.Guide([work / "gpt2"], [0.5], Search()),
+        guidance.Guide([work / "gpt2"], [1.0], Search(chunk=8)),
+    ]
+    shutil.copytree(work / "gpt2", tmp_path / "renamed")
+    assert guidance.Guide([tmp_path / "renamed"], [1.0], Search()).digest() == whole.digest()
+    tokenizer = json.loads((tmp_path / "renamed" / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["w1"], words["w2"] = words["w2"], words["w1"]
+    (tmp_path / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    others.append(guidance.Guide([tmp_path / "renamed"], [1.0], Search()))  # it may read texts
+    assert len({one.digest() for one in (whole, *others)}) == 5
+
+
 def test_the_majority_by_hand():
     assert majority([3, 4, 4, None], [1, 1, 1, 9]) == (1, 2 / 3)
     assert majority([3, 4, 4, 3], [1, 1, 1, 1]) == (0, 0.5)  # the first of those that are as frequent
@@ -283,8 +306,14 @@ def test_a_vocabulary_that_is_too_small(work):
 
 
 def test_betas_of_nothing(work, capsys):
-    said = refused(["generate", "w1", "--model", str(work / "policy"), "--betas", "1"], capsys)
-    assert "betas are of the value models" in said
+    plain = ["generate", "w1", "--model", str(work / "policy")]
+    for options, names in (
+        (["--betas", "1"], "betas"),
+        (["--beams", "8", "--chunk", "0"], "beams, chunk"),
+        (["--search-temperature", "1", "--no-diverse", "--choose", "majority"], "search_temperature, choose, diverse"),
+    ):
+        said = " ".join(refused([*plain, *options], capsys).split())
+        assert f"{names}: of the search that value models guide" in said
     model, tokenizer = loaded(work)
     with pytest.raises(ValueError, match="nothing is chosen by value"):
         respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))

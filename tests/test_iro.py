@@ -149,6 +149,16 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
         told = capsys.readouterr().err
         assert said in told
         assert "Choose another folder with --out" in told
+    code = (work / "rewards.py").read_text()
+    (work / "rewards.py").write_text(code + "# mended\n")
+    assert cli.main(arguments(work, "whole")) == 1
+    assert "contents.rewards.low" in capsys.readouterr().err
+    (work / "rewards.py").write_text(code)
+    longer = (work / "prompts.jsonl").read_text()
+    (work / "prompts.jsonl").write_text(longer + json.dumps({"prompt": "w9"}) + "\n")
+    assert cli.main(arguments(work, "whole")) == 1
+    assert "contents.prompts" in capsys.readouterr().err
+    (work / "prompts.jsonl").write_text(longer)
     shutil.copytree(whole, work / "more")
     assert cli.main(arguments(work, "more", iterations=3, betas=(1.0, 0.5, 2.0), samples=16)) == 1
     assert "data.rollouts" in capsys.readouterr().err  # its runs name the folder that they were made in
@@ -302,6 +312,11 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
         ({"betas": (1.0,)}, "--betas: 1 of them for 2 iterations"),
         ({"betas": (1.0, -1.0)}, "--betas -1: allowed is > 0"),
         ({"beams": 0}, "beams = 0"),
+        ({"chunk": 6}, "--chunk 6: responses have 6 tokens at most (rollout.max_new_tokens), and no value would guide"),
+        (
+            {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
+            "rewards.low compares completions, and a search needs what each is worth by itself",
+        ),
         ({"value__epochs": 0}, "--value.epochs 0: allowed is > 0"),
         ({"value__completions": 0}, "--value.completions 0: allowed is >= 1"),
         ({"value__lr": -1}, "--value.lr -1: allowed is > 0"),

@@ -279,6 +279,41 @@ def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, ca
     words = [len(text.split()) for text in tokenizer.batch_decode(drawn[-1], skip_special_tokens=True)]
     assert near[-1].tolist() == [float(abs(n - 5)) for n in words] != rollouts.rewards["near"][-1].tolist()
     assert torch.equal(near[:-1], rollouts.rewards["near"][:-1])
+    with monkeypatch.context() as patched:  # both are kept, and neither is taken for the other
+        patched.setattr(draws.Draws, "score", lambda *a: pytest.fail("it is scored again"))
+        assert cli.main(arguments(work, "corrected")) == 0
+    assert torch.equal(load(work / "corrected").rewards["near"], rollouts.rewards["near"])
+
+
+def test_rescoring_that_stops_half_way_is_not_whole(work, monkeypatch, capsys):
+    """The scores by the old columns are still there, and are none by the new ones."""
+    rows = [json.loads(line) for line in (work / "prompts.jsonl").read_text().splitlines()]
+    (work / "renamed.jsonl").write_text("".join(json.dumps(row | {"target": 7}) + "\n" for row in rows))
+    assert cli.main(arguments(work, "halves")) == 0
+    calls, original = [], draws.Draws.score
+
+    def score(self, chunk, missing):
+        calls.append(chunk)
+        if len(calls) == 3:
+            raise ValueError("the power went")
+        return original(self, chunk, missing)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(draws.Draws, "score", score)
+        assert cli.main(arguments(work, "halves", data__source=work / "renamed.jsonl")) == 1
+    with pytest.raises(ValueError, match="the rollouts of 3 of 7 prompts are missing, damaged or not scored"):
+        load(work / "halves")
+
+
+def test_rollouts_of_before_columns_counted(work, rollouts):
+    """Their index has none, and their scores go by the reward alone."""
+    shutil.copytree(work / "first", work / "before")
+    data = json.loads((work / "before" / "rollouts.json").read_text())
+    assert len(data.pop("columns")) == P
+    (work / "before" / "rollouts.json").write_text(json.dumps(data))
+    for path in (work / "before").rglob("*.score-*"):
+        path.rename(path.with_name(path.name.rpartition("-")[0] + ".safetensors"))
+    assert torch.equal(load(work / "before").rewards["near"], rollouts.rewards["near"])
 
 
 @pytest.mark.parametrize(
