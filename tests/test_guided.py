@@ -86,6 +86,10 @@ def by_hand(policy, valued, prompt, how, sampling, seed, index):
             return candidates, drawn, asked
         asked += len(grown) * len(valued)
         worth = [sum(float(behind(v, [*prompt, *y])[0]) / beta for v, beta in valued) for y in candidates]
+        if how.temperature > 0:  # Gumbel noise of its own at every round; nothing has ended, or the order would differ
+            at, count = torch.tensor([len(candidates[0])]), torch.arange(len(candidates))
+            noise = uniform_noise(seed ^ CHOICE, torch.full_like(count, index), count, at)[:, 0]
+            worth = [v / how.temperature - math.log(-math.log(u)) for v, u in zip(worth, noise.tolist(), strict=True)]
         beams = best_by_brute_force(candidates, worth, how)
 
 
@@ -125,6 +129,19 @@ def test_the_search_is_that_of_the_paper(family, diverse, tmp_path):
         assert ours == [list(candidate.tokens) for candidate in one_by_one[p]]
         assert [c.finished for c in found[p]] == [c.tokens[-1] in sampling.stop_ids for c in found[p]]
     assert (cost.tokens, cost.queries) == (tokens, queries)
+
+
+def test_beams_are_drawn_by_noise_of_their_own(tmp_path):
+    """The variant that draws candidates (SPI): three rounds of two of four, by the Gumbel top-k of V / temperature."""
+    policy, valued = policy_of("llama", tmp_path), [(value_of("gpt2", tmp_path, 1), 1.0)]
+    how, sampling, prompts = Search(2, 2, chunk=2, temperature=0.3), Sampling(max_new_tokens=8), PROMPTS * 4
+    index = list(range(7, 7 + len(prompts)))
+    found, _ = search(
+        policy, prompts, how, sampling, [(ModelValue("value", valued[0][0], 8), 1.0)], seed=4, index=index
+    )
+    for prompt, i, own in zip(prompts, index, found, strict=True):
+        expected, _, _ = by_hand(policy, valued, prompt, how, sampling, 4, i)
+        assert [list(candidate.tokens) for candidate in own] == expected
 
 
 # --- what it must come to ---------------------------------------------------------------------------------------------
