@@ -45,7 +45,7 @@ def _length(recipe: str, objective: str) -> Config:
         },
         loss=LossConfig(beta=1e-4),
         optim=OptimConfig(lr=3e-4, betas=(0.9, 0.98)),
-        train=TrainConfig(steps=600, checkpoint_every=200, samples_every=200),
+        train=TrainConfig(steps=400, checkpoint_every=200, samples_every=200),
     )
 
 

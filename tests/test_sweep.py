@@ -552,7 +552,7 @@ def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
     assert fake("--loss.beta", "1,2", "--train.steps", "5")[0] == 0
     before = (tmp_path / "out" / FILE).read_bytes()
     for arguments, said in (
-        (("--loss.beta", "1,3"), "  train.steps: 5 -> 600\n  Choose another folder with --out"),
+        (("--loss.beta", "1,3"), "  train.steps: 5 -> 400\n  Choose another folder with --out"),
         (
             ("--loss.beta", "1,3", "--train.steps", "5", "--seed", "1,2"),
             "over loss.beta, and this one is over loss.beta, train",
