@@ -196,7 +196,8 @@ def draw_latency(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> Figure:
     times = [milliseconds(rounds, key) for key in rows]
     reach = [[middle - least for middle, least, _ in times], [most - middle for middle, _, most in times]]
     seconds.barh(names, [middle for middle, _, _ in times], xerr=reach, capsize=2, color=colours)
-    seconds.set_title(f"Milliseconds of a prompt, one at a time; median and range of {len(rounds)}")
+    seconds.set_title("Milliseconds of a prompt by itself")
+    seconds.set_xlabel(f"median and range of {len(rounds)} rounds")
     parts = (("value_bytes", 1.0, "value models"), ("cache_bytes", 0.5, "caches at their largest"))
     left = [0.0] * len(names)
     for what, alpha, name in parts:
