@@ -15,7 +15,7 @@ import tyro
 from transformers import PreTrainedTokenizerBase
 from tyro.conf import Positional
 
-from nlgrpo import foreign, guidance, hf_weights
+from nlgrpo import data, foreign, guidance, hf_weights
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Search
 from nlgrpo.model import Decoder
@@ -104,7 +104,7 @@ def generate(arguments: Sequence[str]) -> int:
     sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
     if options.guide:
         return _generate_guided(options, model, tokenizer, sampling)
-    ids = [tokenizer(text, verbose=False).input_ids for text in options.prompts]  # too long: the engine says so
+    ids = data.encode(tokenizer, options.prompts)  # too long: the engine says so
     rollout = foreign.generator(model)(ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)

@@ -335,6 +335,14 @@ def _parse(template: str, column: str) -> list[tuple[str, str | None]]:
 # --- Tokens: a prompt to ids ------------------------------------------------------------------------------------------
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of prompts as `load` makes them: with what the tokenizer puts before a text, without an EOS behind it.
+
+    Raises ValueError for an empty text where there is no BOS token.
+    """
+    return _encode(tokenizer, [_Example(f"prompt {i}", text, {}) for i, text in enumerate(texts, 1)], None)
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bos: bool | None) -> list[list[int]]:
     if add_bos and tokenizer.bos_token_id is None:
         raise ValueError("add_bos = True, but the tokenizer has no BOS token; leave add_bos out.")

@@ -18,7 +18,7 @@ from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.bridge import Bridge
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.chunks import ModelValue, Prefixes
-from nlgrpo.data import Prompt
+from nlgrpo.data import Prompt, encode
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Candidate, Cost, Search, Value
@@ -281,7 +281,7 @@ def respond(
     """A response to every prompt, and what all have cost. Raises ValueError as `guided.search` and `Chooser.choose`."""
     if chooser.how == VALUE and not values:
         raise ValueError("without a value model nothing is chosen by value: name one, or another way to choose")
-    ids = [tokenizer(text, verbose=False).input_ids for text in prompts]
+    ids = encode(tokenizer, prompts)
     valued = chooser.how == VALUE
     found, cost = guided.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)
     responses = []

@@ -28,6 +28,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
 def locate(path_or_name: str | Path) -> Path:
     """The directory of a model: a local one, an embedded one (``"story-lm"``), or a hub name, which is downloaded.
 
@@ -58,7 +61,10 @@ class Checkpoint:
         self.folder = folder
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{index} is not an index of shards ({error!r})") from error
         elif single.is_file():
             shards = [single.name]
         else:
@@ -88,8 +94,33 @@ class Checkpoint:
             resolved = self.resolve(name)
             if resolved is None:
                 raise ValueError(f"{self.folder} has no tensor {name!r}")
-            parts.append(self.files[resolved].get_tensor(resolved))
+            found = self.get(resolved)
+            if not found.is_floating_point() or found.dtype.itemsize < 2:
+                raise ValueError(
+                    f"{resolved} of {self.folder} is of {found.dtype}: quantised weights are not read; write the model "
+                    "dequantised, with transformers' model.dequantize() and save_pretrained(folder)"
+                )
+            parts.append(found)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def check_embedding(self, name: str, tied: bool) -> None:
+        """ValueError where the stored ``name``, and the head beside it, are not as the config's ``tied`` says."""
+        heads = [n for n in ALIASES[name] if n.endswith(HEADS) and n in self.files]
+        stored = self.resolve(name)
+        if stored in heads and not tied:
+            raise ValueError(
+                f"{self.folder} has no tensor {name!r}, and its config.json does not tie the embeddings to the head"
+            )
+        for head in heads:
+            if tied and stored != head and not torch.equal(self.get(head), self.get(str(stored))):
+                raise ValueError(
+                    f"config.json of {self.folder} ties {head!r} to {name!r}, and both are stored and differ; set "
+                    "tie_word_embeddings to false there if both are meant, or remove the one that is not"
+                )
+
+    def get(self, name: str) -> Tensor:
+        found: Tensor = self.files[name].get_tensor(name)
+        return found
 
     @property
     def dtype(self) -> torch.dtype:

@@ -208,7 +208,9 @@ def load(
     if shard is not None:
         shard(model)
     allocate(model, device)
-    hf_weights.read_into(dict(model.named_parameters()), folder, model.shape, tensor_map(model.shape))
+    places = tensor_map(model.shape)
+    hf_weights.Checkpoint(folder).check_embedding(places["embed.weight"].names[0], model.shape.tied)
+    hf_weights.read_into(dict(model.named_parameters()), folder, model.shape, places)
     return model
 
 
@@ -216,7 +218,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """The directory's config; ValueError, with the known architectures, where transformers itself does not know it."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # transformers' checks of a config raise many kinds
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder reads: {known}") from error
 

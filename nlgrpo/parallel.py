@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,6 +130,15 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient to a norm of at most ``max_norm`` (0: leave it); the norm before, over all shards."""
+    """Scale the gradient to a norm of at most ``max_norm`` (0: leave it); the norm before, over all shards.
+
+    Raises ValueError for one that is not finite, of which a step would leave no finite weight.
+    """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    found = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not math.isfinite(found):
+        raise ValueError(
+            f"the gradient has the norm {found}: rewards, weights or the learning rate are too large for the type that "
+            "computes. No step was taken, and the last checkpoint is from before"
+        )
+    return found

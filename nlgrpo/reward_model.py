@@ -116,7 +116,6 @@ def load(
 
 
 def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> None:
-    embedding = score_map(model)["embed.weight"].names[0]
     if trained:
         outputs = tensors.files[SCORE].get_slice(SCORE).get_shape()[0]
         if outputs != 1:
@@ -124,11 +123,8 @@ def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> Non
                 f"{tensors.folder} is a classifier of {outputs} outputs; a reward model begins at one with a single "
                 "output, or at a causal model"
             )
-    found = tensors.resolve(embedding)
-    if not model.shape.tied and found is not None and found.endswith(("lm_head.weight", "embed_out.weight")):
-        raise ValueError(
-            f"{tensors.folder} has no tensor {embedding!r}, and its config.json does not tie the embeddings to the head"
-        )
+    if not model.shape.tied:  # a head that is none of a reward model's may differ from a tied embedding
+        tensors.check_embedding(score_map(model)["embed.weight"].names[0], tied=False)
 
 
 def with_score_head(model: Decoder) -> Decoder:

@@ -205,4 +205,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.path[0] = os.getcwd()  # as with -m: the package's own folder would show its modules by their bare names
     sys.exit(main())

@@ -45,16 +45,24 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is not the name of a module. For a file, write its path: path/to/file.py:function")
+    _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}. For a file, write its path: path/to/file.py:function") from error
 
 
+def _look_in(folder: Path) -> None:
+    """Modules that are nowhere else are found in ``folder``, now and when the function imports more."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _import_file(path: Path) -> ModuleType:
     """The file as a module of a private name, so that no other module is shadowed; loaded once."""
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
+    _look_in(path.resolve().parent)
     name = "_nlgrpo_user_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     if name in sys.modules:
         return sys.modules[name]

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nlgrpo.data import load, visits
+from nlgrpo.data import encode, load, visits
 
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
 TURN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
@@ -415,6 +415,13 @@ def test_a_tokenizer_of_a_few_letters(tmp_path):
     assert load(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
         letters[letter] for letter in "1+2="
     ]
+
+
+def test_prompts_of_a_command_are_those_of_data():
+    """An EOS that a tokenizer puts behind every text would end the prompt."""
+    tokenizer = make_tokenizer(before=["<s>"], after=["</s>"], bos_token="<s>", eos_token="</s>")
+    assert tokenizer("a b").input_ids == ids("<s> a b </s>")
+    assert encode(tokenizer, ["a b", "", "c"]) == [ids("<s> a b"), ids("<s>"), ids("<s> c")]
 
 
 def test_distinct_prompts(tmp_path, plain):

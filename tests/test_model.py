@@ -217,6 +217,50 @@ def test_bad_directories_say_what_is_wrong(tmp_path):
         models.load(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """Without their scales they are other numbers."""
+    random_model("llama").save_pretrained(tmp_path)
+    state, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    state[name] = (state[name] * 100).to(dtype)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"down_proj\.weight .* is of {dtype}: quantised weights are not read"):
+        models.load(tmp_path)
+
+
+def test_embeddings_and_heads_are_as_the_config_ties_them(tmp_path):
+    """What transformers 5.23 would make of these: another head, and random embeddings."""
+    random_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"ties 'lm_head\.weight' to 'model\.embed_tokens\.weight', .* both .* differ"):
+        models.load(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens = tokens_for(99)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(
+        models.load(tmp_path)(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS), atol=1e-4, rtol=1e-4
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del state["model.embed_tokens.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no tensor 'model\.embed_tokens\.weight', and its config\.json does not tie"):
+        models.load(tmp_path)
+
+
+def test_damaged_configs_and_indices(tmp_path):
+    random_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not an index of shards"):
+        models.load(tmp_path)
+    for damaged in ("{not json", json.dumps({"model_type": "llama", "hidden_size": "48"})):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(ValueError, match="cannot read"):
+            models.load(tmp_path)
+
+
 def test_lengths_that_do_not_add_up_are_refused(tmp_path):
     random_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="add up to 5, but there are 6 tokens"):

@@ -16,7 +16,7 @@ import test_model
 import torch
 from helpers import REPOSITORY, Job, environment, run_all, tiny_model
 
-from nlgrpo import checkpoint, train
+from nlgrpo import checkpoint, learner, train
 from nlgrpo import model as models
 from nlgrpo.aggregation import WeightedSum
 from nlgrpo.engine import Rollout
@@ -651,6 +651,23 @@ def test_a_process_without_torchrun_saves_on_sigterm_and_exits_with_0(work):
     assert run.returncode == 0, output
     assert "stopped and saved at step 1" in output
     assert steps_in(work / "alone") == [1]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monkeypatch):
+    """Neither the model nor a checkpoint is to hold NaN."""
+    original, calls = learner.clip_gradients, []
+
+    def poisoned(model, max_norm):
+        calls.append(model)
+        if len(calls) == 3:
+            next(model.parameters()).grad.view(-1)[0] = math.nan
+        return original(model, max_norm)
+
+    monkeypatch.setattr(learner, "clip_gradients", poisoned)
+    assert train.main(arguments(work, "poisoned", **{"train.checkpoint_every": 1})) == 1
+    assert "the gradient has the norm nan" in capsys.readouterr().err
+    assert not (work / "poisoned" / "model").exists()
+    assert steps_in(work / "poisoned") == [1, 2]
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
