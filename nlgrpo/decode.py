@@ -363,6 +363,7 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
 def plan(c: Comparison) -> Table:
     sampling, longest = c.sampler.sampling, c.sampler.sampling.max_new_tokens
     weighted = " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers)
+    whole = (c.options.chunk or 0) >= longest
     rows = {
         "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
         f"{foreign.note(c.source)}",
@@ -370,9 +371,7 @@ def plan(c: Comparison) -> Table:
         + f" ({c.left_out:,} left out: repeats, or trained on as well)" * (c.left_out > 0)
         + f"; responses of up to {longest} tokens at temperature {sampling.temperature:g}",
         "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
-        f"{c.options.chunk} tokens"
-        + ", which are whole responses: no value guides"
-        * ((c.options.chunk or 0) >= longest),
+        f"{c.options.chunk} tokens" + ", which are whole responses: no value guides" * whole,
         "values": ", ".join(map(c.said_of, range(len(c.paths)))) or "none",
         "chosen by": {"value": "the values of each way", "majority": "the majority of final answers"}.get(
             c.options.choose, weighted

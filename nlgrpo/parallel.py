@@ -139,6 +139,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     if not math.isfinite(found):
         raise ValueError(
             f"the gradient has the norm {found}: rewards, weights or the learning rate are too large for the type that "
-            "computes. No step was taken, and the last checkpoint is from before"
+            "computes. It was not applied, and the last checkpoint is from before"
         )
     return found

@@ -76,6 +76,7 @@ def digest_of_prompt(ids: Sequence[int]) -> str:
 
 
 def digest_of_text(*texts: str) -> str:
+    """Of texts in their order."""
     return _short(json.dumps(texts).encode())
 
 
