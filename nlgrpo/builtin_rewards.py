@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -24,13 +24,20 @@ def text_of(message: str | Iterable[dict[str, Any]]) -> str:
     """The text of a prompt or completion: itself, or the contents of its messages, one below the other."""
     if isinstance(message, str):
         return message
-    return "\n".join(part["content"] or "" for part in message)
+    return "\n".join(_content(part["content"]) for part in message)
+
+
+def _content(content: object) -> str:
+    """The text of a message's content: itself, or of its parts those that are texts."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return "" if content is None else str(content)
 
 
 def _path(value: object) -> Path:
     if not isinstance(value, str | Path):
         raise ValueError(f"path must be a text in quotes, got {value!r}")
-    return Path(value)
+    return Path(os.path.expanduser(value))
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,15 @@ class Gsm8k:
 
     column: str = "answer"
 
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        """Of the data, those that it cannot do without."""
+        return (self.column,)
+
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if self.column not in columns:
             raise ValueError(f"gsm8k(column={self.column!r}) needs the column {self.column!r} in the data")
-        golds = [final_answer(str(gold)) for gold in columns[self.column]]
+        golds = [final_answer(str(gold)) for gold in columns[self.column]]  # of a float too: "5e-05" is read
         answers = [final_answer(text_of(completion)) for completion in completions]
         return [None if gold is None else float(gold == answer) for gold, answer in zip(golds, answers, strict=True)]
 
@@ -165,7 +177,7 @@ class Gsm8k:
 
 # Digits with commas, a decimal part, a denominator. A minus is a sign unless it follows a term: "16-3" holds 16 and 3.
 # The decimal point needs digits behind it, so that a full stop is left out.
-_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
 _NUMBER = re.compile(rf"((?<![\w)])[-−])?\\?\$?({_DIGITS})(?:/({_DIGITS}))?")
 
 
@@ -173,7 +185,8 @@ def final_answer(text: str) -> Decimal | None:
     r"""The number that a solution ends in, or None.
 
     The first number of the line after the last ``####`` (the form of GSM8K); without ``####`` the last number in the
-    last ``\boxed{}``; without that the last number. Reads "$1,234.50", "72." as "72.0", "-$5", "3/4" and "\frac{3}{4}".
+    last ``\boxed{}``; without that the last number. Reads "$1,234.50", "72." as "72.0", "-$5", "3/4", "\frac{3}{4}" and
+    "5e-05".
     """
     text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text.replace("{,}", ",").replace(r"\,", ""))
     _, marker, tail = text.rpartition("####")
@@ -244,7 +257,7 @@ class Classifier:
         self.model.to(device).eval()
         self.output = _output_index(self.model.config, label, path)
         self.probability, self.include_prompt, self.append_eos = probability, include_prompt, append_eos
-        self.max_length = _length_limit(self.model.config, self.tokenizer, max_length)
+        self.max_length = _length_limit(self.model, self.tokenizer, max_length)
 
         config = self.model.config.get_text_config()
         if config.pad_token_id is None:
@@ -397,15 +410,30 @@ def _output_index(config: Any, label: str | int | None, path: str) -> int:
     return names.index(str(label))
 
 
-def _length_limit(config: Any, tokenizer: Any, asked: int | None) -> int | None:
-    """``asked`` tokens, or as many as both allow; tokenizers say 1e30 and models nothing where there is no limit."""
+def _length_limit(model: Any, tokenizer: Any, asked: int | None) -> int | None:
+    """``asked`` tokens, or as many as both allow; tokenizers say 1e30 and models nothing where there is no limit.
+
+    Raises ValueError for more than the model has positions.
+    """
     if asked is not None:
         if not isinstance(asked, int) or asked < 2:
             raise ValueError(f"max_length must be a whole number from 2, got {asked!r}")
+        if asked > (most := _positions(model)):
+            raise ValueError(f"max_length = {asked}, and the model has {most:.0f} positions")
         return asked
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    positions = _positions(model)
     limit = min(tokenizer.model_max_length, positions)
     return int(limit) if limit < 1e9 else None
+
+
+def _positions(model: Any) -> float:
+    """The longest text that a model can read; RoBERTa and its kin count positions from behind that of the padding."""
+    named = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    tables = [
+        m for name, m in model.named_modules() if name.endswith("position_embeddings") and hasattr(m, "padding_idx")
+    ]
+    left = [m.num_embeddings - m.padding_idx - 1 for m in tables if m.padding_idx is not None]
+    return float(min(named, *left)) if left else named
 
 
 BUILTIN: dict[str, type] = {

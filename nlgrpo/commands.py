@@ -107,7 +107,7 @@ def generate(arguments: Sequence[str]) -> int:
     ids = data.encode(tokenizer, options.prompts)  # too long: the engine says so
     rollout = foreign.generator(model)(ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    texts = data.decode(tokenizer, [prompt for prompt in ids for _ in range(options.samples)], completions)
     logprobs = rollout.logprobs.flatten(0, 1).tolist()
     for i, (completion, text) in enumerate(zip(completions, texts, strict=True)):
         prompt = options.prompts[i // options.samples]

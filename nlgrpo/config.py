@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import tomllib
 import types
 import typing
@@ -308,7 +309,7 @@ class Config:
 
     @property
     def run(self) -> Path:
-        return Path(self.train.out or f"runs/{self.recipe}")
+        return Path(os.path.expanduser(self.train.out) or f"runs/{self.recipe}")
 
 
 # --- files and the command line ---------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
     if not path.is_file():
         raise ValueError(f"there is no configuration file {path}")
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(path.read_text("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     except OSError as error:

@@ -5,6 +5,7 @@ Rows are held in memory as Python values, because reward functions get them; tok
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -343,23 +344,61 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     return _encode(tokenizer, [_Example(f"prompt {i}", text, {}) for i, text in enumerate(texts, 1)], None)
 
 
+CONTEXT = 8  # tokens of a prompt's end that tell how its completion is written; a character has 4 at most
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> list[str]:
+    """The texts of completions (ids) as they stand behind their prompts (ids), without special tokens.
+
+    A tokenizer of SentencePiece's kind drops the blank that begins a text. Behind a prompt it is none that begins one,
+    so what is decoded is the end of the prompt with the completion, less the end of the prompt.
+    """
+    ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
+    before = tokenizer.batch_decode(ends, skip_special_tokens=True)
+    rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
+    whole = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
+    # A character that the prompt only begins, or a blank that a decoder takes back: the completion by itself.
+    return [
+        text[len(start) :] if text.startswith(start) else by_itself
+        for start, text, by_itself in zip(before, whole, alone, strict=True)
+    ]
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bos: bool | None) -> list[list[int]]:
     if add_bos and tokenizer.bos_token_id is None:
         raise ValueError("add_bos = True, but the tokenizer has no BOS token; leave add_bos out.")
+    for where, prompt, _ in examples:
+        if broken := _lone_surrogate(prompt):
+            raise ValueError(
+                f"{where}: {broken!r} in {brief(prompt)} is half a character (a lone surrogate); repair it."
+            )
     texts = [example.prompt for example in examples if isinstance(example.prompt, str)]
     # verbose=False: no warning about the model's length here, since the caller drops what is too long.
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
     end = tokenizer.eos_token
     strip = _appends_eos(tokenizer, next((text for text in texts if text and not (end and text.endswith(end))), "a"))
+    nothing = list(tokenizer("", verbose=False)["input_ids"])
     out = []
     for where, prompt, _ in examples:
         if isinstance(prompt, str):
             ids = list(next(encoded))
+            if ids == nothing and prompt.strip():
+                raise ValueError(f"{where}: the tokenizer knows nothing of {brief(prompt)}, which gives no token.")
             ids = ids[:-1] if strip else ids
         else:
             ids = _encode_chat(tokenizer, prompt, where)
         out.append(_with_bos(ids, tokenizer.bos_token_id, add_bos, where))
     return out
+
+
+def _lone_surrogate(prompt: Prompt) -> str | None:
+    r"""Half a character, which no text encoding has and JSON can write ("\ud83d"); None where there is none."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+    found = re.search(r"[\ud800-\udfff]", text)
+    return found[0] if found else None
 
 
 def _appends_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import config_checks, foreign, guidance, guided, hf_weights, parallel, parts, writing
+from nlgrpo import config_checks, foreign, guidance, guided, hf_weights, parallel, parts, rewards, writing
 from nlgrpo import model as models
 from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.config import Config
@@ -212,11 +212,12 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     """Read tokenizer, prompts and rewards. Raises ValueError for what cannot be run."""
     source = hf_weights.locate(cfg.model.path)
     tokenizer = parts.load_tokenizer(source)
-    room = parts.room_for_prompts(cfg, foreign.limits_of(models.read_config(source)))
+    limits = foreign.limits_of(models.read_config(source))
     in_one_order = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))  # for every seed of draws
-    training, held_out = parts.load_prompts(in_one_order, tokenizer, room)
-    objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
-    counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
+    training, held_out = parts.load_prompts(in_one_order, tokenizer, limits)
+    objectives, loaded = parts.load_rewards(cfg, crew.ranks.device)
+    rewards.check_columns(loaded, held_out.names)
+    counting = [reward for reward in loaded if cfg.rewards[reward.name].weight != 0]
     judges = scorers(cfg.rewards, objectives, counting)
     refuse_pairwise(judges)
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None

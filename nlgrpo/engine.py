@@ -103,7 +103,10 @@ def rollout_of(
     sampling: Sampling,
     device: torch.device,
 ) -> Rollout:
-    """From tokens and log-probs (r, l) of some rows after the others; what they drew behind a stop id goes."""
+    """From tokens and log-probs (r, l) of some rows after the others; what they drew behind a stop id goes.
+
+    Raises ValueError where a log-prob is not finite, of which no draw has come.
+    """
     longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
     empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
     tokens = torch.cat([empty, *(F.pad(t, (0, longest - t.shape[1])) for t, _ in parts)])
@@ -114,6 +117,11 @@ def rollout_of(
     first = stopped.int().argmax(-1) if longest else torch.zeros_like(finished, dtype=torch.int64)
     lengths = torch.where(finished, first + 1, min(longest, sampling.max_new_tokens))
     inside = torch.arange(longest, device=tokens.device) < lengths[:, None]
+    if not torch.where(inside, logprobs, 0.0).isfinite().all():
+        raise ValueError(
+            f"the model's logits, at temperature = {sampling.temperature:g}, are not finite: its weights hold NaN or "
+            "too large values, or the temperature is too close to 0"
+        )
     shape = (rows // samples, samples)
     return Rollout(
         prompt_ids=[list(p) for p in prompts],

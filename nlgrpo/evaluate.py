@@ -32,6 +32,7 @@ from nlgrpo import (
     parallel,
     parts,
     recipes,
+    rewards,
     rewind,
     scoring,
     user_code,
@@ -213,6 +214,7 @@ def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
                 "others as too long. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
     objectives, loaded = parts.load_rewards(cfg, ranks.device)
+    rewards.check_columns(loaded, list(first.batch.columns))
     console = Console(quiet=not ranks.first)
     return Evaluation(cfg, options, ranks, candidates, objectives, scorers(cfg.rewards, objectives, loaded), console)
 
@@ -222,9 +224,7 @@ def _candidate(label: str, name: str, options: Options, cfg: Config, ranks: Rank
     source = hf_weights.locate(path / "model" if _is_run(path) else str(path))
     tokenizer = parts.load_tokenizer(source)
     here = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
-    _, held_out = parts.load_prompts(
-        here, tokenizer, parts.room_for_prompts(here, shape_of(models.read_config(source)))
-    )
+    _, held_out = parts.load_prompts(here, tokenizer, shape_of(models.read_config(source)))
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
     seed = cfg.train.seed ^ (1 << 62)  # that of a run's own evaluation
     sampling = parts.sampling_of(cfg, tokenizer, source)
@@ -284,7 +284,7 @@ def collect(e: Evaluation, candidate: Draws) -> Sampled:
     """All chunks of a model, which all ranks have written, in the order of the prompts."""
     chunks, read = candidate.chunks, candidate.store.read
     rollouts = [candidate.rollout(chunk) for chunk in chunks]
-    texts = [candidate.sampler.texts(rollout) for rollout in rollouts]
+    texts = [candidate.sampler.texts(c.prompts, rollout) for c, rollout in zip(chunks, rollouts, strict=True)]
     has_kl = all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
     ids = [rollout.completion_ids() for rollout in rollouts]
     groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]

@@ -23,6 +23,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+ROPES = ("default", "linear", "yarn", "llama3")
+
+
 @dataclass(frozen=True)
 class Shape:
     """All that fixes the decoder's computation; the defaults are Llama's choices."""
@@ -67,14 +70,27 @@ class Shape:
 def shape_of(config: Any) -> Shape:
     """The ``Shape`` of a Hugging Face config.
 
-    Raises ValueError for an architecture, activation or rotary type that the decoder does not know, with those it does.
+    Raises ValueError for an architecture, activation or rotary type that the decoder does not know, with those it does,
+    and for numbers that do not go together.
     """
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"unknown architecture {config.model_type!r}; nlgrpo's decoder reads: {known}")
-    shape = FAMILIES[config.model_type](config)
+    try:
+        shape = FAMILIES[config.model_type](config)
+        sound = min(shape.vocab, shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.context) > 0
+    except (TypeError, ZeroDivisionError, AttributeError) as error:
+        raise ValueError(f"config.json describes no {config.model_type!r}: {error}") from error
+    if not sound or shape.heads % shape.kv_heads or shape.rotary_dim % 2:
+        raise ValueError(
+            f"config.json describes no {config.model_type!r}: vocabulary {shape.vocab}, width {shape.width}, "
+            f"{shape.heads} heads of {shape.head_dim} with {shape.kv_heads} for keys, feed-forward {shape.ffn}, "
+            f"context {shape.context}"
+        )
     if shape.activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {shape.activation!r}; known: {', '.join(ACTIVATIONS)}")
+    if shape.rotary_dim and (kind := config.rope_parameters.get("rope_type", "default")) not in ROPES:
+        raise ValueError(f"unknown rotary embedding {kind!r}; known: {', '.join(ROPES)}")
     return shape
 
 
@@ -182,8 +198,6 @@ def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]
     if kind == "default":
         steps = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32) / shape.rotary_dim
         return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
-    if kind not in ("linear", "yarn", "llama3"):
-        raise ValueError(f"unsupported rotary embedding {kind!r}; supported: default, linear, yarn, llama3")
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inv_freq, float(scale)
 

@@ -95,9 +95,9 @@ def read(folders: Sequence[Path]) -> Findings:
         if kind == "sweep":
             _read_sweep(found, folder, taken)
         elif kind == "evaluation":
-            _read_evaluation(found, folder, _unique(folder, taken), taken)
+            _read_evaluation(found, folder, unique_label(folder, taken), taken)
         else:
-            _read_run(found, folder, _unique(folder, taken), name=several)
+            _read_run(found, folder, unique_label(folder, taken), name=several)
     _add_weighted_sums(found)
     return found
 
@@ -126,7 +126,7 @@ def _is_evaluation(folder: Path) -> bool:
     return (folder / FILE).is_file() and (folder / FILE).read_bytes()[: len(start)] == start.encode()
 
 
-def _unique(folder: Path, taken: set[str]) -> str:
+def unique_label(folder: Path, taken: set[str]) -> str:
     """The folder's name, with those above it as far as others have the same; then it is taken."""
     parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name need not be text
     labels = ["/".join(parts[-k:]).lstrip("/") or "/" for k in range(1, len(parts) + 1)]
@@ -273,7 +273,7 @@ def _read_sweep(found: Findings, folder: Path, taken: set[str]) -> None:
         found.notes.append(f"{error}.")
         return
     for point in points:
-        label = _unique(point.folder, taken)
+        label = unique_label(point.folder, taken)
         if any((point.folder / name).is_file() for name in (*CONFIGS, metrics.FILE, FILE)):
             _read_run(found, point.folder, label, name=True, state=point.state)
         else:

@@ -16,7 +16,7 @@ from transformers import logging as transformers_logging
 from nlgrpo import engine
 from nlgrpo import model as models
 from nlgrpo.engine import Rollout, check_prompts, rollout_of
-from nlgrpo.families import FAMILIES, shape_of
+from nlgrpo.families import shape_of
 from nlgrpo.model import Decoder
 from nlgrpo.sampling import Sampling, draw, likeliest, log_distribution, uniform_noise
 
@@ -121,19 +121,23 @@ class _Draws(LogitsProcessor):
 # --- either kind ------------------------------------------------------------------------------------------------------
 
 
-def known(config: Any) -> bool:
-    """Whether it is of an architecture that nlgrpo's decoder reads."""
-    return config.model_type in FAMILIES
+def fault(config: Any) -> str:
+    """Why nlgrpo's decoder does not read it; "" where it does."""
+    try:
+        shape_of(config)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def note(source: Path) -> str:
     """What to say of a model, once, where it is slower than others."""
-    config = models.read_config(source)
-    return "" if known(config) else f"; transformers runs it, {config.model_type!r} is none of the decoder's: slower"
+    why = fault(models.read_config(source))
+    return f"; transformers runs it, which is slower ({why})" if why else ""
 
 
 def limits_of(config: Any) -> engine.Limits:
-    return shape_of(config) if known(config) else Limits.of(config)
+    return Limits.of(config) if fault(config) else shape_of(config)
 
 
 def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder | Foreign:
@@ -141,7 +145,7 @@ def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.devi
 
     Safetensors only, and no code of the directory is run. Raises ValueError for what transformers does not know either.
     """
-    if known(models.read_config(source)):
+    if not fault(models.read_config(source)):
         return models.load(source, dtype=dtype, device=device)
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Groups:
     dropped: Tensor  # (P,)
     own: slice
     tokens: int  # of prompts and completions
+    logged: dict[str, float]  # what rewards logged, the mean over their calls on all ranks
+    extra: dict[str, list[Any]]  # columns that rewards logged, of this rank's completions
 
     @classmethod
     def gather(cls, ranks: Ranks, scores: Scores, rollout: Rollout, held: Mapping[str, Held] | None = None) -> Groups:
@@ -57,6 +59,8 @@ class Groups:
             dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
             own=slice(ranks.rank * count, (ranks.rank + 1) * count),
             tokens=int(tokens),
+            logged=_mean_over(ranks.gather_objects(scores.metrics)),
+            extra=scores.extra,
         )
 
     def seen(self) -> dict[str, Tensor]:
@@ -110,6 +114,11 @@ class Groups:
         out["rewards/dropped_groups"] = float(self.dropped.sum())
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
+    def logged_beside(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """``stats`` and what rewards logged; what is named as one of those comes as ``logged/NAME``."""
+        own = {*stats, "step"}
+        return {**stats, **{f"logged/{name}" if name in own else name: x for name, x in self.logged.items()}}
+
     def samples(
         self,
         batch: Batch,
@@ -128,6 +137,19 @@ class Groups:
                 rewards={name: float(r[first, j]) for name, r in scores.items()},
                 linearized={name: float(x[first, j]) for name, x in zip(scores, linear, strict=True)},
                 advantage=float(advantages[first, j]),
+                extra={name: _plain(column[j]) for name, column in self.extra.items()},
             )
             for j in rows
         ]
+
+
+def _plain(value: object) -> object:
+    """What a file of samples can hold of a logged value."""
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The mean of each name's values in all parts."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    found = {name: [value for part in parts for value in part.get(name, ())] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}

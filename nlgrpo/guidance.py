@@ -18,7 +18,7 @@ from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.bridge import Bridge
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.chunks import ModelValue, Prefixes
-from nlgrpo.data import Prompt, encode
+from nlgrpo.data import Prompt, decode, encode
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Candidate, Cost, Search, Value
@@ -285,8 +285,8 @@ def respond(
     valued = chooser.how == VALUE
     found, cost = guided.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)
     responses = []
-    for prompt, candidates in zip(prompts, found, strict=True):
-        texts = tokenizer.batch_decode([list(c.tokens) for c in candidates], skip_special_tokens=True)
+    for prompt, start, candidates in zip(prompts, ids, found, strict=True):
+        texts = decode(tokenizer, [start] * len(candidates), [c.tokens for c in candidates])
         best, worth = chooser.choose(prompt, candidates, texts)
         responses.append(Response(candidates[best], texts[best], worth))
     return responses, cost

@@ -38,6 +38,8 @@ def locate(path_or_name: str | Path) -> Path:
     """
     path = Path(os.path.expanduser(path_or_name))
     if os.path.isfile(path / "config.json"):  # unlike Path's methods, these know no name too long or user too unknown
+        if begun_from(path) is not None:
+            raise ValueError(f"{path} is the folder of a run; its model, once it is done, is {path / 'model'}")
         return path
     if os.path.isdir(path):
         raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
@@ -52,6 +54,18 @@ def locate(path_or_name: str | Path) -> Path:
             f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor to be had from the Hugging Face "
             f"hub ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
+
+
+def begun_from(folder: Path) -> str | None:
+    """What the run in ``folder`` began from; None where there is no run."""
+    file = folder / "config.json"
+    if not os.path.isfile(file):
+        return None
+    try:
+        found = json.loads(file.read_text("utf-8"))["model"]["path"]
+    except (ValueError, KeyError, TypeError):  # Hugging Face's config.json has none
+        return None
+    return str(found)
 
 
 class Checkpoint:

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -150,6 +150,8 @@ class Sample:
     rewards: Mapping[str, float]
     linearized: Mapping[str, float]
     advantage: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What rewards logged of it, by column."""
 
 
 class MetricsLogger:
@@ -242,19 +244,22 @@ class MetricsLogger:
 
 
 def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") -> Table:
-    """Sampled completions with each reward ``r``, its linearised reward ``r~``, and the advantage."""
+    """Sampled completions with each reward ``r``, its linearised reward ``r~``, the advantage, and what was logged."""
     table = Table(title=f"samples of step {step}", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("prompt", max_width=24)
     table.add_column("completion", max_width=48)
     for heading in [*rows[0].rewards, *(f"{name}~" for name in rows[0].linearized), "advantage"]:
         table.add_column(Text(heading), justify="right", min_width=7)
+    for heading in rows[0].extra:
+        table.add_column(_printable(heading, encoding), max_width=24)
     for row in rows:
         # The end of a prompt and the start of a completion meet, which is where one reads.
         prompt = row.prompt if len(row.prompt) <= 48 else "..." + row.prompt[-45:]
         completion = row.completion if len(row.completion) <= 96 else row.completion[:93] + "..."
         texts = (_printable(prompt, encoding), _printable(completion, encoding))
         numbers = [*row.rewards.values(), *row.linearized.values(), row.advantage]
-        table.add_row(*texts, *(Text("-" if math.isnan(x) else f"{x:.4f}") for x in numbers))
+        shown = [Text("-" if math.isnan(x) else f"{x:.4f}") for x in numbers]
+        table.add_row(*texts, *shown, *(_printable(str(value)[:96], encoding) for value in row.extra.values()))
     return table
 
 

@@ -174,12 +174,21 @@ def _smoothed(text: str, objective: Objective, bandwidth: str) -> Objective:
     return Smoothed(objective, width)  # type: ignore[arg-type]  # it refuses what is not rank-based
 
 
+def _distortion_of(text: str, f: Callable[..., Any], named: str) -> Objective:
+    try:
+        return Distortion(f, named=named)
+    except ValueError as error:
+        raise ValueError(f"objective {text!r}: {error}") from error
+    except Exception as error:  # f is the user's
+        raise ValueError(f"objective {text!r}: f raised {type(error).__name__}: {error}.") from error
+
+
 def _distortion(text: str, rest: str, function: Callable[[str], Callable[..., Any]] | None) -> Objective:
     try:
         table = [float(number) for number in rest.split(",")]
     except ValueError:
         if ":" in rest and function is not None:
-            return Distortion(function(rest), named=rest)
+            return _distortion_of(text, function(rest), rest)
         raise ValueError(
             f"objective {text!r}: expected 'distortion:' and numbers between commas, f at equal steps of [0, 1]"
             + (", or a function as module:function or file.py:function." if function is not None else ".")

@@ -129,6 +129,17 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return full
 
 
+def check_finite(model: nn.Module, ranks: Ranks) -> None:
+    """ValueError on all ranks for a parameter with NaN or an infinity, so that none is ever written; collective."""
+    owned = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
+    bad = next((name for name, part in owned if not part.detach().isfinite().all()), None)
+    if found := [name for name in ranks.gather_objects(bad) if name is not None]:
+        raise ValueError(
+            f"{found[0]} holds NaN or infinities: the learning rate, weight decay or rewards are too large. Nothing "
+            "was written, and the last checkpoint is from before"
+        )
+
+
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale the gradient to a norm of at most ``max_norm`` (0: leave it); the norm before, over all shards.
 

@@ -29,14 +29,22 @@ def micro_batch_tokens(asked: int | None, device: torch.device) -> int:
 
 
 def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The model directory's tokenizer; no code of it is run."""
+    """The model directory's tokenizer; no code of it is run.
+
+    Raises ValueError where there is none, or one without words, which transformers makes from nothing.
+    """
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare ones
         raise ValueError(f"{source} has no tokenizer that transformers can read: {error}") from error
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise ValueError(
+            f"{source} has no tokenizer: its files (tokenizer.json, or vocab.json with merges.txt) are missing"
+        )
+    return tokenizer
 
 
-def room_for_prompts(cfg: Config, limits: Limits) -> int:
+def _room_for_prompts(cfg: Config, limits: Limits) -> int:
     """Tokens that a prompt may have: what is asked for, as far as the completions leave it.
 
     Raises ValueError where they leave none.
@@ -50,25 +58,32 @@ def room_for_prompts(cfg: Config, limits: Limits) -> int:
     return min(room, cfg.data.max_prompt_tokens or room)
 
 
-def load_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, room: int) -> tuple[data.PromptSet, data.PromptSet]:
+def load_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> tuple[data.PromptSet, data.PromptSet]:
     """The prompts of training and those of the evaluation, which are held out of the former unless they are named."""
-    prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, room)
+    prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, limits)
     if cfg.data.evaluation:
         split = cfg.data.evaluation_split or cfg.data.split
-        return prompts, prompts_of(cfg, cfg.data.evaluation, split, tokenizer, room)
+        return prompts, prompts_of(cfg, cfg.data.evaluation, split, tokenizer, limits)
     return prompts.split(cfg.evaluation.prompts)
 
 
-def prompts_of(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, room: int) -> data.PromptSet:
-    """All prompts of a source, read as the configuration says."""
+def prompts_of(
+    cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> data.PromptSet:
+    """All prompts of a source, read as the configuration says, for a model of these limits.
+
+    Raises ValueError as `data.load`, and where the model has no room for a prompt or lacks one of its tokens.
+    """
     if not name:
         raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
     path = str(files("nlgrpo") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name
     d = cfg.data
-    return data.load(
+    prompts = data.load(
         path,
         tokenizer,
-        max_prompt_tokens=room,
+        max_prompt_tokens=_room_for_prompts(cfg, limits),
         split=split,
         prompt_column=d.prompt_column,
         template=d.template,
@@ -80,11 +95,24 @@ def prompts_of(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenize
         limit=d.limit,
         add_bos=d.add_bos,
     )
+    for ids, prompt in zip(prompts.ids, prompts.prompts, strict=True):
+        if max(ids) >= limits.vocab:
+            raise ValueError(
+                f"{name}: the tokenizer of {cfg.model.path} gives the token {max(ids)} "
+                f"({tokenizer.convert_ids_to_tokens(max(ids))!r}), which is not in the model's vocabulary of "
+                f"{limits.vocab}, for the prompt {data.brief(prompt)}"
+            )
+    return prompts
 
 
 def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:
-    """The rollout's sampling; it stops at the ids of the model's generation config and the tokenizer's EOS too."""
+    """The rollout's sampling; it stops at the ids of the model's generation config and the tokenizer's EOS too.
+
+    Raises ValueError for a stop id that no token has.
+    """
     r = cfg.rollout
+    for unknown in (i for i in r.stop_ids if i >= max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)):
+        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the tokenizer of {cfg.model.path} has no token {unknown}")
     return Sampling(
         temperature=r.temperature,
         top_k=r.top_k,
@@ -96,12 +124,26 @@ def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -
 
 
 def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
+    """The ids that end a text: those of the directory's configs, and the tokenizer's EOS.
+
+    Raises ValueError for a config that is not JSON, or whose ``eos_token_id`` is neither an id nor a list of such.
+    """
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (source / name).is_file():
-            declared = json.loads((source / name).read_text("utf-8")).get("eos_token_id")
-            ids += declared if isinstance(declared, list) else [] if declared is None else [declared]
+    for path in (source / "generation_config.json", source / "config.json"):
+        if path.is_file():
+            ids += _declared_stops(path)
     return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+
+
+def _declared_stops(path: Path) -> list[int]:
+    try:
+        declared = json.loads(path.read_text("utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} holds no JSON object: {error}") from error
+    found = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+        raise ValueError(f"{path}: eos_token_id = {declared!r} is neither a token id nor a list of token ids")
+    return found
 
 
 def load_rewards(cfg: Config, device: torch.device) -> tuple[dict[str, objectives.Objective], list[rewards.Reward]]:

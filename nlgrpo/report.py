@@ -317,19 +317,22 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     Left, length histograms of the reference (of the first run) and of each trained model (IAMA, Fig. 3a); right, the
     weighted sum of best-of-N rewards against N with 95% intervals. ``out`` may be a folder, for ``compare.png`` in it.
 
-    Raises ValueError for a folder that is no run or has no finished evaluation, and where rewards or weights differ.
+    Raises ValueError for a folder that is no run or has no finished evaluation, where rewards or weights differ, and
+    where a model has no prompt on which no reward abstained.
     """
     out = Path(out) / "compare.png" if Path(out).is_dir() or not Path(out).suffix else Path(out)
     if out.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"cannot draw into {out}: the name must end in .png, .pdf or .svg")
     if not runs:
         raise ValueError("no run to compare; give one or more folders that `nlgrpo train` wrote")
-    evaluated = {Path(run): _evaluated(Path(run)) for run in runs}
-    models = _comparable(evaluated)
-    targets = sorted({t for run in evaluated for t in length_targets(findings.read_config(run, []))})
+    folders = list({Path(run).resolve(): Path(run) for run in runs}.values())
+    evaluated = {run: _evaluated(run) for run in folders}
+    configs = {run: findings.read_config(run, []) for run in folders}
+    models = _comparable(evaluated, configs)
+    targets = sorted({t for config in configs.values() for t in length_targets(config)})
     n = min(s.lengths.shape[1] for s in models.values())
     ns = [best_of for best_of in NS if best_of <= n]
-    values = {label: bootstrap(weighted_best_of_n(s, ns)) for label, s in models.items()}
+    values = {label: _curve(label, s, ns) for label, s in models.items()}
     drawn = figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:])
     with writing.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -338,9 +341,18 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     return out
 
 
+def _curve(label: str, sampled: Sampled, ns: Sequence[int]) -> Any:
+    per_prompt = weighted_best_of_n(sampled, ns)
+    if not per_prompt.shape[-1]:
+        raise ValueError(f"{label}: on every prompt some reward abstained, so there is no sum of rewards to compare")
+    return bootstrap(per_prompt)
+
+
 def _evaluated(run: Path) -> dict[str, Sampled]:
     if findings.kind_of(run) != "run":
         raise ValueError(f"{run} is no run; nlgrpo report shows evaluations and sweeps, also several in one page")
+    if _table(findings.read_config(run, []), "evaluation").get("prompts") == 0:
+        raise ValueError(f"{run} was trained with evaluation.prompts = 0; `nlgrpo evaluate {run}` measures its model")
     sampled = read_evaluation(run)
     if set(sampled) < {"before", "after"}:
         raise ValueError(
@@ -349,10 +361,12 @@ def _evaluated(run: Path) -> dict[str, Sampled]:
     return sampled
 
 
-def _comparable(evaluated: Mapping[Path, Mapping[str, Sampled]]) -> dict[str, Sampled]:
+def _comparable(
+    evaluated: Mapping[Path, Mapping[str, Sampled]], configs: Mapping[Path, Mapping[str, Any]]
+) -> dict[str, Sampled]:
     """Models by the label of the legend, the reference first; runs of the same objective are told apart by folder."""
     first_run, first = next(iter(evaluated.items()))
-    models = {"reference": first["before"]}
+    models, taken = {REFERENCE: first["before"]}, set[str]()
     labels = [figures.objective_label(sampled["after"]) for sampled in evaluated.values()]
     for (run, sampled), label in zip(evaluated.items(), labels, strict=True):
         after = sampled["after"]
@@ -361,8 +375,26 @@ def _comparable(evaluated: Mapping[Path, Mapping[str, Sampled]]) -> dict[str, Sa
                 f"{run} has rewards {after.weights}, {first_run} has {first['after'].weights}; "
                 "only runs with the same rewards and weights can be compared"
             )
-        models[label if labels.count(label) == 1 else f"{label} · {run.resolve().name}"] = after
+        if (own := _functions(configs[run])) != (others := _functions(configs[first_run])):
+            raise ValueError(
+                f"the rewards of {run} are {own}, those of {first_run} are {others}; they have the same names, and "
+                "only runs with the same rewards can be compared"
+            )
+        models[label if labels.count(label) == 1 else f"{label} · {findings.unique_label(run, taken)}"] = after
     return models
+
+
+def _functions(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a run's rewards are called by, with the scales on their values."""
+    rewards = _table(config, "rewards")
+    given = {name: (r.get("function"), r.get("scale", 1.0)) for name in rewards if (r := _table(rewards, name))}
+    return {name: f"{function}" + f", scaled by {scale:g}" * (scale != 1) for name, (function, scale) in given.items()}
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a configuration as it stands in a file, whoever wrote that."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Table:

@@ -1,4 +1,4 @@
-"""Calling functions that are not ours: sync or async, each bounded in time, whatever they raise."""
+"""Calling functions that are not ours: sync or async, each bounded in time, whatever they raise; what they log."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ class Outcome:
 
     result: Any = None
     error: BaseException | None = None
+
+
+class Log:
+    """What one call logs, by the functions that TRL hands to rewards; they raise in the caller for what is no such log.
+
+    ``count``: the completions, for each of which a column has a value.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.metrics: list[tuple[str, float]] = []
+        self.extra: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        if not isinstance(name, str) or isinstance(value, str):
+            raise TypeError(f"log_metric takes a name and a number, got {name!r} and {value!r}")
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if not isinstance(column, str) or len(values) != self.count:
+            raise ValueError(f"log_extra takes a name and {self.count} values, got {column!r} and {len(values)} values")
+        self.extra[column] = list(values)
 
 
 def call_all(calls: Sequence[Call], timeouts: Sequence[float]) -> list[Outcome]:

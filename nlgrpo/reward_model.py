@@ -7,7 +7,6 @@ Reading it from a causal model or a classifier, its loss on preference pairs, an
 from __future__ import annotations
 
 import copy
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,11 @@ def locate(path_or_name: str) -> tuple[Path, Path | None]:
     """
     path = Path(os.path.expanduser(path_or_name))
     if (path / "manifest.json").is_file() and (path / ".metadata").is_file():
-        begun = _model_of_run(path.parents[1])
+        begun = hf_weights.begun_from(path.parents[1])
         if begun is None:
             raise ValueError(f"{path} is a checkpoint, and {path.parents[1] / 'config.json'} is not that of its run")
         return locate(begun)[0], path
-    if _model_of_run(path) is not None:
+    if hf_weights.begun_from(path) is not None:
         if not (path / "model" / "config.json").is_file():
             raise ValueError(
                 f"{path} is a run that has exported no model yet; finish it, or name one of its checkpoints"
@@ -71,18 +70,6 @@ def locate(path_or_name: str) -> tuple[Path, Path | None]:
         path = path / "model"
         return path, None
     return hf_weights.locate(path_or_name), None
-
-
-def _model_of_run(folder: Path) -> str | None:
-    """What the run in ``folder`` began from; None where there is no run."""
-    file = folder / "config.json"
-    if not os.path.isfile(file):
-        return None
-    try:
-        found = json.loads(file.read_text("utf-8"))["model"]["path"]
-    except (ValueError, KeyError, TypeError):  # Hugging Face's config.json has none
-        return None
-    return str(found)
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,7 +84,7 @@ class RewardModelConfig:
 
     @property
     def run(self) -> Path:
-        return Path(self.train.out or f"runs/{self.name}")
+        return Path(os.path.expanduser(self.train.out) or f"runs/{self.name}")
 
 
 def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:

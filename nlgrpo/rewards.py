@@ -16,24 +16,26 @@ import logging
 import math
 import os
 import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nlgrpo import user_code
 from nlgrpo.builtin_kernels import KERNELS
 from nlgrpo.builtin_rewards import BUILTIN, text_of
-from nlgrpo.reward_calls import Outcome, TimedOut, call_all
+from nlgrpo.reward_calls import Log, Outcome, TimedOut, call_all
+from nlgrpo.reward_values import Fault, similarities_of, values_of
 from nlgrpo.user_code import nearest
 
 log = logging.getLogger(__name__)
+
+# What a function can take besides the columns of the data.
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 class RewardError(RuntimeError):
@@ -83,6 +85,10 @@ class Scores:
 
     values: dict[str, Tensor]
     skipped: Tensor
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """What rewards gave to ``log_metric``, by name, all values."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """What rewards gave to ``log_extra``, by column, P*M values; of those for one column the last."""
 
 
 # ---- from a config to a function ----
@@ -123,7 +129,7 @@ def load(
 
 def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
     """A model folder as ``classifier(path=...)``, and classifiers on their device; others as they are."""
-    if target not in BUILTIN and os.path.isfile(Path(target) / "config.json"):
+    if target not in BUILTIN and os.path.isfile(Path(os.path.expanduser(target)) / "config.json"):
         target, arguments = "classifier", {"path": target, **arguments}
     on_device = target in ("classifier", "ensemble")
     return target, {"device": str(device), **arguments} if on_device else arguments
@@ -181,7 +187,39 @@ def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) 
         )
     if missing:
         raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
-    return function(**arguments) if isinstance(function, type) else functools.partial(function, **arguments)
+    if not isinstance(function, type):
+        return functools.partial(function, **arguments)
+    try:
+        made: Callable[..., Any] = function(**arguments)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # of a class that is not ours anything may come
+        raise ValueError(f"{target} cannot be made, {type(error).__name__}: {error}") from error
+    return made
+
+
+def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
+    """ValueError for a reward that needs a column which the data do not have, in `score`'s terms.
+
+    ``columns``: those of the data. A function needs what it takes without a default, a built-in what it names.
+    """
+    for reward in rewards:
+        known = {*columns, *PROVIDED, *(("samples",) if reward.pairwise else ())} - {"prompt", "completion"}
+        missing = _missing(reward, known) + [
+            c for c in getattr(reward.function, "data_columns", ()) if c not in columns
+        ]
+        if missing:
+            has = ", ".join(columns) or "none besides the prompt"
+            raise ValueError(
+                f"reward {reward.name!r} needs {', '.join(map(repr, missing))}. Columns of the data: {has}"
+            )
+
+
+def _missing(reward: Reward, known: Collection[str]) -> list[str]:
+    """The arguments that a reward must be given and nothing provides."""
+    bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
+    _, required, _ = _parameters(reward.function)
+    return sorted(required - bound.keys() - set(known))
 
 
 # ---- from completions to scores ----
@@ -203,16 +241,6 @@ class _Batch:
         return len(self.prompts) // self.samples
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """What a reward did wrong, and for which completion (None: the whole call)."""
-
-    what: str
-    advice: str
-    index: int | None = None
-    cause: BaseException | None = None
-
-
 def score(
     rewards: Sequence[Reward],
     *,
@@ -223,17 +251,15 @@ def score(
     samples: int,
     step: int,
     total_steps: int,
-    log_metric: Callable[[str, float], None] | None = None,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
     first_prompt: int = 0,
 ) -> Scores:
-    """Call every reward once on all completions and return its values as (P, M), ``M = samples``.
+    """Call every reward once on all completions and return its values as (P, M), ``M = samples``, and what it logged.
 
     All lists have P*M items, prompt-major; ``first_prompt`` is the number of the first prompt, for messages. A function
     is called with ``prompts completions completion_ids``, the columns, ``trainer_state`` (``.global_step .max_steps``),
     ``log_metric(name, value)`` and ``log_extra(column, values)``, a kernel also with ``samples``, which is M; without
-    ``**kwargs``, with those that it names. Async functions run together in one event loop, the same at every step,
-    while the sync ones run one by one.
+    ``**kwargs``, with those that it names. The lists are its own. Async functions run together in one event loop, the
+    same at every step, while the sync ones run one by one.
 
     Raises RewardError when a reward raises, exceeds its timeout, or returns other than a list, tuple, 1-D tensor or
     array of one finite number, bool or None per completion (a kernel: of M such numbers, symmetric in a group);
@@ -255,14 +281,14 @@ def score(
         "completions": completions,
         "completion_ids": completion_ids,
         "trainer_state": SimpleNamespace(global_step=step, max_steps=total_steps),
-        "log_metric": log_metric or _ignore,
-        "log_extra": log_extra or _ignore,
     }
     batch = _Batch(prompts, completions, samples, step, first_prompt, arguments)
 
     values: dict[str, Tensor] = {}
+    logs = [Log(len(prompts)) for _ in rewards]
     skipped = torch.zeros(batch.groups, dtype=torch.bool)
-    outcomes = call_all([_call_of(reward, batch) for reward in rewards], [reward.timeout for reward in rewards])
+    calls = [_call_of(reward, batch, log) for reward, log in zip(rewards, logs, strict=True)]
+    outcomes = call_all(calls, [reward.timeout for reward in rewards])
     for reward, outcome in zip(rewards, outcomes, strict=True):
         shape = (len(prompts), samples) if reward.pairwise else (len(prompts),)
         rows, faults = _judge(reward, outcome, shape)
@@ -270,7 +296,9 @@ def score(
         each = rows.view(batch.groups, samples, *shape[1:])
         values[reward.name] = each.masked_fill(lost.view(-1, *[1] * len(shape)), math.nan)
         skipped |= lost
-    return Scores(values, skipped)
+    logged = [entry for log in logs for entry in log.metrics]
+    metrics = {name: [value for other, value in logged if other == name] for name, _ in logged}
+    return Scores(values, skipped, metrics, {name: column for log in logs for name, column in log.extra.items()})
 
 
 def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> None:
@@ -281,22 +309,19 @@ def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> Non
         )
 
 
-def _ignore(*_: Any) -> None:
-    """Stands in for the logging functions outside of a trainer."""
-
-
-def _call_of(reward: Reward, batch: _Batch) -> functools.partial[Any]:
+def _call_of(reward: Reward, batch: _Batch, log: Log) -> functools.partial[Any]:
     """The reward with the arguments that it takes. Raises RewardError for one that nothing provides."""
     bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
-    taken, required, takes_all = _parameters(reward.function)
-    given = batch.arguments | ({"samples": batch.samples} if reward.pairwise else {})
-    missing = sorted(required - bound.keys() - given.keys())
-    if missing:
+    taken, _, takes_all = _parameters(reward.function)
+    given = batch.arguments | {"log_metric": log.log_metric, "log_extra": log.log_extra}
+    given |= {"samples": batch.samples} if reward.pairwise else {}
+    if missing := _missing(reward, given):
         what = f"takes {', '.join(map(repr, missing))}, which nothing provides"
         advice = f"A reward can take: {', '.join(given)}. The columns of the data are among them."
-        raise RewardError(_message(reward, _Fault(what, advice), batch))
+        raise RewardError(_message(reward, Fault(what, advice), batch))
     names = [name for name in given if name not in bound and (takes_all or name in taken)]
-    return functools.partial(reward.function, **{name: given[name] for name in names})
+    own = {name: list(given[name]) if isinstance(given[name], list) else given[name] for name in names}
+    return functools.partial(reward.function, **own)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:
@@ -307,96 +332,24 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool
     return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
 
 
-def _judge(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> tuple[Tensor, list[_Fault]]:
+def _judge(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> tuple[Tensor, list[Fault]]:
     """The values (count,), or (count, M) of a kernel, in float64, NaN for None and what is not usable; the faults."""
     if outcome.error is None:
         return (
-            _similarities(outcome.result, shape[0], shape[1], reward.scale)
+            similarities_of(outcome.result, shape[0], shape[1], reward.scale)
             if reward.pairwise
-            else _values(outcome.result, shape[0], reward.scale)
+            else values_of(outcome.result, shape[0], reward.scale)
         )
     if isinstance(outcome.error, TimedOut):
         advice = "Raise its timeout if that can be normal; where it asks a server, see that the server answers."
-        fault = _Fault(f"gave no answer within its timeout of {reward.timeout:g} s", advice)
+        fault = Fault(f"gave no answer within its timeout of {reward.timeout:g} s", advice)
     else:
         advice = "Its own traceback is above. If it needs the main thread (signal.alarm), set its timeout to inf."
-        fault = _Fault(f"raised {type(outcome.error).__name__}: {outcome.error}", advice, cause=outcome.error)
+        fault = Fault(f"raised {type(outcome.error).__name__}: {outcome.error}", advice, cause=outcome.error)
     return torch.full(shape, math.nan, dtype=torch.float64), [fault]
 
 
-def _values(output: Any, count: int, scale: float) -> tuple[Tensor, list[_Fault]]:
-    values = torch.full((count,), math.nan, dtype=torch.float64)
-    wrong = None
-    if isinstance(output, (Tensor, np.ndarray)) and output.ndim != 1:
-        wrong = f"returned shape {tuple(output.shape)}"
-    elif not isinstance(output, (list, tuple, Tensor, np.ndarray)):
-        wrong = f"returned a value of type {type(output).__name__}, not a list,"
-    elif len(output) != count:
-        wrong = f"returned {len(output)} values"
-    if wrong is not None:
-        advice = 'A reward function returns one float or None per completion; see the README, "Your own reward".'
-        return values, [_Fault(f"{wrong} for {count} completions", advice)]
-
-    faults = []
-    for i, item in enumerate(output.tolist() if isinstance(output, (Tensor, np.ndarray)) else output):
-        number = _number(item)
-        if number is None:
-            continue
-        if math.isfinite(scale * number):
-            values[i] = scale * number
-        else:
-            scaled = "" if scale == 1 else f", scaled by {scale:g}"
-            what = f"returned {reprlib.repr(item)}{scaled}"
-            faults.append(_Fault(what, "A value is a finite number, or None to abstain.", i))
-    return values, faults
-
-
-def _similarities(output: Any, count: int, samples: int, scale: float) -> tuple[Tensor, list[_Fault]]:
-    """The rows of the kernel matrices, (count, M); NaN in those of completions for which it abstained."""
-    rows = list(output) if isinstance(output, (list, tuple, Tensor, np.ndarray)) else None
-    kernel = torch.full((count, samples), math.nan, dtype=torch.float64)
-    advice = 'A kernel returns for each completion a list of M floats, or None; see the README, "Diversity".'
-    if rows is None or len(rows) != count:
-        came = f"a value of type {type(output).__name__}" if rows is None else f"{len(rows)} rows"
-        return kernel, [_Fault(f"returned {came} for {count} completions in groups of {samples}", advice)]
-    faults = []
-    for i, row in enumerate(rows):
-        if row is None:
-            continue
-        numbers, wrong = _values(row, samples, scale)
-        kernel[i] = numbers
-        faults += [_Fault(f"{fault.what} in the row of a completion", advice, i) for fault in wrong[:1]]
-    grouped = kernel.view(-1, samples, samples)
-    absent = torch.tensor([row is None for row in rows]).view(-1, samples)
-    grouped[absent[:, None, :].expand_as(grouped)] = math.nan
-    faults += [_Fault(what, advice, i) for i, what in _odd(grouped, absent)] if not faults else []
-    return kernel, faults
-
-
-def _odd(kernel: Tensor, absent: Tensor) -> list[tuple[int, str]]:
-    """The completions in whose row a similarity is missing or is not that of the same two in the other order."""
-    there = ~(absent[:, :, None] | absent[:, None, :])
-    far = (kernel - kernel.mT).abs() > 1e-4 * kernel.nan_to_num().abs().amax((-2, -1), keepdim=True)
-    found = []
-    for group, j, i in (there & (far | kernel.isnan())).nonzero().tolist():
-        pair = f"{kernel[group, j, i]:g} for samples {j} and {i}, {kernel[group, i, j]:g} for {i} and {j}"
-        found.append((group * kernel.shape[1] + j, f"returned {pair}"))
-    return found
-
-
-def _number(item: Any) -> float | None:
-    """float(item) of a number or bool, None of None, NaN of what is no number."""
-    if isinstance(item, (Tensor, np.ndarray, np.generic)):
-        item = item.item() if item.ndim == 0 else math.nan
-    if item is None:
-        return None
-    try:
-        return float(item) if isinstance(item, (int, float)) else math.nan
-    except OverflowError:  # an int beyond the largest float
-        return math.inf
-
-
-def _lost_groups(reward: Reward, faults: list[_Fault], batch: _Batch) -> Tensor:
+def _lost_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor:
     """(P,) bool: the groups in which the reward failed. Raises RewardError unless it is to skip them."""
     lost = torch.zeros(batch.groups, dtype=torch.bool)
     if faults and reward.on_error == "stop":
@@ -408,7 +361,7 @@ def _lost_groups(reward: Reward, faults: list[_Fault], batch: _Batch) -> Tensor:
     return lost
 
 
-def _message(reward: Reward, fault: _Fault, batch: _Batch) -> str:
+def _message(reward: Reward, fault: Fault, batch: _Batch) -> str:
     first, last = batch.first_prompt, batch.first_prompt + batch.groups - 1
     if fault.index is None:
         where = f"prompts {first} to {last}" if last > first else f"prompt {first}"

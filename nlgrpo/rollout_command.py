@@ -35,6 +35,7 @@ from nlgrpo import (
     parallel,
     parts,
     reference_rollouts,
+    rewards,
     writing,
 )
 from nlgrpo import model as models
@@ -125,9 +126,10 @@ def build(options: Options, cfg: Config, crew: Crew) -> Job:
     source = hf_weights.locate(cfg.model.path)
     tokenizer = parts.load_tokenizer(source)
     in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))
-    room = parts.room_for_prompts(cfg, foreign.limits_of(models.read_config(source)))
-    prompts = parts.prompts_of(in_order, cfg.data.source, cfg.data.split, tokenizer, room)
-    objectives, rewards = parts.load_rewards(cfg, crew.ranks.device)
+    limits = foreign.limits_of(models.read_config(source))
+    prompts = parts.prompts_of(in_order, cfg.data.source, cfg.data.split, tokenizer, limits)
+    objectives, loaded = parts.load_rewards(cfg, crew.ranks.device)
+    rewards.check_columns(loaded, prompts.names)
     dtype = parts.compute_dtype(cfg.model.dtype, crew.ranks.device)
     origin = Origin.of(source, tokenizer, dtype, parts.sampling_of(cfg, tokenizer, source))
     seed = cfg.train.seed ^ (1 << 61)  # neither a run's own nor its evaluation's: no noise is met twice
@@ -140,7 +142,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Job:
         prompts=prompts,
         batch=prompts.take(0, min(options.prompts or len(prompts), len(prompts))),
         sampler=Sampler(tokenizer, origin.sampling, options.samples, cfg.rollout.max_rows, seed, []),
-        scorers=scorers(cfg.rewards, objectives, rewards),
+        scorers=scorers(cfg.rewards, objectives, loaded),
         crew=crew,
     )
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import foreign, rewards
-from nlgrpo.data import Batch, Prompt, plain_text
+from nlgrpo.data import Batch, Prompt, decode, plain_text
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
@@ -43,9 +43,11 @@ class Sampler:
                 max_rows=self.max_rows,
             )
 
-    def texts(self, rollout: Rollout) -> list[str]:
-        """The P*M completions as text, without special tokens."""
-        return self.tokenizer.batch_decode(rollout.completion_ids(), skip_special_tokens=True)
+    def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
+        """The P*M completions as texts, without special tokens: what goes on behind a text, or a message of its own."""
+        before = [ids if isinstance(p, str) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
+        repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
+        return decode(self.tokenizer, repeated, rollout.completion_ids())
 
     def score(
         self,
@@ -58,7 +60,7 @@ class Sampler:
     ) -> Scores:
         """The rewards of ``rollout``; see `nlgrpo.rewards.score` for the errors."""
         repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
-        texts = self.texts(rollout)
+        texts = self.texts(batch.prompts, rollout)
         return rewards.score(
             self.rewards,
             prompts=repeated,
@@ -83,7 +85,8 @@ class Sampler:
         mine = part_of(batch, ranks.share(len(batch.ids)))
         rollout = self.draw(model, mine)
         scores = self.score(mine, rollout, first_prompt=mine.index[0] if mine.index else 0)
-        shown = [self.texts(rollout)[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
+        texts = self.texts(mine.prompts, rollout)
+        shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
         values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}
         own = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
         parts = ranks.gather_objects(own)

@@ -23,6 +23,7 @@ from nlgrpo import (
     offline,
     parts,
     reference_rewards,
+    rewards,
     run_folder,
     sampled,
     writing,
@@ -35,7 +36,7 @@ from nlgrpo.families import Shape, shape_of
 from nlgrpo.kl import AdaptiveBeta
 from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.model import Decoder
-from nlgrpo.parallel import Ranks, full_parameters, shard
+from nlgrpo.parallel import Ranks, check_finite, full_parameters, shard
 from nlgrpo.reference_rewards import ReferenceRewards
 from nlgrpo.rollouts import Sampler
 from nlgrpo.timing import Clock, flops_utilisation
@@ -204,6 +205,7 @@ class Run:
         )
 
     def save(self, learner: Learner) -> None:
+        check_finite(learner.trained, self.ranks)
         state = vars(self.progress) | {"config": config.to_dict(self.config)}
         where = self.folder / "checkpoints"
         keep = self.config.train.keep_checkpoints
@@ -221,6 +223,7 @@ class Run:
     def export(self, learner: Learner) -> Path:
         """Write the policy as a Hugging Face directory, in the type that it computes in; collective."""
         folder = self.folder / "model"
+        check_finite(learner.model, self.ranks)
         parameters = full_parameters(learner.model, self.compute)
         if self.ranks.first:
             with writing.into(folder):
@@ -237,8 +240,10 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     source = hf_weights.locate(cfg.model.path)
     shape = shape_of(models.read_config(source))
     tokenizer = parts.load_tokenizer(source)
-    prompts, held_out = parts.load_prompts(cfg, tokenizer, parts.room_for_prompts(cfg, shape))
+    prompts, held_out = parts.load_prompts(cfg, tokenizer, shape)
     parsed, loaded = parts.load_rewards(cfg, ranks.device)
+    for known in (prompts, *([held_out] if cfg.evaluation.prompts else [])):
+        rewards.check_columns(loaded, known.names)
     sampling = parts.sampling_of(cfg, tokenizer, source)
     compute = parts.compute_dtype(cfg.model.dtype, ranks.device)
     sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)

@@ -50,7 +50,10 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
     if restart and known.is_file():
         _clear(folder, removed)
     elif known.is_file():
-        changed = config.differences(json.loads(known.read_text("utf-8")), now)
+        before = _read(known)
+        if before is None:
+            return f"{known} is damaged, so nobody knows what the run in {folder} is; choose {advice}"
+        changed = config.differences(before, now)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -65,6 +68,14 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
     folder.mkdir(parents=True, exist_ok=True)
     writing.atomic_write(known, json.dumps(now, indent=2) + "\n")
     return ""
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _clear(folder: Path, names: Sequence[str]) -> None:

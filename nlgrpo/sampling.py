@@ -70,11 +70,11 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
     """(R,) tokens by inversion: the first whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
 
     The sum runs in float64, so that a vocabulary of any size loses no token to rounding; ``noise`` is scaled by the
-    total, so that the last bits of the sum cannot select beyond the end.
+    total, so that the last bits of the sum cannot select beyond the end. Of NaN the last token comes.
     """
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=log_probs.shape[-1] - 1)
 
 
 def likeliest(logp: Tensor, ranks: Sequence[int]) -> Tensor:

@@ -7,11 +7,13 @@ folder that ``datasets`` wrote with ``save_to_disk``, or the name of a data set 
 
 from __future__ import annotations
 
+import csv
 import difflib
 import gzip
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -81,17 +83,17 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
     )
 
 
-def _open(path: Path) -> TextIO:
+def _open(path: Path, newline: str | None = None) -> TextIO:
     # utf-8-sig: a byte order mark, as some editors write, is not part of the first prompt.
     opener = gzip.open if path.name.lower().endswith(".gz") else open
-    return cast(TextIO, opener(path, "rt", encoding="utf-8-sig"))
+    return cast(TextIO, opener(path, "rt", encoding="utf-8-sig", newline=newline))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
     """Numbered lines; what is no UTF-8 or no whole gzip is reported with the line before it."""
     number = 0
     try:
-        with _open(path) as file:
+        with _open(path, newline) as file:
             for number, line in enumerate(file, 1):
                 yield number, line
     except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -141,13 +143,38 @@ def _read_text(path: Path, separator: str | None) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    import pyarrow
-    from pyarrow import csv
-
+    """Values are texts. A column is of numbers where Python writes each of its values so: 7 and 0.5, not 007 or 1e3."""
+    csv.field_size_limit(sys.maxsize)  # a document may be longer than 128 KiB
+    reader = csv.reader((line for _, line in _lines(path, newline="")), strict=True)
     try:
-        yield from csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True)).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not readable as CSV ({error}).") from error
+        names = next(reader, [])
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: not readable as CSV ({error}).") from error
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: two columns have one name in its first line, {', '.join(names)}.")
+    for number, row in rows:
+        if len(row) != len(names):
+            raise ValueError(
+                f"{path}, line {number}: not readable as CSV ({len(row)} values, and the first line names "
+                f"{len(names)} columns)."
+            )
+    columns = [_typed([row[i] for _, row in rows]) for i in range(len(names))]
+    yield from (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+
+
+def _typed(texts: list[str]) -> list[Any]:
+    """The values of a column as integers or floats, None where empty, if these are written as the texts; else these."""
+    for kind in (int, float):
+        try:
+            numbers = [kind(text) if text else None for text in texts]
+        except ValueError:
+            continue
+        if any(texts) and all(
+            number is None or str(number) == text for number, text in zip(numbers, texts, strict=True)
+        ):
+            return numbers
+    return list(texts)
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

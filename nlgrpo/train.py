@@ -84,9 +84,10 @@ def learn_from_rewards(run: Run, learner: Learner, log: MetricsLogger) -> None:
     progress.advance(cfg.rollout.prompts, groups.tokens)
     if "kl" in stats:                                            # not where all groups were dropped
         progress.beta = run.next_beta(step, stats["kl"])
-    log.log(step, stats | run.speed(clock, groups.tokens, int(groups.lengths.sum())))
+    stats |= run.speed(clock, groups.tokens, int(groups.lengths.sum()))
+    log.log(step, groups.logged_beside(stats))                   # with what rewards log
     if every(cfg.train.samples_every, step):
-        log.table(step, groups.samples(batch, run.sampler.texts(rollout), shown, each, adv))
+        log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, each, adv))
 
 
 def learn_from_choices(run: Run, samples: Samples, learner: Learner, log: MetricsLogger) -> None:

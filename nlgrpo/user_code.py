@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -23,10 +24,11 @@ def is_name(target: str) -> bool:
 def function(target: str) -> Callable[..., Any]:
     """The function, or class, that ``target`` names; a file's path is relative to the current folder.
 
-    Raises ValueError for a module, file or function that is not there, with the nearest one that is.
+    Raises ValueError for a module, file or function that is not there, with the nearest one that is, and for a module
+    that raises when it is imported.
     """
     place, _, attribute = target.rpartition(":")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    module = _import_file(Path(os.path.expanduser(place))) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, attribute):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ValueError(f"{place} has no {attribute!r}{nearest(attribute, functions)}")
@@ -50,6 +52,14 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}. For a file, write its path: path/to/file.py:function") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(_cannot_import(name, error)) from error
+
+
+def _cannot_import(name: str, error: BaseException) -> str:
+    """What a module that is not ours raised when it was imported, and where."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{name} cannot be imported, {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 def _look_in(folder: Path) -> None:
@@ -73,7 +83,9 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # before the code runs: dataclasses and pickle look their module up
     try:
         module_spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise ValueError(_cannot_import(str(path), error)) from error
         raise
     return module

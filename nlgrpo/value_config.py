@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +87,7 @@ class ValueConfig:
 
     @property
     def run(self) -> Path:
-        return Path(self.train.out or f"runs/{self.name}")
+        return Path(os.path.expanduser(self.train.out) or f"runs/{self.name}")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
 )
 
 from nlgrpo.builtin_rewards import final_answer
@@ -186,6 +188,45 @@ def test_gsm8k_compares_values():
     assert reward(completions=["9" * 100_000, "1/" + "9" * 100_000, "\\boxed{" * 10_000], answer=["9"] * 3) == [0, 0, 0]
     with pytest.raises(ValueError, match="needs the column 'answer'"):
         reward(completions=["1"])
+
+
+def test_gsm8k_reads_numbers_of_any_type():
+    golds = [5e-05, 1e16, 7, 0.5, -2.0, "3e2", np.float32(0.25), True, None]
+    answers = ["0.00005", "10,000,000,000,000,000", "7.0", "1/2", "-2", "300", "0.25", "1", "1"]
+    assert function("gsm8k")(completions=answers, answer=golds) == [1] * 7 + [None] * 2
+    assert function("gsm8k")(completions=["5", "16"], answer=golds[:2]) == [0, 0]
+    assert function("gsm8k")(completions=["it is 5e-5", "1E+16"], answer=golds[:2]) == [1, 1]
+
+
+def test_contents_in_parts_are_their_texts():
+    parts = [{"type": "text", "text": "so"}, {"type": "image", "url": "x"}, {"type": "text", "text": "#### 7"}]
+    completions = [[{"role": "assistant", "content": parts}], [{"role": "assistant", "content": None}]]
+    assert function("gsm8k")(completions=completions, answer=["7", "7"]) == [1, 0]
+
+
+def test_a_lexicon_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "words.txt").write_text("good\t2\n")
+    assert function("lexicon(path='~/words.txt', normalize='mean')")(completions=["good"]) == [2]
+
+
+def test_positions_behind_the_padding_bound_the_length(tmp_path, classifier):
+    """RoBERTa and its kin have max_position_embeddings - padding_idx - 1 of them."""
+    folder, _ = classifier()
+    config = RobertaConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=34, num_labels=1, pad_token_id=3, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "roberta")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "roberta")
+    reward = load("r", f"classifier(path={str(tmp_path / 'roberta')!r})").function
+    assert reward.max_length == 34 - 3 - 1
+    long = reward(["a "], ["b " * 99])
+    assert long == reward([""], ["b " * (30 - 1)])  # and the end token
+    with pytest.raises(ValueError, match="max_length = 31, and the model has 30 positions"):
+        load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, max_length=31)")
+    with pytest.raises(ValueError, match="classifier cannot be made, RuntimeError"):
+        load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, device='foo')")
 
 
 def test_gsm8k_agrees_with_all_labels_of_real_solutions(shared):

@@ -9,10 +9,12 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nlgrpo.data import encode, load, visits
+from nlgrpo.data import decode, encode, load, visits
+from nlgrpo.hf_weights import locate
+from nlgrpo.sources import read
 
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
 TURN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
@@ -432,3 +434,68 @@ def test_distinct_prompts(tmp_path, plain):
     assert [kept.prompts[i] for i in range(len(kept))] == ["a b", "c", "e"]
     assert kept.take(0, 3).prompts == ["a b", "c", "e"]
     assert len(prompts.distinct()) == 4
+
+
+# ---- completions as texts ----
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Once upon a time there", "Once upon a time", 'She said "', "", "Tim \u00e9t\u00e9"]
+)
+def test_a_completion_and_its_prompt_are_one_text(stories, prompt):
+    """Wherever a SentencePiece text is cut between two tokens, both parts make up the whole."""
+    whole = stories(prompt + " was a little girl named Lily. \u00c9t\u00e9!\n\nShe played.").input_ids
+    for cut in range(1, len(whole)):
+        start, rest = whole[:cut], whole[cut:]
+        (text,) = decode(stories, [start], [rest])
+        before, all_of_it = (stories.decode(ids, skip_special_tokens=True) for ids in (start, whole))
+        if all_of_it.startswith(before):  # not in the middle of a character
+            assert before + text == all_of_it
+    assert decode(stories, [], []) == []
+
+
+def test_a_completion_by_itself_begins_a_text(stories):
+    ids = stories("Lily was", add_special_tokens=False).input_ids
+    assert decode(stories, [[], [1]], [ids, ids]) == ["Lily was"] * 2
+    assert decode(stories, [ids], [ids]) == [" Lily was"]
+
+
+def test_half_a_character_at_the_end_of_a_prompt_leaves_the_completion_by_itself():
+    tokenizer = AutoTokenizer.from_pretrained(locate("story-lm"))
+    ids = tokenizer("a \u20ac b").input_ids
+    euro = [i for i, token in enumerate(ids) if "\ufffd" in tokenizer.decode([token])]
+    assert len(euro) > 1
+    start, rest = ids[: euro[0] + 1], ids[euro[0] + 1 :]
+    assert decode(tokenizer, [start], [rest]) == [tokenizer.decode(rest)]
+
+
+# ---- CSV ----
+
+
+def test_a_csv_has_texts_unless_numbers_are_written_as_python_writes_them(tmp_path):
+    long = "x" * 3_000_000
+    (tmp_path / "a.csv").write_text(
+        "prompt,code,when,yes,n,share,some,big,sci\r\n"
+        f"007,007,2024-01-01,true,7,0.5,3,{10**30},1e16\r\n"
+        f'"a, ""b""\r\nc",10,2024-01-02,false,-8,1.25,,{10**30 + 1},5e-05\r\n\r\n'
+        f"{long},8,x,true,0,2.0,4,1,2.0\r\n",
+        newline="",
+    )
+    rows = list(read(str(tmp_path / "a.csv")))
+    assert [row["prompt"] for row in rows] == ["007", 'a, "b"\r\nc', long]
+    assert [row["code"] for row in rows] == ["007", "10", "8"]
+    assert [row["when"] for row in rows] == ["2024-01-01", "2024-01-02", "x"]
+    assert [row["yes"] for row in rows] == ["true", "false", "true"]
+    assert [row["n"] for row in rows] == [7, -8, 0]
+    assert [row["share"] for row in rows] == [0.5, 1.25, 2.0]
+    assert [row["some"] for row in rows] == [3, None, 4]
+    assert [row["big"] for row in rows] == [10**30, 10**30 + 1, 1]
+    assert [row["sci"] for row in rows] == ["1e16", "5e-05", "2.0"]
+
+
+def test_a_text_of_which_the_tokenizer_knows_nothing(tmp_path, plain):
+    tokenizer = make_tokenizer(bos_token="<s>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
+    write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}, {"prompt": "xx"}])
+    with pytest.raises(ValueError, match=r"example 2: the tokenizer knows nothing of a str \('xx'\)"):
+        load(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)

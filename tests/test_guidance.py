@@ -113,7 +113,7 @@ def test_a_response_is_the_best_of_n_where_chunks_are_whole(work):
     for p, response in enumerate(responses):
         best = max(own[6 * p : 6 * p + 6], key=sum)
         assert (list(response.candidate.tokens), response.worth) == (best, sum(best))
-        assert response.text == tokenizer.decode(best, skip_special_tokens=True)
+        assert PROMPTS[p] + response.text == tokenizer.decode(ids[p] + best, skip_special_tokens=True)
     assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
 
 

@@ -72,7 +72,7 @@ def sampled(mode=10, objective="bon:4", text="a story", prompts=8, n=16, seed=0)
 
 
 def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"), text="a story", **options):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     config = {"rewards": [{"function": "length(target=8, scale=32)"}, {"function": "length(scale=32, target=24.5)"}]}
     (folder / "config.json").write_text(json.dumps({**config, "note": text}))
     names = ("rewards/short/mean", "rewards/long/mean", "objective/short", "kl", "completions/mean_length")
@@ -279,6 +279,42 @@ def test_compare_tells_runs_of_one_objective_apart_and_stops_at_the_samples_ther
     assert "bon:4 · one" in printed
     assert "bon:4 · two" in printed
     assert re.findall(r"^ +(\d+)  ", printed, flags=re.MULTILINE) == ["1", "2", "4"]
+
+
+def test_compare_tells_runs_of_one_name_apart_and_shows_a_run_once(tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / "a" / "run"),
+        make_run(tmp_path / "b" / "run", seed=1),
+        make_run(tmp_path / "c" / "run"),
+    ]
+    compare([*runs, tmp_path / "a" / "." / "run"], tmp_path)
+    printed = capsys.readouterr().out
+    labels = {line.strip() for line in re.findall(r"bon:4 · [\w/]+", printed)}
+    assert labels == {"bon:4 · run", "bon:4 · b/run", "bon:4 · c/run"}
+
+
+def test_compare_refuses_other_rewards_of_the_same_names(tmp_path):
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "three")]
+    for folder, target, scale in zip(runs, (3, 4, 3), (1.0, 1.0, 2.0), strict=True):
+        reward = {"function": f"length(target={target}, scale=9)", "scale": scale}
+        (folder / "config.json").write_text(json.dumps({"rewards": {"short": reward, "long": reward}}))
+    with pytest.raises(ValueError, match=r"two are .*target=4.*one are .*target=3.*only runs with the same rewards"):
+        compare(runs[:2], tmp_path)
+    with pytest.raises(ValueError, match=r"three are .*scaled by 2"):
+        compare([runs[0], runs[2]], tmp_path)
+
+
+def test_compare_says_why_there_is_nothing_to_compare(tmp_path):
+    unmeasured = make_run(tmp_path / "run", evaluated=())
+    (unmeasured / "config.json").write_text(json.dumps({"evaluation": {"prompts": 0}}))
+    with pytest.raises(ValueError, match=r"trained with evaluation.prompts = 0; `nlgrpo evaluate .*run` measures"):
+        compare([unmeasured], tmp_path)
+    silent = make_run(tmp_path / "silent")
+    model = sampled()
+    model.rewards["long"].fill_(math.nan)
+    write_evaluation(silent, before=sampled(), after=model)
+    with pytest.raises(ValueError, match=r"bon:4: on every prompt some reward abstained"):
+        compare([silent], tmp_path)
 
 
 def test_compare_refuses_what_it_cannot_compare(tmp_path):

@@ -152,16 +152,43 @@ def test_a_function_gets_only_the_names_it_takes():
 
 
 def test_logging_functions_reach_the_reward():
-    seen = []
-
     def talks(completions, log_metric, log_extra):
         log_metric("loud", 0.5)
-        log_extra("words", ["a"] * len(completions))
+        log_metric("loud", torch.tensor(1.5))
+        log_extra("words", [text[:1] for text in completions])
         return [0.0] * len(completions)
 
-    scored(talks)  # without a trainer they do nothing
-    scored(talks, log_metric=lambda *a: seen.append(a), log_extra=lambda *a: seen.append(a))
-    assert seen == [("loud", 0.5), ("words", ["a"] * P * M)]
+    found = scored(talks)
+    assert found.metrics == {"loud": [0.5, 1.5]}
+    assert found.extra == {"words": [text[:1] for text in INPUTS["completions"]]}
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        lambda log_metric, log_extra: log_metric("a", "0.5"),
+        lambda log_metric, log_extra: log_metric(0.5, "a"),
+        lambda log_metric, log_extra: log_extra("a", [1]),
+    ],
+)
+def test_what_is_no_log_stops_as_any_fault_of_a_reward(log):
+    def talks(completions, log_metric, log_extra):
+        log(log_metric, log_extra)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"'mine' raised .*log_"):
+        scored(talks)
+
+
+def test_the_lists_that_a_reward_gets_are_its_own():
+    def empties(prompts, completions, answer):
+        count = len(prompts)
+        for column in (prompts, completions, answer):
+            column.clear()
+        return [0.0] * count
+
+    found = score([Reward("first", empties), Reward("second", empties)], **INPUTS)
+    assert found.values["second"].shape == (P, M)
 
 
 @pytest.mark.parametrize(

@@ -486,7 +486,7 @@ def test_unbiased_estimators_keep_their_own_baseline(work, objective):
 
 def test_diversity_beside_rewards(work):
     """Best-of-4, worst-of-2 and Rao's entropy in one run: advantages are those of the completions that were shown."""
-    rewards = {"digest": "digest", "short": "length(target=3, scale=10)", "differ": r"equal(pattern='^\w*')"}
+    rewards = {"digest": "digest", "short": "length(target=3, scale=10)", "differ": r"equal(pattern='^\W*(\w*)')"}
     kinds = {"digest": "bon:4", "short": "wor:2", "differ": "rao"}
     options = arguments(work, "diverse", rewards, train__steps=3, evaluation__prompts=2, evaluation__samples=4)
     for name, kind in kinds.items():
@@ -496,7 +496,7 @@ def test_diversity_beside_rewards(work):
     seen = set()
     for step in range(3):
         rows = [row for row in samples if row["step"] == step]
-        starts = [re.match(r"\w*", row["completion"])[0] for row in rows]
+        starts = [re.match(r"\W*(\w*)", row["completion"])[1] for row in rows]
         share = [-2 * sum(starts[j] == starts[i] for i in range(4) if i != j) / 3 for j in range(4)]
         assert [row["rewards"]["differ"] for row in rows] == pytest.approx(share)
         linear = [2 * (c - sum(share) / 4) * 4 / (4 - 2) for c in share]
@@ -548,7 +548,7 @@ def test_a_distortion_from_the_users_file(work, capsys):
 
 LOADS = {
     "kl in the loss": {
-        "rewards": {"slow": "slow", "digest": "digest", "differ": r"equal(pattern='^\w*')"},
+        "rewards": {"slow": "slow", "digest": "digest", "differ": r"equal(pattern='^\W*(\w*)')"},
         "rewards__differ__objective": "rao",
     },
     "kl in the reward": {
