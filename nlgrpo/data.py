@@ -74,6 +74,11 @@ class PromptSet:
         span = f"{len(self):,} prompts of {min(lengths)} to {max(lengths)} tokens"
         return f"PromptSet({span}; {self.dropped:,} dropped as too long, {self.unmatched:,} without the cut)"
 
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """Those for reward functions, in the source's order."""
+        return {name: [row.get(name) for row in self.rows] for name in self.names}
+
     def take(self, cursor: int, count: int) -> Batch:
         """Prompts number ``cursor`` to ``cursor + count - 1`` of the run; the end of an epoch may lie between them."""
         if cursor < 0 or count < 0:

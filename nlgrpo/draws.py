@@ -35,6 +35,8 @@ from nlgrpo.sample_store import (
 )
 from nlgrpo.sampling import Sampling
 
+READS = "texts behind their prompts"  # by `data.decode`; what was scored by another reading is scored again
+
 
 @dataclass(frozen=True)
 class Scorer:
@@ -58,9 +60,8 @@ def scorers(
     for reward in rewards:
         own = asked[reward.name]
         spec = f"{own.function} x {own.scale!r}" + f" in {own.objective}" * reward.pairwise
-        found.append(
-            Scorer(reward, objectives[reward.name], spec, digest_of_function(reward.function, own.function, spec))
-        )
+        digest = digest_of_function(reward.function, own.function, f"{spec} of {READS}")
+        found.append(Scorer(reward, objectives[reward.name], spec, digest))
     return found
 
 

@@ -122,7 +122,7 @@ def make(
     if not cfg.loss.offline:
         return None
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
-    rollouts = fitting_rollouts(cfg, counting, objectives, origin)
+    rollouts = fitting_rollouts(cfg, counting, objectives, prompts, origin)
     K, M = rollouts.index.samples, cfg.rollout.samples
     if M > K:
         raise ValueError(

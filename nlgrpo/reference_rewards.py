@@ -20,7 +20,7 @@ from torch import Tensor
 from nlgrpo import reference_rollouts, user_code, variational
 from nlgrpo.calibration import calibrate
 from nlgrpo.config import Config
-from nlgrpo.data import Batch
+from nlgrpo.data import Batch, PromptSet
 from nlgrpo.draws import Origin, scorers
 from nlgrpo.engine import Rollout
 from nlgrpo.model import Decoder
@@ -174,14 +174,20 @@ class ReferenceRewards:
 
 
 def fitting_rollouts(
-    cfg: Config, rewards: Sequence[Reward], objectives: Mapping[str, Objective], origin: Callable[[], Origin]
+    cfg: Config,
+    rewards: Sequence[Reward],
+    objectives: Mapping[str, Objective],
+    prompts: PromptSet,
+    origin: Callable[[], Origin],
 ) -> ReferenceRollouts:
     """Those of calibration.rollouts, with these rewards of every sample.
 
-    Raises ValueError where they are cut short, do not fit the run, or where one of the rewards abstained.
+    Raises ValueError where they are cut short, do not fit the run or its prompts' columns, or where one of the rewards
+    abstained.
     """
     rollouts = reference_rollouts.load(cfg.calibration.rollouts)
     rollouts.check(origin(), scorers(cfg.rewards, objectives, rewards))
+    rollouts.check_columns(prompts)
     for reward in rewards:
         rollouts.ecdf(reward.name)  # refuses abstentions
     return rollouts
@@ -191,7 +197,7 @@ def make(
     cfg: Config,
     sampler: Sampler,
     objectives: Mapping[str, Objective],
-    prompts: Sequence[Sequence[int]],
+    prompts: PromptSet,
     origin: Callable[[], Origin],
     ranks: Ranks,
 ) -> ReferenceRewards:
@@ -205,7 +211,7 @@ def make(
     own, rollouts = cfg.calibration, None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
     if wanted and own.rollouts:
-        rollouts = fitting_rollouts(cfg, rewards, objectives, origin)
+        rollouts = fitting_rollouts(cfg, rewards, objectives, prompts, origin)
     K = own.samples if rollouts is None else rollouts.index.samples
     drawing = None
     if own.missing == "draw":
@@ -216,7 +222,7 @@ def make(
         for name, text in wanted.items()
     }
     found = ReferenceRewards(parsed, rollouts, drawing, own.smoother, ranks)
-    absent = found.missing(prompts) if wanted and drawing is None else 0
+    absent = found.missing(prompts.ids) if wanted and drawing is None else 0
     if absent:
         raise ValueError(
             f"{absent} of {len(prompts)} prompts have no rollouts in {own.rollouts!r}; `nlgrpo rollout` with this "

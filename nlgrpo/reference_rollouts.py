@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor
 
 from nlgrpo import __version__, writing
+from nlgrpo.data import PromptSet
 from nlgrpo.draws import Draws, Origin, Scorer
 from nlgrpo.ecdf import ECDF
 from nlgrpo.sample_store import Store, Tensors, chunk_name, digest_of_prompt, digests_of_columns, score_name
@@ -173,6 +174,19 @@ class ReferenceRollouts:
             if not differences(self.index, origin):
                 advice = f"`nlgrpo rollout` with the run's rewards and --out {self.folder} scores what is drawn already"
             raise ValueError("\n  ".join([f"the rollouts in {self.folder} do not fit the run:", *found, advice]))
+
+    def check_columns(self, prompts: PromptSet) -> None:
+        """ValueError for prompts that had other columns when they were scored, such as an answer that was corrected."""
+        scored = set(zip(self.index.prompts, self.index.columns, strict=True))
+        given = zip(map(digest_of_prompt, prompts.ids), digests_of_columns(prompts.columns, len(prompts)), strict=True)
+        changed = sum(
+            prompt in self._rows and (prompt, own) not in scored and (prompt, "") not in scored for prompt, own in given
+        )
+        if changed:
+            raise ValueError(
+                f"the columns of {changed} of {len(prompts)} prompts are others than when the rollouts in "
+                f"{self.folder} were scored; `nlgrpo rollout` with the run's data and --out {self.folder} scores again"
+            )
 
     @cached_property
     def _rows(self) -> dict[str, int]:

@@ -261,7 +261,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         sampler=sampler,
         objectives=parsed,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        references=reference_rewards.make(cfg, sampler, parsed, prompts.ids, origin, ranks),
+        references=reference_rewards.make(cfg, sampler, parsed, prompts, origin, ranks),
         samples=samples,
         compute=compute,
         progress=Progress(beta=cfg.loss.beta),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -172,7 +173,7 @@ def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> s
 def _paths_in(named: str) -> list[Path]:
     """Texts in quotes, and what stands before the brackets; not those that are folders whatever they mean."""
     parts = (named.partition("(")[0].strip(), *named.replace('"', "'").split("'")[1::2])
-    return [Path(part) for part in parts if part.strip() and part not in (".", "..", "/")]
+    return [Path(os.path.expanduser(part)) for part in parts if part.strip() and part not in (".", "..", "/")]
 
 
 def _short(content: bytes) -> str:

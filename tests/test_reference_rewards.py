@@ -132,6 +132,21 @@ def test_rollouts_of_another_reward_do_not_serve(root, rollouts):
         held_of(root, **more, calibration__rollouts=rollouts)
 
 
+def test_rollouts_that_were_scored_by_other_columns_do_not_serve(root, tmp_path):
+    """An answer that was corrected since, for instance."""
+    rows = [json.loads(line) | {"answer": i} for i, line in enumerate((root / "prompts.jsonl").open())]
+    source, folder = tmp_path / "rows.jsonl", tmp_path / "rollouts"
+    more = {"data__source": source, "rewards__first__transform": "identity", "calibration__rollouts": folder}
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["rollout", *options(root, data__source=source), "--samples", "4", "--out", str(folder)]) == 0
+    held_of(root, **more)
+    source.write_text("".join(json.dumps(row | {"answer": max(row["answer"], 1)}) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=rf"the columns of 1 of {len(rows)} prompts are others than when the rollouts"):
+        held_of(root, **more)
+    assert cli.main(["rollout", *options(root, data__source=source), "--samples", "4", "--out", str(folder)]) == 0
+    held_of(root, **more)
+
+
 def test_where_the_reward_abstains_nothing_is_held(root, rollouts):
     run, batch, rollout, scores, held, ref = held_of(
         root, rewards__first__transform="identity", calibration__rollouts=rollouts
