@@ -418,22 +418,21 @@ def _length_limit(model: Any, tokenizer: Any, asked: int | None) -> int | None:
     if asked is not None:
         if not isinstance(asked, int) or asked < 2:
             raise ValueError(f"max_length must be a whole number from 2, got {asked!r}")
-        if asked > (most := _positions(model)):
-            raise ValueError(f"max_length = {asked}, and the model has {most:.0f} positions")
+        if asked > (most := _learned_positions(model)):
+            raise ValueError(f"max_length = {asked}, and the model has learned {most:.0f} positions")
         return asked
-    positions = _positions(model)
+    named = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    positions = min(named, _learned_positions(model))
     limit = min(tokenizer.model_max_length, positions)
     return int(limit) if limit < 1e9 else None
 
 
-def _positions(model: Any) -> float:
-    """The longest text that a model can read; RoBERTa and its kin count positions from behind that of the padding."""
-    named = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    tables = [
-        m for name, m in model.named_modules() if name.endswith("position_embeddings") and hasattr(m, "padding_idx")
-    ]
-    left = [m.num_embeddings - m.padding_idx - 1 for m in tables if m.padding_idx is not None]
-    return float(min(named, *left)) if left else named
+def _learned_positions(model: Any) -> float:
+    """The longest text that tables of positions allow; RoBERTa and its kin count from behind that of the padding."""
+    found = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    tables = [table for table in found if isinstance(table, torch.nn.Embedding)]
+    starts = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
+    return min((table.num_embeddings - start for table, start in zip(tables, starts, strict=True)), default=math.inf)
 
 
 BUILTIN: dict[str, type] = {

@@ -21,6 +21,7 @@ from nlgrpo.guided import Search
 from nlgrpo.model import Decoder
 from nlgrpo.parts import load_tokenizer, stop_ids_of
 from nlgrpo.recipes import RECIPES
+from nlgrpo.rollouts import decode
 from nlgrpo.sampling import Sampling
 
 
@@ -107,7 +108,7 @@ def generate(arguments: Sequence[str]) -> int:
     ids = data.encode(tokenizer, options.prompts)  # too long: the engine says so
     rollout = foreign.generator(model)(ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
-    texts = data.decode(tokenizer, [prompt for prompt in ids for _ in range(options.samples)], completions)
+    texts = decode(tokenizer, [prompt for prompt in ids for _ in range(options.samples)], completions)
     logprobs = rollout.logprobs.flatten(0, 1).tolist()
     for i, (completion, text) in enumerate(zip(completions, texts, strict=True)):
         prompt = options.prompts[i // options.samples]

@@ -349,29 +349,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     return _encode(tokenizer, [_Example(f"prompt {i}", text, {}) for i, text in enumerate(texts, 1)], None)
 
 
-CONTEXT = 8  # tokens of a prompt's end that tell how its completion is written; a character has 4 at most
-
-
-def decode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-) -> list[str]:
-    """The texts of completions (ids) as they stand behind their prompts (ids), without special tokens.
-
-    A tokenizer of SentencePiece's kind drops the blank that begins a text. Behind a prompt it is none that begins one,
-    so what is decoded is the end of the prompt with the completion, less the end of the prompt.
-    """
-    ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
-    before = tokenizer.batch_decode(ends, skip_special_tokens=True)
-    rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
-    whole = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
-    # A character that the prompt only begins, or a blank that a decoder takes back: the completion by itself.
-    return [
-        text[len(start) :] if text.startswith(start) else by_itself
-        for start, text, by_itself in zip(before, whole, alone, strict=True)
-    ]
-
-
 def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bos: bool | None) -> list[list[int]]:
     if add_bos and tokenizer.bos_token_id is None:
         raise ValueError("add_bos = True, but the tokenizer has no BOS token; leave add_bos out.")
@@ -402,8 +379,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bo
 def _lone_surrogate(prompt: Prompt) -> str | None:
     r"""Half a character, which no text encoding has and JSON can write ("\ud83d"); None where there is none."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
-    found = re.search(r"[\ud800-\udfff]", text)
-    return found[0] if found else None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
 
 
 def _appends_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:

@@ -216,8 +216,8 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
     in_one_order = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))  # for every seed of draws
     training, held_out = parts.load_prompts(in_one_order, tokenizer, limits)
     objectives, loaded = parts.load_rewards(cfg, crew.ranks.device)
-    rewards.check_columns(loaded, held_out.names)
     counting = [reward for reward in loaded if cfg.rewards[reward.name].weight != 0]
+    rewards.check_columns(counting, held_out.names)
     judges = scorers(cfg.rewards, objectives, counting)
     refuse_pairwise(judges)
     learned = guidance.read_guide(options.guide[0]) if len(options.guide) == 1 else None
@@ -295,8 +295,10 @@ def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Cand
 
 def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """The candidate of each prompt that its value, or the majority, chooses."""
-    chooser, read = guidance.Chooser(c.options.choose), c.sampler.tokenizer.batch_decode
-    texts = [read([list(one.tokens) for one in own], skip_special_tokens=True) for own in found]
+    chooser = guidance.Chooser(c.options.choose)
+    pairs = zip(c.batch.ids, found, strict=True)
+    rollouts = [guidance.padded([ids], [one.tokens for one in own], len(own)) for ids, own in pairs]
+    texts = [c.sampler.texts([p], rollout) for p, rollout in zip(c.batch.prompts, rollouts, strict=True)]
     return [own[chooser.choose(p, own, t)[0]] for p, own, t in zip(c.batch.prompts, found, texts, strict=True)]
 
 

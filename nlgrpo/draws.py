@@ -35,7 +35,7 @@ from nlgrpo.sample_store import (
 )
 from nlgrpo.sampling import Sampling
 
-READS = "texts behind their prompts"  # by `data.decode`; what was scored by another reading is scored again
+READS = "texts behind their prompts"  # by `rollouts.decode`; what was scored by another reading is scored again
 
 
 @dataclass(frozen=True)

@@ -67,15 +67,19 @@ class Shape:
         return self.layers * block + embeddings + positions + norms * self.width
 
 
+class UnknownModel(ValueError):
+    """What the decoder does not compute, whoever else may."""
+
+
 def shape_of(config: Any) -> Shape:
     """The ``Shape`` of a Hugging Face config.
 
-    Raises ValueError for an architecture, activation or rotary type that the decoder does not know, with those it does,
-    and for numbers that do not go together.
+    Raises UnknownModel for an architecture, activation or rotary type that the decoder does not know, with those it
+    does, and ValueError for numbers that do not go together.
     """
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"unknown architecture {config.model_type!r}; nlgrpo's decoder reads: {known}")
+        raise UnknownModel(f"unknown architecture {config.model_type!r}; nlgrpo's decoder reads: {known}")
     try:
         shape = FAMILIES[config.model_type](config)
         sound = min(shape.vocab, shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.context) > 0
@@ -88,9 +92,9 @@ def shape_of(config: Any) -> Shape:
             f"context {shape.context}"
         )
     if shape.activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {shape.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        raise UnknownModel(f"unknown activation {shape.activation!r}; known: {', '.join(ACTIVATIONS)}")
     if shape.rotary_dim and (kind := config.rope_parameters.get("rope_type", "default")) not in ROPES:
-        raise ValueError(f"unknown rotary embedding {kind!r}; known: {', '.join(ROPES)}")
+        raise UnknownModel(f"unknown rotary embedding {kind!r}; known: {', '.join(ROPES)}")
     return shape
 
 

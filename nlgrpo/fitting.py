@@ -32,7 +32,7 @@ from nlgrpo.data import visits
 from nlgrpo.families import shape_of
 from nlgrpo.learner import learning_rate, make_optimizer
 from nlgrpo.model import Decoder
-from nlgrpo.parallel import Ranks, check_finite, clip_gradients, full_parameters
+from nlgrpo.parallel import TOO_LARGE, Ranks, check_finite, clip_gradients, full_parameters
 from nlgrpo.parts import compute_dtype, micro_batch_tokens
 from nlgrpo.seeding import seed_everything
 from nlgrpo.timing import Clock, StopSignal, flops_utilisation
@@ -182,7 +182,7 @@ class Fit(ABC):
     def save(self) -> None:
         state = vars(self.progress) | {"config": asdict(self.config)}
         where, keep = self.folder / "checkpoints", self.config.train.keep_checkpoints
-        check_finite(self.model, self.ranks)
+        check_finite(self.model, self.ranks, TOO_LARGE)
         checkpoint.save(where, self.progress.step, model=self.model, optimizer=self.optimizer, state=state, keep=keep)
 
     def restore(self) -> bool:
@@ -194,7 +194,7 @@ class Fit(ABC):
 
     def export(self) -> Path:
         """Write the model as a Hugging Face classifier, in the type that it computes in; there for all ranks then."""
-        check_finite(self.model, self.ranks)
+        check_finite(self.model, self.ranks, TOO_LARGE)
         folder, parameters = self.folder / "model", full_parameters(self.model, self.compute)
         if self.ranks.first:
             with writing.into(folder):

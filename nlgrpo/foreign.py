@@ -16,7 +16,7 @@ from transformers import logging as transformers_logging
 from nlgrpo import engine
 from nlgrpo import model as models
 from nlgrpo.engine import Rollout, check_prompts, rollout_of
-from nlgrpo.families import shape_of
+from nlgrpo.families import UnknownModel, shape_of
 from nlgrpo.model import Decoder
 from nlgrpo.sampling import Sampling, draw, likeliest, log_distribution, uniform_noise
 
@@ -122,10 +122,10 @@ class _Draws(LogitsProcessor):
 
 
 def fault(config: Any) -> str:
-    """Why nlgrpo's decoder does not read it; "" where it does."""
+    """Why nlgrpo's decoder does not know it; "" where it does. ValueError where it would, and the config is broken."""
     try:
         shape_of(config)
-    except ValueError as error:
+    except UnknownModel as error:
         return str(error)
     return ""
 
@@ -153,8 +153,8 @@ def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.devi
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, KeyError) as error:
-        raise ValueError(f"{source} cannot be read by transformers: {error}") from error
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source} cannot be read by transformers: {error!r}") from error
     finally:
         if bar:
             transformers_logging.enable_progress_bar()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from nlgrpo.objectives import Objective, linearize_present, per_completion, pres
 from nlgrpo.parallel import Ranks
 from nlgrpo.reference_rewards import Held
 from nlgrpo.rewards import Scores
+
+OF_RUNS = ("step", "kl", "logps", "critic", "win_rate")  # metrics that not every run, or not every step, has
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,10 @@ class Groups:
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
     def logged_beside(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """``stats`` and what rewards logged; what is named as one of those comes as ``logged/NAME``."""
-        own = {*stats, "step"}
-        return {**stats, **{f"logged/{name}" if name in own else name: x for name, x in self.logged.items()}}
+        """``stats`` and what rewards logged; what is named like the run's own comes as ``logged/NAME``."""
+        own = {*OF_RUNS, *(name.partition("/")[0] for name in stats)}
+        new = {f"logged/{name}" if name.partition("/")[0] in own else name: x for name, x in self.logged.items()}
+        return {**stats, **new}
 
     def samples(
         self,
@@ -145,6 +149,8 @@ class Groups:
 
 def _plain(value: object) -> object:
     """What a file of samples can hold of a logged value."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.tolist()
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 

@@ -18,7 +18,7 @@ from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.bridge import Bridge
 from nlgrpo.builtin_rewards import final_answer
 from nlgrpo.chunks import ModelValue, Prefixes
-from nlgrpo.data import Prompt, decode, encode
+from nlgrpo.data import Prompt, encode
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.guided import Candidate, Cost, Search, Value
@@ -27,6 +27,7 @@ from nlgrpo.packing import bins
 from nlgrpo.parts import load_tokenizer
 from nlgrpo.reward_model import score
 from nlgrpo.rewards import Reward, RewardError
+from nlgrpo.rollouts import decode
 from nlgrpo.sample_store import digest_of_model, digest_of_tokenizer, same_ids
 from nlgrpo.sampling import Sampling
 from nlgrpo.value import as_values, kind_of

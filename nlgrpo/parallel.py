@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nlgrpo.model import Decoder
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,18 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
+
+    def agree(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` gives here; collective. A ValueError on one rank is raised on all: none waits for it."""
+        fault, result = None, None
+        try:
+            result = work()
+        except ValueError as error:
+            fault = str(error)
+        faults = [text for text in self.gather_objects(fault) if text is not None]
+        if faults:
+            raise ValueError(faults[0])
+        return cast(Result, result)
 
     def share(self, total: int) -> slice:
         """This rank's part of ``total`` things in a row, which the ranks divide."""
@@ -129,15 +143,18 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return full
 
 
-def check_finite(model: nn.Module, ranks: Ranks) -> None:
-    """ValueError on all ranks for a parameter with NaN or an infinity, so that none is ever written; collective."""
+def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
+    """ValueError on all ranks for a parameter with NaN or an infinity, so that none is ever written; collective.
+
+    ``why`` ends the message.
+    """
     owned = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
     bad = next((name for name, part in owned if not part.detach().isfinite().all()), None)
     if found := [name for name in ranks.gather_objects(bad) if name is not None]:
-        raise ValueError(
-            f"{found[0]} holds NaN or infinities: the learning rate, weight decay or rewards are too large. Nothing "
-            "was written, and the last checkpoint is from before"
-        )
+        raise ValueError(f"{found[0]} holds NaN or infinities{why}")
+
+
+TOO_LARGE = ", and nothing was written; rewards, weight decay or the learning rate may be too large"
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nlgrpo import data, objectives, rewards, user_code
+from nlgrpo import model as models
 from nlgrpo.config import Config
 from nlgrpo.engine import Limits
 from nlgrpo.sampling import Sampling
@@ -33,6 +34,7 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
 
     Raises ValueError where there is none, or one without words, which transformers makes from nothing.
     """
+    models.read_config(source)  # which says more of a broken one
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare ones
@@ -111,8 +113,9 @@ def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -
     Raises ValueError for a stop id that no token has.
     """
     r = cfg.rollout
-    for unknown in (i for i in r.stop_ids if i >= max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)):
-        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the tokenizer of {cfg.model.path} has no token {unknown}")
+    largest = max(tokenizer.get_vocab().values())
+    if max(r.stop_ids, default=0) > largest:
+        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the tokenizer of {cfg.model.path} ends at token {largest}")
     return Sampling(
         temperature=r.temperature,
         top_k=r.top_k,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from nlgrpo.evaluation import bootstrap
 from nlgrpo.evaluation_tables import Entry, Estimate
 from nlgrpo.findings import NS, REFERENCE, TRAINING_KL, Findings
 from nlgrpo.page import Cell
+from nlgrpo.rewards import parse_spec
 from nlgrpo.sampled import Sampled, read_evaluation
 from nlgrpo.summary import WEIGHTED_SUM, Row, format_change, format_interval, summarize, weighted_best_of_n
 
@@ -352,7 +354,10 @@ def _evaluated(run: Path) -> dict[str, Sampled]:
     if findings.kind_of(run) != "run":
         raise ValueError(f"{run} is no run; nlgrpo report shows evaluations and sweeps, also several in one page")
     if _table(findings.read_config(run, []), "evaluation").get("prompts") == 0:
-        raise ValueError(f"{run} was trained with evaluation.prompts = 0; `nlgrpo evaluate {run}` measures its model")
+        raise ValueError(
+            f"{run} was trained with evaluation.prompts = 0; `nlgrpo evaluate {run} --evaluation.prompts 64` "
+            "measures its model"
+        )
     sampled = read_evaluation(run)
     if set(sampled) < {"before", "after"}:
         raise ValueError(
@@ -375,20 +380,31 @@ def _comparable(
                 f"{run} has rewards {after.weights}, {first_run} has {first['after'].weights}; "
                 "only runs with the same rewards and weights can be compared"
             )
-        if (own := _functions(configs[run])) != (others := _functions(configs[first_run])):
-            raise ValueError(
-                f"the rewards of {run} are {own}, those of {first_run} are {others}; they have the same names, and "
-                "only runs with the same rewards can be compared"
-            )
+        own, others = (_table(configs[folder], "rewards") for folder in (run, first_run))
+        for name in own.keys() & others.keys():
+            if _meaning(_table(own, name)) != _meaning(_table(others, name)):
+                raise ValueError(
+                    f"the reward {name!r} of {run} is {_table(own, name)}, that of {first_run} {_table(others, name)}; "
+                    "only runs with the same rewards can be compared"
+                )
         models[label if labels.count(label) == 1 else f"{label} · {findings.unique_label(run, taken)}"] = after
     return models
 
 
-def _functions(config: Mapping[str, Any]) -> dict[str, str]:
-    """What a run's rewards are called by, with the scales on their values."""
-    rewards = _table(config, "rewards")
-    given = {name: (r.get("function"), r.get("scale", 1.0)) for name in rewards if (r := _table(rewards, name))}
-    return {name: f"{function}" + f", scaled by {scale:g}" * (scale != 1) for name, (function, scale) in given.items()}
+def _meaning(reward: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a reward computes, however it is written: target, arguments and scale, with paths as they are now."""
+    try:
+        target, arguments = parse_spec(reward.get("function", ""))
+    except ValueError:
+        target, arguments = str(reward.get("function")), {}
+    place, colon, name = target.rpartition(":") if target.rpartition(":")[0].endswith(".py") else (target, "", "")
+    return _place(place) + colon + name, {k: _place(v) for k, v in arguments.items()}, reward.get("scale", 1.0)
+
+
+def _place(value: Any) -> Any:
+    """A path as the file or folder that it names; what names none, or is no text, as it is."""
+    path = os.path.expanduser(value) if isinstance(value, str) else ""
+    return os.path.realpath(path) if path and os.path.exists(path) else value
 
 
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

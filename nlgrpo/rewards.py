@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nlgrpo import user_code
 from nlgrpo.builtin_kernels import KERNELS
-from nlgrpo.builtin_rewards import BUILTIN, text_of
+from nlgrpo.builtin_rewards import BUILTIN, Gsm8k, text_of
 from nlgrpo.reward_calls import Log, Outcome, TimedOut, call_all
 from nlgrpo.reward_values import Fault, similarities_of, values_of
 from nlgrpo.user_code import nearest
@@ -115,7 +115,7 @@ def load(
     Raises ValueError for a spec that is none of these, and for arguments that its target does not take.
     """
     try:
-        target, arguments = _parse(spec)
+        target, arguments = parse_spec(spec)
         if pairwise:
             resolved = _resolve(target, KERNELS, "kernel")
         else:
@@ -135,7 +135,7 @@ def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.d
     return target, {"device": str(device), **arguments} if on_device else arguments
 
 
-def _parse(spec: str) -> tuple[str, dict[str, Any]]:
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """``"length(target=25)"`` as ``("length", {"target": 25})``; only literals, nothing is evaluated."""
     if not isinstance(spec, str):
         raise ValueError(f"expected a text such as 'length(target=25, scale=128)', got {type(spec).__name__}")
@@ -205,9 +205,8 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
     """
     for reward in rewards:
         known = {*columns, *PROVIDED, *(("samples",) if reward.pairwise else ())} - {"prompt", "completion"}
-        missing = _missing(reward, known) + [
-            c for c in getattr(reward.function, "data_columns", ()) if c not in columns
-        ]
+        own = reward.function.data_columns if isinstance(reward.function, Gsm8k) else ()
+        missing = _missing(reward, known) + [column for column in own if column not in columns]
         if missing:
             has = ", ".join(columns) or "none besides the prompt"
             raise ValueError(
@@ -258,8 +257,8 @@ def score(
     All lists have P*M items, prompt-major; ``first_prompt`` is the number of the first prompt, for messages. A function
     is called with ``prompts completions completion_ids``, the columns, ``trainer_state`` (``.global_step .max_steps``),
     ``log_metric(name, value)`` and ``log_extra(column, values)``, a kernel also with ``samples``, which is M; without
-    ``**kwargs``, with those that it names. The lists are its own. Async functions run together in one event loop, the
-    same at every step, while the sync ones run one by one.
+    ``**kwargs``, with those that it names. The lists are its own, not what is in them. Async functions run together in
+    one event loop, the same at every step, while the sync ones run one by one.
 
     Raises RewardError when a reward raises, exceeds its timeout, or returns other than a list, tuple, 1-D tensor or
     array of one finite number, bool or None per completion (a kernel: of M such numbers, symmetric in a group);
@@ -296,8 +295,9 @@ def score(
         each = rows.view(batch.groups, samples, *shape[1:])
         values[reward.name] = each.masked_fill(lost.view(-1, *[1] * len(shape)), math.nan)
         skipped |= lost
-    logged = [entry for log in logs for entry in log.metrics]
-    metrics = {name: [value for other, value in logged if other == name] for name, _ in logged}
+    metrics: dict[str, list[float]] = {}
+    for name, value in (entry for log in logs for entry in log.metrics):
+        metrics.setdefault(name, []).append(value)
     return Scores(values, skipped, metrics, {name: column for log in logs for name, column in log.extra.items()})
 
 

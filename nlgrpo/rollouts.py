@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import foreign, rewards
-from nlgrpo.data import Batch, Prompt, decode, plain_text
+from nlgrpo.data import Batch, Prompt, plain_text
 from nlgrpo.engine import Rollout
 from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
@@ -19,6 +19,9 @@ from nlgrpo.parallel import Ranks, gathered
 from nlgrpo.rewards import Scores
 from nlgrpo.sampled import Sampled
 from nlgrpo.sampling import Sampling
+
+CONTEXT = 8  # tokens of a prompt's end that tell how its completion is written
+BROKEN = "\ufffd"  # stands for what is no whole character
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Sampler:
     ) -> Sampled:
         """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
         mine = part_of(batch, ranks.share(len(batch.ids)))
-        rollout = self.draw(model, mine)
+        rollout = ranks.agree(lambda: self.draw(model, mine))
         scores = self.score(mine, rollout, first_prompt=mine.index[0] if mine.index else 0)
         texts = self.texts(mine.prompts, rollout)
         shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
@@ -109,3 +112,25 @@ def part_of(batch: Batch, part: slice) -> Batch:
 def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
     """What TRL hands to reward functions: a text, or for a conversation the assistant's message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> list[str]:
+    """The texts of completions (ids) as they stand behind their prompts (ids), without special tokens.
+
+    A tokenizer of SentencePiece's kind drops the blank that begins a text. Behind a prompt it is none that begins one,
+    so what is decoded is the end of the prompt with the completion, less the end of the prompt.
+    """
+    ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
+    cut = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
+    ends = [list(prompt) if within else end for prompt, end, within in zip(prompts, ends, cut, strict=True)]
+    before = tokenizer.batch_decode(ends, skip_special_tokens=True)
+    rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
+    whole = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
+    # A character that the prompt only begins, or a blank that a decoder takes back: the completion by itself.
+    return [
+        text[len(start) :] if text.startswith(start) else by_itself
+        for start, text, by_itself in zip(before, whole, alone, strict=True)
+    ]

@@ -36,7 +36,7 @@ from nlgrpo.families import Shape, shape_of
 from nlgrpo.kl import AdaptiveBeta
 from nlgrpo.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.model import Decoder
-from nlgrpo.parallel import Ranks, check_finite, full_parameters, shard
+from nlgrpo.parallel import TOO_LARGE, Ranks, check_finite, full_parameters, shard
 from nlgrpo.reference_rewards import ReferenceRewards
 from nlgrpo.rollouts import Sampler
 from nlgrpo.timing import Clock, flops_utilisation
@@ -184,6 +184,7 @@ class Run:
         stored = torch.float32 if self.compute == torch.bfloat16 else self.compute
         sharded = partial(shard, ranks=self.ranks, compute=self.compute)
         model = models.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
+        check_finite(model, self.ranks, f" in {self.source}, before any training")
         model.activation_checkpointing = cfg.model.activation_checkpointing
         reference = None
         if cfg.loss.has_reference:
@@ -205,7 +206,7 @@ class Run:
         )
 
     def save(self, learner: Learner) -> None:
-        check_finite(learner.trained, self.ranks)
+        check_finite(learner.trained, self.ranks, TOO_LARGE)
         state = vars(self.progress) | {"config": config.to_dict(self.config)}
         where = self.folder / "checkpoints"
         keep = self.config.train.keep_checkpoints
@@ -223,7 +224,7 @@ class Run:
     def export(self, learner: Learner) -> Path:
         """Write the policy as a Hugging Face directory, in the type that it computes in; collective."""
         folder = self.folder / "model"
-        check_finite(learner.model, self.ranks)
+        check_finite(learner.model, self.ranks, TOO_LARGE)
         parameters = full_parameters(learner.model, self.compute)
         if self.ranks.first:
             with writing.into(folder):
@@ -242,7 +243,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     tokenizer = parts.load_tokenizer(source)
     prompts, held_out = parts.load_prompts(cfg, tokenizer, shape)
     parsed, loaded = parts.load_rewards(cfg, ranks.device)
-    for known in (prompts, *([held_out] if cfg.evaluation.prompts else [])):
+    for known in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
         rewards.check_columns(loaded, known.names)
     sampling = parts.sampling_of(cfg, tokenizer, source)
     compute = parts.compute_dtype(cfg.model.dtype, ranks.device)

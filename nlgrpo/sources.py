@@ -11,6 +11,7 @@ import csv
 import difflib
 import gzip
 import json
+import math
 import os
 import re
 import sys
@@ -143,7 +144,10 @@ def _read_text(path: Path, separator: str | None) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """Values are texts. A column is of numbers where Python writes each of its values so: 7 and 0.5, not 007 or 1e3."""
+    """Values are texts. A column is of numbers where Python writes each of its values so: 7 or 0.5, not 007 or 1e3.
+
+    Columns without a name and a value, as spreadsheets write, are left out.
+    """
     csv.field_size_limit(sys.maxsize)  # a document may be longer than 128 KiB
     reader = csv.reader((line for _, line in _lines(path, newline="")), strict=True)
     try:
@@ -151,7 +155,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: not readable as CSV ({error}).") from error
-    if len(set(names)) < len(names):
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
         raise ValueError(f"{path}: two columns have one name in its first line, {', '.join(names)}.")
     for number, row in rows:
         if len(row) != len(names):
@@ -159,22 +164,27 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 f"{path}, line {number}: not readable as CSV ({len(row)} values, and the first line names "
                 f"{len(names)} columns)."
             )
-    columns = [_typed([row[i] for _, row in rows]) for i in range(len(names))]
-    yield from (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+    texts = {name: [row[i] for _, row in rows] for i, name in enumerate(names)}
+    columns = {name: _typed(values) for name, values in texts.items() if name or any(values)}
+    yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """The values of a column as integers or floats, None where empty, if these are written as the texts; else these."""
+    """The values of a column as numbers, None where empty, if all are written as Python writes them; else the texts."""
+    numbers = [_number(text) if text else None for text in texts]
+    written = all(number is not None or not text for number, text in zip(numbers, texts, strict=True))
+    return list(numbers) if written and any(texts) else list(texts)
+
+
+def _number(text: str) -> int | float | None:
     for kind in (int, float):
         try:
-            numbers = [kind(text) if text else None for text in texts]
+            number: int | float = kind(text)
         except ValueError:
             continue
-        if any(texts) and all(
-            number is None or str(number) == text for number, text in zip(numbers, texts, strict=True)
-        ):
-            return numbers
-    return list(texts)
+        if str(number) == text and math.isfinite(number):
+            return number
+    return None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

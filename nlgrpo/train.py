@@ -57,7 +57,7 @@ def learn_from_rewards(run: Run, learner: Learner, log: MetricsLogger) -> None:
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
     clock   = Clock(ranks.device)
     batch   = run.next_batch()                                   # this rank's share of P prompts
-    rollout = run.sampler.draw(learner.model, batch)             # x M completions, with the sampler's log-probs
+    rollout = ranks.agree(lambda: run.sampler.draw(learner.model, batch))  # x M completions, with their log-probs
     clock.lap("generate")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
     clock.lap("reference")

@@ -58,8 +58,10 @@ def _import_module(name: str) -> ModuleType:
 
 def _cannot_import(name: str, error: BaseException) -> str:
     """What a module that is not ours raised when it was imported, and where."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{name} cannot be imported, {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if not f.filename.startswith("<frozen")]
+    own = [f for f in frames if f.filename == os.path.abspath(name)] or frames
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
+    return f"{name} cannot be imported, {type(error).__name__}: {error}{where}"
 
 
 def _look_in(folder: Path) -> None:

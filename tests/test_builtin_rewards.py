@@ -210,6 +210,14 @@ def test_a_lexicon_in_the_home_folder(tmp_path, monkeypatch):
     assert function("lexicon(path='~/words.txt', normalize='mean')")(completions=["good"]) == [2]
 
 
+def test_rotary_positions_go_on(classifier):
+    folder, _ = classifier()
+    reward = load("r", f"classifier(path={str(folder)!r})").function
+    longer = load("r", f"classifier(path={str(folder)!r}, max_length={2 * reward.max_length})").function
+    text = "b " * (reward.max_length + 5)
+    assert longer([""], [text]) != reward([""], [text])
+
+
 def test_positions_behind_the_padding_bound_the_length(tmp_path, classifier):
     """RoBERTa and its kin have max_position_embeddings - padding_idx - 1 of them."""
     folder, _ = classifier()
@@ -223,7 +231,7 @@ def test_positions_behind_the_padding_bound_the_length(tmp_path, classifier):
     assert reward.max_length == 34 - 3 - 1
     long = reward(["a "], ["b " * 99])
     assert long == reward([""], ["b " * (30 - 1)])  # and the end token
-    with pytest.raises(ValueError, match="max_length = 31, and the model has 30 positions"):
+    with pytest.raises(ValueError, match="max_length = 31, and the model has learned 30 positions"):
         load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, max_length=31)")
     with pytest.raises(ValueError, match="classifier cannot be made, RuntimeError"):
         load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, device='foo')")

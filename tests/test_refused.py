@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import WORDS, tiny_model
+from helpers import WORDS, environment, tiny_model
+from safetensors.torch import load_file, save_file
 
 from nlgrpo import checkpoint, cli, train
 from nlgrpo import model as models
@@ -41,6 +44,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{i}"}) + "\n" for i in range(6)))
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "raises.py").write_text("import math\nmath.sqrt(-1)\n")
+    (tmp_path / "syntax.py").write_text("import math\ndef f(:\n")
+    (tmp_path / "within.py").write_text("import json\n\njson.loads('{')\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("nlgrpo.report.write_report", lambda folder: folder / "report.html")
@@ -67,10 +72,12 @@ def config(folder, **changes):
         ("--rewards.x.function=rewards.py:wants", "reward 'x' needs 'gold'"),
         ("--rewards.x.function=rewards.py:Broken", "'rewards.py:Broken': rewards.py:Broken cannot be made, KeyError"),
         ("--rewards.x.function=raises.py:f", "raises.py cannot be imported, ValueError: math domain error ("),
+        ("--rewards.x.function=syntax.py:f", "SyntaxError: invalid syntax (syntax.py, line 2)\n"),
+        ("--rewards.x.function=within.py:f", "within.py, line 3)"),
         ("--rewards.x.function=exits.py:f", "exits.py cannot be imported, SystemExit: 0 ("),
         ("--rewards.x.objective=distortion:rewards.py:weight", "must be a finite tensor of that shape, got list"),
         ("--rewards.x.objective=distortion:rewards.py:wants", "f raised TypeError"),
-        (f"--rollout.stop-ids={len(WORDS)}", f"has no token {len(WORDS)}"),
+        (f"--rollout.stop-ids={len(WORDS)}", f"the tokenizer of model ends at token {len(WORDS) - 1}"),
     ],
 )  # fmt: skip
 def test_options(folder, capsys, more, says):
@@ -104,16 +111,29 @@ def test_files(folder, capsys, file, content, says):
     [
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary embedding 'dynamic'"),
         ({"vocab_size": 6}, "gives the token 6 ('w2'), which is not in the model's vocabulary of 6, for the prompt"),
-        ({"num_attention_heads": 5}, "config.json"),
-        ({"num_attention_heads": 0}, "config.json"),
-        ({"hidden_size": "wide"}, "config.json"),
-        ({"head_dim": 7}, "config.json"),
+        ({"num_attention_heads": 5}, "cannot read model/config.json"),
+        ({"num_attention_heads": 0}, "cannot read model/config.json"),
+        ({"hidden_size": "wide"}, "cannot read model/config.json"),
+        (
+            {"num_key_value_heads": 3},
+            "describes no 'llama': vocabulary 32, width 24, 4 heads of 6 with 3 for",
+        ),
+        ({"max_position_embeddings": 0}, "config.json describes no 'llama'"),
     ],
 )
 def test_models(folder, capsys, changes, says):
     config(folder, **changes)
     assert train.main([*options(), "--dry-run"]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{"num_key_value_heads": 3}, {"num_attention_heads": 5}, {"hidden_act": "nope"}])
+def test_a_broken_config_of_a_known_family_is_nobodys(folder, capsys, changes):
+    config(folder, **changes)
+    assert cli.main(["generate", "w1", "--model=model", "--max-new-tokens=2"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "config.json" in said or "cannot be read by transformers: KeyError('nope')" in said
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
@@ -183,9 +203,44 @@ def test_weights_that_are_not_finite_are_never_written(folder, capsys, monkeypat
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     assert train.main(options("--train.steps=1")) == 1
-    assert "weight holds NaN or infinities" in capsys.readouterr().err
+    assert "weight holds NaN or infinities, and nothing was written" in capsys.readouterr().err
     assert not list(folder.glob("run/checkpoints/*"))
     assert not (folder / "run" / "model").exists()
+
+
+def test_weights_that_were_never_finite(folder, capsys):
+    """In a row that no prompt needs, so that every number on the way is finite."""
+    weights = load_file(folder / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"][-1] = float("nan")
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+    assert train.main(options()) == 1
+    assert "embed.weight holds NaN or infinities in model, before any training" in capsys.readouterr().err
+
+
+NAN_HERE = """
+import os, sys
+from nlgrpo import engine, rollouts, train
+
+draw = rollouts.Sampler.draw
+
+def fails(self, model, batch):
+    rollout = draw(self, model, batch)
+    if os.environ["RANK"] == "1":
+        raise ValueError("the model's logits are not finite")
+    return rollout
+
+rollouts.Sampler.draw = fails
+sys.exit(train.main())
+"""
+
+
+def test_what_fails_on_one_rank_alone_ends_all_with_its_message(folder):
+    (folder / "job.py").write_text(NAN_HERE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]
+    done = subprocess.run([*command, *options()], check=False, env=environment(), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.count("error: the model's logits are not finite") == 1
+    assert "Connection closed" not in done.stderr
 
 
 def test_a_temperature_that_is_hardly_above_0(folder, capsys):
@@ -199,8 +254,10 @@ def test_what_rewards_log_is_with_the_metrics_and_the_samples(folder):
         "    log_metric('mine/count', len(completion_ids))\n"
         "    log_metric('mine/count', 0)\n"
         "    log_metric('loss', 5.0)\n"
+        "    log_metric('rewards/x/median', 6.0)\n"
         "    log_extra('said', completions)\n"
         "    log_extra('odd', [object()] * len(completion_ids))\n"
+        "    log_extra('half', __import__('torch').full((len(completion_ids),), 0.5))\n"
         "    return [float(len(ids)) for ids in completion_ids]\n"
     )
     assert train.main(options("--rewards.x.function=talks.py:talks", "--train.samples-every=1")) == 0
@@ -208,11 +265,13 @@ def test_what_rewards_log_is_with_the_metrics_and_the_samples(folder):
     assert [line["mine/count"] for line in lines] == [2.0] * 3  # the mean of 4 and 0
     assert [line["logged/loss"] for line in lines] == [5.0] * 3
     assert all(line["loss"] != 5.0 for line in lines)
+    assert [line["logged/rewards/x/median"] for line in lines] == [6.0] * 3
     rows = read_jsonl(folder / "run" / "samples.jsonl")
     assert len(rows) == 6
     for row in rows:
         assert row["extra"]["said"] == row["completion"]
         assert row["extra"]["odd"].startswith("<object")
+        assert row["extra"]["half"] == 0.5
 
 
 def test_a_model_of_a_known_family_with_another_rotary_embedding_is_run_by_transformers(folder, capsys):

@@ -294,20 +294,22 @@ def test_compare_tells_runs_of_one_name_apart_and_shows_a_run_once(tmp_path, cap
 
 
 def test_compare_refuses_other_rewards_of_the_same_names(tmp_path):
-    runs = [make_run(tmp_path / name) for name in ("one", "two", "three")]
-    for folder, target, scale in zip(runs, (3, 4, 3), (1.0, 1.0, 2.0), strict=True):
-        reward = {"function": f"length(target={target}, scale=9)", "scale": scale}
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "three", "four")]
+    for folder, target, scale in zip(runs, (3, 4, 3, 3), (1.0, 1.0, 2.0, 1.0), strict=True):
+        written = (f"length(target={target}, scale=9)", f"length(scale=9.0,  target={target}.0)")[folder.name == "four"]
+        reward = {"function": written, "scale": scale}
         (folder / "config.json").write_text(json.dumps({"rewards": {"short": reward, "long": reward}}))
-    with pytest.raises(ValueError, match=r"two are .*target=4.*one are .*target=3.*only runs with the same rewards"):
+    with pytest.raises(ValueError, match=r"of .*two is .*target=4.*of .*one .*target=3.*only runs with"):
         compare(runs[:2], tmp_path)
-    with pytest.raises(ValueError, match=r"three are .*scaled by 2"):
+    with pytest.raises(ValueError, match=r"three is .*'scale': 2"):
         compare([runs[0], runs[2]], tmp_path)
+    compare([runs[0], runs[3]], tmp_path)  # the same, written otherwise
 
 
 def test_compare_says_why_there_is_nothing_to_compare(tmp_path):
     unmeasured = make_run(tmp_path / "run", evaluated=())
     (unmeasured / "config.json").write_text(json.dumps({"evaluation": {"prompts": 0}}))
-    with pytest.raises(ValueError, match=r"trained with evaluation.prompts = 0; `nlgrpo evaluate .*run` measures"):
+    with pytest.raises(ValueError, match=r"prompts = 0; `nlgrpo evaluate .*run --evaluation.prompts 64` measures"):
         compare([unmeasured], tmp_path)
     silent = make_run(tmp_path / "silent")
     model = sampled()
