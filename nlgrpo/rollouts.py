@@ -122,6 +122,8 @@ def decode(
     A tokenizer of SentencePiece's kind drops the blank that begins a text. Behind a prompt it is none that begins one,
     so what is decoded is the end of the prompt with the completion, less the end of the prompt.
     """
+    if not completions:
+        return []  # of which transformers makes a text
     ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
     cut = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
     ends = [list(prompt) if within else end for prompt, end, within in zip(prompts, ends, cut, strict=True)]
