@@ -64,7 +64,7 @@ def in_rows(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndar
 
 
 def find(ordered: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    return in_rows(lambda s, q: np.searchsorted(s, q, side="right"), ordered, queries)
+    return in_rows(lambda s, q: np.asarray(np.searchsorted(s, q, side="right")), ordered, queries)
 
 
 def scipy_ecdf(samples: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -252,7 +252,7 @@ def milliseconds(results: list[dict[str, Any]], op: str, shape: tuple[int, int],
 
 def against_targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each target that was measured, printed."""
-    found = []
+    found: list[dict[str, Any]] = []
     for op, shape, threads, side, bound in TARGETS:
         ours, other = milliseconds(results, op, shape, OURS, threads), milliseconds(results, op, shape, side, 1)
         if ours == ours and other == other:
@@ -340,7 +340,7 @@ def main() -> None:
     targets = against_targets(results)
     facts = machine("nlgrpo", "numpy", "scipy")
     print(f"\n{one_line(facts, max(args.threads))}")
-    result = {
+    saved: dict[str, Any] = {
         "bench": "ecdf",
         "rounds": args.rounds,
         "quick": args.quick,
@@ -349,10 +349,10 @@ def main() -> None:
         "machine": facts,
     }
     if args.save:
-        path = save("bench_ecdf", result)
-        draw(result, path.with_suffix(".png"))
+        path = save("bench_ecdf", saved)
+        draw(saved, path.with_suffix(".png"))
         print(f"saved {path.name} and .png")
-    print(json.dumps(result))
+    print(json.dumps(saved))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ SAMPLES = (8, 64, 512, 1024, 4096)
 COLORS = {"ours": "#0072B2", PLAIN: "#D55E00", "torch.compile": "#009E73"}
 
 
-def forward(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[SimpleNamespace], tuple[Tensor]]:
+def forward(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[SimpleNamespace], tuple[Tensor, ...]]:
     return lambda x: (function(x.rewards, x.weights),)
 
 

@@ -34,7 +34,7 @@ LOGITS = {"cpu": {"B": 8, "L": 128, "V": 32_000}, "cuda": {"B": 16, "L": 512, "V
 CLIP = {"eps_low": 0.2, "eps_high": 0.2}
 
 Loss = Callable[..., Tensor]
-Side = Callable[[SimpleNamespace], tuple[Tensor]]
+Side = Callable[[SimpleNamespace], tuple[Tensor, ...]]
 
 
 def loss_side(function: Loss, beta: float) -> Side:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def set_stop_probability(model: LlamaForCausalLM) -> None:
     A Llama has no bias. One coordinate that is the same in all embeddings, and so about the same in all last hidden
     states, stands in for it, and the EOS row of the (tied) head has all its weight there.
     """
-    embedding = model.get_input_embeddings().weight
+    embedding = model.model.embed_tokens.weight
     embedding[:, 0] = 1.0
     constant = model.model(torch.randint(3, VOCAB, (16, 64))).last_hidden_state[..., 0].mean()
     odds = STOP_PROBABILITY / (1 - STOP_PROBABILITY)
@@ -128,7 +129,7 @@ class Record:
 RECORD = Record()
 
 
-def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """The share of the limit that a completion takes; it also counts the step's tokens, on both sides alike."""
     RECORD.tokens.append(sum(map(len, completion_ids)))
     return [len(ids) / LIMIT for ids in completion_ids]
@@ -166,12 +167,12 @@ def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
         with run.logger() as log:
             write = log.log
 
-            def log_and_record(step: int, metrics: dict[str, float]) -> None:
+            def log_and_record(step: int, metrics: Mapping[str, float]) -> None:
                 write(step, metrics)
                 RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
                 RECORD.end_step()
 
-            log.log = log_and_record  # the loop's last call in a step
+            log.log = log_and_record  # type: ignore[method-assign]  # the loop's last call in a step
             RECORD.begin()
             train(run, learner, StopSignal(), log)
 

@@ -15,6 +15,7 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def main() -> None:
     parser.add_argument("--lr", default=1e-4, type=float)
     options = parser.parse_args()
     folder, device = locate(options.model), "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(device).train()
     batches = read_batches(options.text, AutoTokenizer.from_pretrained(folder), options.batch, options.length)
     moved = ((ids.to(device), labels.to(device)) for ids, labels in batches)
     for step, loss in enumerate(fine_tune(model, itertools.islice(moved, options.steps), options.lr), start=1):

@@ -38,7 +38,8 @@ def varied_words(completions: list[str], **_: Any) -> list[float]:
 
 
 class Progress(TrainerCallback):
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **told: Any) -> None:
+        logs = told["logs"]
         for name in ("short_sentence", "varied_words"):
             if f"objective/{name}" in logs:
                 mean, best = logs[f"rewards/{name}/mean"], logs[f"objective/{name}"]

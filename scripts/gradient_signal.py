@@ -12,12 +12,13 @@ batches, and prints for each parameter, and for the rows of the end tokens in th
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 
 import torch
 from torch import Tensor
 
-from nlgrpo import parallel
+from nlgrpo import parallel, scoring
 from nlgrpo.aggregation import combine
 from nlgrpo.groups import Groups
 from nlgrpo.learner import Learner
@@ -35,7 +36,7 @@ def add_gradient(run: Run, learner: Learner) -> None:
     linear = combine(groups.linearize(run.objectives), run.aggregate.gradient(groups.values(run.objectives)))
     advantages = groups.advantages(linear, "none").flatten()
     for part in learner.micro_batches(rollout, list(range(len(advantages)))):
-        logprob, _ = learner.logprobs(learner.model, part)
+        logprob, _ = scoring.logprobs(learner.model, part, learner.temperature)
         (logprob * advantages[part.row].to(logprob)).sum().backward()
     run.progress.advance(run.config.rollout.prompts, groups.tokens)
 
@@ -60,14 +61,17 @@ def signal_and_noise(estimates: list[Tensor]) -> tuple[float, float]:
 def main() -> None:
     cfg, _ = from_arguments(sys.argv[1:])
     with parallel.start() as ranks:
-        run = build(cfg, ranks)
+        try:
+            run = build(cfg, ranks)
+        except ValueError as error:
+            sys.exit(str(error))
         learner = run.learner()
         estimates = [estimate(run, learner) for _ in range(ESTIMATES)]
     rows = {name: [g[name] for g in estimates] for name in estimates[0]}
     whole = [torch.cat([g[name].flatten() for name in g if "," not in name]) for g in estimates]
     for name, gradients in ({"all": whole} | rows).items():
         signal, noise = signal_and_noise(gradients)
-        print(f"{name:40} signal^2 {signal:9.2e}   noise^2 {noise:9.2e}   ratio {signal / noise:7.3f}")
+        print(f"{name:40} signal^2 {signal:9.2e}   noise^2 {noise:9.2e}   ratio {signal / (noise or math.nan):7.3f}")
 
 
 if __name__ == "__main__":

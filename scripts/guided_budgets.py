@@ -143,7 +143,7 @@ def findings(found: Found) -> list[str]:
     pairs = [(last, "bon"), (last, "iro:1"), ("compressed", last), ("compressed", "bon"), (last, "cd"), (last, "args")]
     lines = []
     for one, other in pairs:
-        if one is None or one == other or not {one, other} <= set(found.methods):
+        if one is None or other is None or one == other or not {one, other} <= set(found.methods):
             continue
         for n in found.budgets:
             gaps = (found.rewards(one, n) - found.rewards(other, n)).mean(1).tolist()
@@ -248,14 +248,14 @@ def main() -> int:
     try:
         with ThreadPoolExecutor(given.jobs) as pool:
             of_seeds = list(pool.map(lambda seed: learn_and_decode(given, more, seed), given.seeds))
-        found = {choose: Found(own) for choose, own in zip(given.choose, zip(*of_seeds, strict=True), strict=True)}
+        found = {choose: Found(seeds) for choose, seeds in zip(given.choose, zip(*of_seeds, strict=True), strict=True)}
         latency = measure_latency(given, more)
     except RuntimeError as error:
         parser.error(str(error))
     lines, pictures = [], {"latency.png": partial(draw_latency, latency)}
-    for choose, own in found.items():
-        lines += [f"chosen by {choose}", *table(own), *costs(own, own.budgets[-1]), *findings(own), ""]
-        pictures[f"budgets-{choose}.png"] = partial(draw_budgets, own, f"{given.reward}, chosen by {choose}")
+    for choose, each in found.items():
+        lines += [f"chosen by {choose}", *table(each), *costs(each, each.budgets[-1]), *findings(each), ""]
+        pictures[f"budgets-{choose}.png"] = partial(draw_budgets, each, f"{given.reward}, chosen by {choose}")
     lines += latency_lines(latency)
     atomic_write(given.out / "findings.txt", "\n".join(lines) + "\n")
     for file, draw in pictures.items():

@@ -22,6 +22,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +73,7 @@ def train(
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
-        texts = []
+        texts: list[str] = []
         while len(texts) < args.batch:
             terms = draw(args.terms, rng)
             if problem(terms) not in asked:
@@ -89,9 +90,7 @@ def train(
 
 
 @torch.no_grad()
-def solved(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: list[list[int]], **options: bool
-) -> float:
+def solved(model: Any, tokenizer: PreTrainedTokenizerFast, sums: list[list[int]], **options: bool) -> float:
     """Share of the sums whose answer is right, one sample each; ``options`` are those of ``generate``."""
     right = 0
     for i in range(0, len(sums), 64):

@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from story_prompts import make_prompts
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 # coordinates that begin as sinusoids of the position; their amplitude; their shortest and longest wave in tokens
-POSITION_WIDTH, AMPLITUDE, WAVELENGTHS = 32, 2.5, (12, 600)
+POSITION_WIDTH, AMPLITUDE, SHORTEST, LONGEST = 32, 2.5, 12, 600
 
 
 def pad(documents: list[list[int]], value: int) -> torch.Tensor:
@@ -37,11 +38,10 @@ def pad(documents: list[list[int]], value: int) -> torch.Tensor:
 
 def loss_sum(model: GPT2LMHeadModel, documents: list[list[int]]) -> torch.Tensor:
     """Summed negative log-likelihood of all tokens after ``<s>``."""
-    ids = pad(documents, model.config.pad_token_id)
+    padding: Any = model.config.pad_token_id
+    ids = pad(documents, padding)
     logits = model(ids[:, :-1]).logits
-    return F.cross_entropy(
-        logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=model.config.pad_token_id, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=padding, reduction="sum")
 
 
 def batches(documents: list[list[int]], size: int) -> list[list[list[int]]]:
@@ -89,8 +89,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHea
 
 
 def sinusoids(positions: int, width: int) -> torch.Tensor:
-    """(positions, width): sines and cosines of ``WAVELENGTHS`` (Vaswani et al., 2017, 3.5)."""
-    waves = 2 * math.pi * torch.arange(positions)[:, None] / torch.logspace(*map(math.log10, WAVELENGTHS), width // 2)
+    """(positions, width): sines and cosines of geometric wavelengths (Vaswani et al., 2017, 3.5)."""
+    waves = (
+        2
+        * math.pi
+        * torch.arange(positions)[:, None]
+        / torch.logspace(math.log10(SHORTEST), math.log10(LONGEST), width // 2)
+    )
     return torch.cat([waves.sin(), waves.cos()], 1)
 
 
@@ -139,7 +144,7 @@ def train(
 
 @torch.no_grad()
 def sample(
-    model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], n: int, **options: float
+    model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[str], n: int, **options: float
 ) -> tuple[list[list[int]], list[list[int]]]:
     """``n`` texts, over the prompts in turn: ids of prompts, and of completions with an end token where it came.
 

@@ -16,6 +16,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -76,8 +77,8 @@ def draw(found: Points, names: Sequence[str], ns: Sequence[int]) -> Figure:
 def _draw_method(axes: Axes, at: dict[float, Tensor], number: int, text: str) -> None:
     mean, low, high = (x.numpy() for x in bootstrap(torch.stack(list(at.values()))))
     reach = {"xerr": abs(mean - [low, high])[:, :, 0], "yerr": abs(mean - [low, high])[:, :, 1]}
-    look = {"color": figures.COLOURS[number], "marker": figures.MARKERS[number]}
-    axes.errorbar(*mean.T, **reach, **look, label=text, capsize=2)
+    look: dict[str, Any] = {"color": figures.COLOURS[number], "marker": figures.MARKERS[number]}
+    axes.errorbar(mean[:, 0], mean[:, 1], **reach, **look, label=text, capsize=2)
     for weight, (x, y) in zip(at, mean, strict=True):
         axes.annotate(f"{weight:g}", (x, y), textcoords="offset points", xytext=(6, 5), fontsize=8)
 

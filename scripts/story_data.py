@@ -110,9 +110,15 @@ class Documents:
                 f"none of {len(stories)} stories has the {need} tokens that the longest documents need; "
                 "a text with more and longer stories is needed."
             )
-        tables = ([table[s] for s in long] for table in (first, later, starts))
         words = frozenset(i for token, i in tokenizer.get_vocab().items() if token.startswith("\u0120"))
-        return cls(*tables, words, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        return cls(
+            first=[first[s] for s in long],
+            later=[later[s] for s in long],
+            starts=[starts[s] for s in long],
+            word_starts=words,
+            bos=tokenizer.bos_token_id,
+            eos=tokenizer.eos_token_id,
+        )
 
     def tokens(self) -> int:
         return sum(len(sentence) for story in self.later for sentence in story)

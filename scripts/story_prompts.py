@@ -51,7 +51,8 @@ TEMPLATES = [
 
 def make_prompts(train: int, held_out: int, seed: int) -> tuple[list[str], list[str]]:
     """``train`` and ``held_out`` different openings."""
-    rng, found = random.Random(seed), {}
+    rng = random.Random(seed)
+    found: dict[str, None] = {}
     while len(found) < train + held_out:
         name, child, his = rng.choice(NAMES)
         words = {slot: rng.choice(choices) for slot, choices in WORDS.items()}

@@ -26,7 +26,7 @@ def main() -> None:
         if step in SHOWN:
             print(step, *(f"{100 * share:.1f}" for share in probs.view(-1, 8).sum(1).tolist()))
         drawn = torch.multinomial(probs, GROUPS * SAMPLES, replacement=True, generator=generator).view(GROUPS, SAMPLES)
-        linear = sum(0.5 * objective.linearize(reward[drawn]) for reward in rewards)
+        linear = torch.stack([0.5 * objective.linearize(reward[drawn]) for reward in rewards]).sum(0)
         advantages = (linear - linear.mean(1, keepdim=True)).flatten() / drawn.numel()
         gradient = torch.zeros_like(probs).index_add(0, drawn.flatten(), advantages)  # p_y times the advantage of y
         logits += gradient / (probs + 1e-4)

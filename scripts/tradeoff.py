@@ -95,7 +95,7 @@ def points(
     """The options of every run; all have the same ones."""
     config, _ = from_arguments(start)
     same = {"rollout.prompts": str(config.rollout.prompts)}
-    found = {}
+    found: dict[Run, dict[str, str]] = {}
     for method in methods:
         for n in ns:
             given = same | options(method, n, next(iter(config.rewards)), rewards, config.rollout.samples)

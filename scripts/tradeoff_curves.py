@@ -113,8 +113,7 @@ class Reference:
 def held_out(config: Config, rollouts: ReferenceRollouts, name: str) -> Reference:
     """Raises ValueError where the evaluation has prompts without rollouts."""
     source = hf_weights.locate(config.model.path)
-    room = parts.room_for_prompts(config, shape_of(read_config(source)))
-    _, prompts = parts.load_prompts(config, parts.load_tokenizer(source), room)
+    _, prompts = parts.load_prompts(config, parts.load_tokenizer(source), shape_of(read_config(source)))
     rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
     if None in rows:
         raise ValueError("the evaluation has other prompts than data.source; leave data.evaluation empty")
@@ -255,7 +254,7 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
 def means(measured: Measured, reference: Reference) -> list[str]:
     """A line for best-of-N of the reference, and one for every method: means over seeds and prompts, at each N."""
     ns = list(dict.fromkeys(n for _, n, _ in measured))
-    rows = {BON: [[reference.best_of(float(n))] for n in ns]}
+    rows: dict[str, list[list[Mapping[str, Tensor]]]] = {BON: [[reference.best_of(float(n))] for n in ns]}
     for method in dict.fromkeys(method for method, _, _ in measured):
         rows[label(method)] = [[x for (m, k, _), x in measured.items() if (m, k) == (method, n)] for n in ns]
     lines = [f"N = {', '.join(map(str, ns))}: KL | {' | '.join(TITLES.values())}"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 from helpers import REPOSITORY, tiny_config, tiny_model
 
@@ -82,6 +83,38 @@ def test_two_rewards_have_no_one_win_rate(tmp_path):
     assert refused.returncode == 2
     assert "length-bon has 2 rewards, and a win rate is by one" in refused.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_gradient_signal(tmp_path, monkeypatch):
+    """A line a parameter and one of its end tokens; on average |mu|^2 and d sigma^2 of gradients that are Gaussian."""
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    data = ("--data.source", "prompts.txt", "--data.separator", "\n", "--data.first_words", "2")
+    held_out = ("--data.evaluation", "", "--evaluation.prompts", "4")
+    small = ("--rollout.prompts", "2", "--rollout.max_new_tokens", "4", *held_out)
+    done = run("gradient_signal.py", "length-bon", "--model.path", "tiny", *data, *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = {line[:40].strip(): line.split() for line in done.stdout.splitlines() if "signal^2" in line}
+    assert {"all", "norm.weight", "embed.weight", "head.weight, end tokens"} <= set(measured)
+    unread = measured.pop("embed.weight, end tokens")  # nothing comes behind them
+    assert [float(unread[i]) for i in (-5, -3)] == [0, 0]
+    assert all(float(words[-3]) > 0 for words in measured.values())
+    whole = sum(float(words[-5]) for name, words in measured.items() if name != "all" and "," not in name)
+    assert float(measured["all"][-5]) == pytest.approx(whole, rel=0.02)
+    assert not (tmp_path / "runs").exists()
+    refused = run("gradient_signal.py", "length-bon", "--model.path", "nowhere", cwd=tmp_path)
+    assert "nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    from gradient_signal import signal_and_noise
+
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.tensor([1.0, -2.0, 0.5])
+    drawn = mean + 3 * torch.randn(4000, 4, 3, generator=generator)
+    signal, noise = torch.tensor([signal_and_noise(list(each)) for each in drawn]).mean(0)
+    assert signal == pytest.approx(float(mean.square().sum()), abs=0.6)  # 0.15 is its standard error
+    assert noise == pytest.approx(3 * 3**2, rel=0.03)
 
 
 def test_guided_budgets(tmp_path):
