@@ -64,16 +64,19 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
 
-    def agree(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` gives here; collective. A ValueError on one rank is raised on all: none waits for it."""
+    def agree(self, work: Callable[[], Result], error: type[Exception] = ValueError) -> Result:
+        """What ``work`` gives here; collective. An ``error`` on one rank is raised on all: none waits for it.
+
+        A rank that failed raises its own, the others the first of them by its message.
+        """
         fault, result = None, None
         try:
             result = work()
-        except ValueError as error:
-            fault = str(error)
-        faults = [text for text in self.gather_objects(fault) if text is not None]
-        if faults:
-            raise ValueError(faults[0])
+        except error as found:
+            fault = found
+        if self.any(fault is not None):
+            texts = self.gather_objects(None if fault is None else str(fault))
+            raise fault or error(next(text for text in texts if text is not None))
         return cast(Result, result)
 
     def share(self, total: int) -> slice:

@@ -99,16 +99,16 @@ class ReferenceRewards:
         if not self.transforms:
             return {}
         self._draw(batch, reference)
-        found, fault = dict[str, Held](), None
+        return self.ranks.agree(partial(self._hold, rewards, batch, rollout, ref_logprobs), RewardError)
+
+    def _hold(
+        self, rewards: Mapping[str, Tensor], batch: Batch, rollout: Rollout, ref_logprobs: Tensor | None
+    ) -> dict[str, Held]:
         try:
             here = [self._references(ids) for ids in batch.ids]
-            for name in self.transforms:
-                found[name] = self._held(name, rewards[name], here, rollout, ref_logprobs)
+            return {name: self._held(name, rewards[name], here, rollout, ref_logprobs) for name in self.transforms}
         except ValueError as error:
-            fault = RewardError(f"reward held against the reference's samples: {error}")
-        if self.ranks.any(fault is not None):
-            raise fault or RewardError("a reward could not be held against the reference's samples on another rank")
-        return found
+            raise RewardError(f"reward held against the reference's samples: {error}") from None
 
     def _held(
         self, name: str, rewards: Tensor, here: Sequence[References], rollout: Rollout, ref_logprobs: Tensor | None
@@ -146,13 +146,8 @@ class ReferenceRewards:
         assert self.drawing is not None
         assert reference is not None
         own = _picked(batch, unknown)
-        rollout, fault = self.drawing.draw(reference, own), None
-        try:
-            self._keep(own, rollout)
-        except RewardError as error:
-            fault = error
-        if self.ranks.any(fault is not None):
-            raise fault or RewardError("a reward failed on another rank, on samples of the reference")
+        rollout = self.drawing.draw(reference, own)
+        self.ranks.agree(lambda: self._keep(own, rollout), RewardError)
 
     def _keep(self, own: Batch, rollout: Rollout) -> None:
         if not own.ids:

@@ -16,7 +16,7 @@ from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
 from nlgrpo.objectives import Objective, per_completion
 from nlgrpo.parallel import Ranks, gathered
-from nlgrpo.rewards import Scores
+from nlgrpo.rewards import RewardError, Scores
 from nlgrpo.sampled import Sampled
 from nlgrpo.sampling import Sampling
 
@@ -87,7 +87,8 @@ class Sampler:
         """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
         mine = part_of(batch, ranks.share(len(batch.ids)))
         rollout = ranks.agree(lambda: self.draw(model, mine))
-        scores = self.score(mine, rollout, first_prompt=mine.index[0] if mine.index else 0)
+        first = mine.index[0] if mine.index else 0
+        scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first), RewardError)
         texts = self.texts(mine.prompts, rollout)
         shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
         values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}

@@ -48,14 +48,8 @@ class Crew:
         return True
 
     def _do(self, round_: Sequence[Piece], do: Callable[[Piece], object]) -> None:
-        fault: ValueError | None = None
-        try:
-            for piece in round_[self.ranks.rank : self.ranks.rank + 1]:  # none is left for some in the last round
-                do(piece)
-        except ValueError as error:
-            fault = error
-        if self.ranks.any(fault is not None):
-            raise fault or ValueError("another rank failed; its message says why")
+        own = round_[self.ranks.rank : self.ranks.rank + 1]  # none is left for some in the last round
+        self.ranks.agree(lambda: [do(piece) for piece in own])
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from torch import Tensor
@@ -127,14 +128,9 @@ def score(
 
 def _scored(run: Run, batch: Batch, rollout: Rollout) -> Scores:
     """Collective; raises RewardError on all ranks where a reward failed on one."""
-    step, fault, first = run.progress.step, None, batch.index[0] - run.progress.cursor
-    try:
-        scores = run.sampler.score(batch, rollout, step=step, total_steps=run.config.train.steps, first_prompt=first)
-    except RewardError as error:
-        fault = error
-    if run.ranks.any(fault is not None):
-        raise fault or RewardError(f"a reward failed on another rank at step {step}")
-    return scores
+    step, total, first = run.progress.step, run.config.train.steps, batch.index[0] - run.progress.cursor
+    score = partial(run.sampler.score, batch, rollout, step=step, total_steps=total, first_prompt=first)
+    return run.ranks.agree(score, RewardError)
 
 
 def evaluate_before(run: Run, learner: Learner) -> Sampled | None:
@@ -197,9 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
         launch(cfg, dry_run=dry_run)
     except (ValueError, RewardError) as error:
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, RewardError):
-            if error.__cause__ is not None and isinstance(error, RewardError):
-                traceback.print_exception(error.__cause__)
+        if error.__cause__ is not None and isinstance(error, RewardError):
+            traceback.print_exception(error.__cause__)
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the message
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

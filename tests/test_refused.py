@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import WORDS, environment, tiny_model
+from helpers import REPOSITORY, WORDS, environment, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import checkpoint, cli, train
@@ -240,6 +240,26 @@ def test_what_fails_on_one_rank_alone_ends_all_with_its_message(folder):
     done = subprocess.run([*command, *options()], check=False, env=environment(), capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stderr.count("error: the model's logits are not finite") == 1
+    assert "Connection closed" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_reward_that_fails_on_one_rank_alone_ends_all_with_its_message(folder, when):
+    (folder / "falls.py").write_text(
+        "import os\n"
+        "def falls(completions, trainer_state, **_):\n"
+        f"    if os.environ['RANK'] == '1' and (trainer_state.max_steps > 0) == {when == 'training'}:\n"
+        "        raise KeyError('no such answer')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(REPOSITORY / "nlgrpo" / "train.py"), *options("--rewards.x.function=falls.py:falls")]
+    command += [] if when == "training" else ["--evaluation.prompts=2"]
+    done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.count("error: reward 'x'") == 1
+    assert done.stderr.count("KeyError: 'no such answer'\n") == 1  # with where it came from, on the rank that has it
     assert "Connection closed" not in done.stderr
 
 
