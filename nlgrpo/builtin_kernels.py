@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nlgrpo.builtin_rewards import Length, text_of
+from nlgrpo.builtin_rewards import Length
+from nlgrpo.data import text_of
 
 
 class Ngrams:

@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -19,19 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-
-def text_of(message: str | Iterable[dict[str, Any]]) -> str:
-    """The text of a prompt or completion: itself, or the contents of its messages, one below the other."""
-    if isinstance(message, str):
-        return message
-    return "\n".join(_content(part["content"]) for part in message)
-
-
-def _content(content: object) -> str:
-    """The text of a message's content: itself, or of its parts those that are texts."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
-    return "" if content is None else str(content)
+from nlgrpo.data import text_of
 
 
 def _path(value: object) -> Path:

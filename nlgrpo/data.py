@@ -128,7 +128,21 @@ class PromptSet:
 
 def plain_text(prompt: Prompt) -> str:
     """A prompt for the eyes: a text, or the last message of a conversation."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    return prompt if isinstance(prompt, str) else text_of(prompt[-1:])
+
+
+def text_of(message: str | Iterable[dict[str, Any]]) -> str:
+    """The text of a prompt or completion: itself, or the contents of its messages, one below the other."""
+    if isinstance(message, str):
+        return message
+    return "\n".join(_content(part["content"]) for part in message)
+
+
+def _content(content: object) -> str:
+    """The text of a message's content: itself, or of its parts those that are texts."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return "" if content is None else str(content)
 
 
 @lru_cache(maxsize=4)

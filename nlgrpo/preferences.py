@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from nlgrpo.builtin_rewards import ids_to_score, text_of
-from nlgrpo.data import brief
+from nlgrpo.builtin_rewards import ids_to_score
+from nlgrpo.data import brief, text_of
 from nlgrpo.sources import Row, nearest, read
 
 if TYPE_CHECKING:

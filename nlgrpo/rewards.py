@@ -27,7 +27,8 @@ from torch import Tensor
 
 from nlgrpo import user_code
 from nlgrpo.builtin_kernels import KERNELS
-from nlgrpo.builtin_rewards import BUILTIN, Gsm8k, text_of
+from nlgrpo.builtin_rewards import BUILTIN, Gsm8k
+from nlgrpo.data import text_of
 from nlgrpo.reward_calls import Log, Outcome, TimedOut, call_all
 from nlgrpo.reward_values import Fault, similarities_of, values_of
 from nlgrpo.user_code import nearest

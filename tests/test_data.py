@@ -12,7 +12,7 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nlgrpo.data import encode, load, visits
+from nlgrpo.data import encode, load, plain_text, visits
 from nlgrpo.hf_weights import locate
 from nlgrpo.rollouts import decode
 from nlgrpo.sources import read
@@ -510,3 +510,16 @@ def test_a_text_of_which_the_tokenizer_knows_nothing(tmp_path, plain):
     write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}, {"prompt": "xx"}])
     with pytest.raises(ValueError, match=r"example 2: the tokenizer knows nothing of a str \('xx'\)"):
         load(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("Once", "Once"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], "Hello"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Look"}, {"type": "image"}]}], "Look"),
+        ([{"role": "assistant", "content": None}], ""),
+    ],
+)
+def test_a_prompt_for_the_eyes_is_its_last_message(prompt, shown):
+    assert plain_text(prompt) == shown
