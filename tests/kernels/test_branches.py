@@ -82,6 +82,21 @@ def test_branch_attention(impl, tokens, heads, kv_heads, d, rotary, window):
     assert torch.equal(written[:, :, ~new], given["own"][:, :, ~new])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "d", "rotary"), [(4, 6, 3, 16, 16), (16, 4, 4, 80, 20)])
+def test_narrow_types_round_what_they_store_and_no_sum(dtype, tokens, heads, kv_heads, d, rotary):
+    """Results of up to 3, to four roundings of a 1: the turned q and k, the shares, the two parts and their sum."""
+    given = case(tokens, heads, kv_heads, d, rotary, lengths=(300, 90, 1))
+    given |= {name: x.to(dtype) for name, x in given.items() if isinstance(x, torch.Tensor)}
+    given["rope"] = tuple(x.to(dtype) for x in given["rope"])
+    options = {"heads": heads, "scale": d**-0.5, "window": None}
+    truth, after = by_hand(**given, **options)
+    ours = branch_attention(**given, **options)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), truth, atol=4 * torch.finfo(dtype).eps, rtol=0)
+    torch.testing.assert_close(given["own"].double(), after, atol=2 * torch.finfo(dtype).eps, rtol=0)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_one_token_behind_prompts_is_decode_attention_over_whole_rows(impl):
     """Prompts of one length, each row with a copy of its own before its own columns."""
