@@ -417,7 +417,7 @@ def _length_limit(model: Any, tokenizer: Any, asked: int | None) -> int | None:
 
 def _learned_positions(model: Any) -> float:
     """The longest text that tables of positions allow; RoBERTa and its kin count from behind that of the padding."""
-    found = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    found = [part for name, part in model.named_modules() if name.endswith(("position_embeddings", "wpe"))]
     tables = [table for table in found if isinstance(table, torch.nn.Embedding)]
     starts = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
     return min((table.num_embeddings - start for table, start in zip(tables, starts, strict=True)), default=math.inf)

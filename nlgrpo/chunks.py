@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nlgrpo.engine import Prefill, is_stop, run_blocks, stop_tensor
+from nlgrpo.engine import Prefill, is_stop, not_finite, run_blocks, stop_tensor
 from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder, Head, packed_positions
 from nlgrpo.reward_model import score
-from nlgrpo.sampling import Sampling, draw, likeliest, log_distribution, uniform_noise
+from nlgrpo.sampling import Sampling, log_distribution, next_tokens, uniform_noise
 from nlgrpo.shared_cache import SharedCache
 from nlgrpo.value import as_values, kind_of
 
@@ -121,7 +122,7 @@ class Policy:
 
         These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
         and the position: the draws have no other cause. ``likely``: token number ``likely[i]`` of row i by probability,
-        instead of a draw.
+        instead of a draw; its log-prob is -inf where fewer are possible.
         """
         cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
         self.rows.branch(rows, tokens - 1)
@@ -132,9 +133,9 @@ class Policy:
         noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
         for t in range(tokens):
             logp = log_distribution(logits, self.sampling)
-            token = draw(logp, noise[:, t]) if likely is None else likeliest(logp, likely)
+            token, chance = next_tokens(logp, noise[:, t], likely)
             drawn.append(token)
-            logprobs.append(logp.gather(1, token[:, None])[:, 0])
+            logprobs.append(chance)
             done |= is_stop(token, self.stops)
             if t + 1 == tokens or bool(done.all()):
                 break
@@ -186,10 +187,12 @@ class Chunk:
 
 
 def _chunks(tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> list[Chunk]:
-    """Of draws (R, n), each up to its first stop id."""
+    """Of draws (R, n), each up to its first stop id. Raises ValueError for a log-prob that is NaN."""
     found = []
     for row, logp in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token in sampling.stop_ids), None)
+        if any(map(math.isnan, logp[:end])):
+            raise ValueError(not_finite(sampling))
         found.append(Chunk(tuple(row[:end]), tuple(logp[:end]), end is not None))
     return found
 

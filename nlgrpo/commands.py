@@ -148,6 +148,8 @@ def _generate_guided(
             print(f"{prompt}{response.text}\n    [{said}]")
     speed = cost.tokens / max(perf_counter() - began, 1e-9)
     searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"
+    if how.chunk >= sampling.max_new_tokens:
+        searched += ", which are whole responses: no value guides"
     print(f"{searched}: {cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
     return 0
 

@@ -96,6 +96,13 @@ def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sa
             raise ValueError(f"prompt {i} has a token id outside [0, {limits.vocab}), the model's vocabulary")
 
 
+def not_finite(sampling: Sampling) -> str:
+    return (
+        f"the model's logits, at temperature = {sampling.temperature:g}, are not finite: its weights hold NaN or too "
+        "large values, or the temperature is too close to 0"
+    )
+
+
 def rollout_of(
     prompts: Sequence[Sequence[int]],
     parts: Sequence[tuple[Tensor, Tensor]],
@@ -118,10 +125,7 @@ def rollout_of(
     lengths = torch.where(finished, first + 1, min(longest, sampling.max_new_tokens))
     inside = torch.arange(longest, device=tokens.device) < lengths[:, None]
     if not torch.where(inside, logprobs, 0.0).isfinite().all():
-        raise ValueError(
-            f"the model's logits, at temperature = {sampling.temperature:g}, are not finite: its weights hold NaN or "
-            "too large values, or the temperature is too close to 0"
-        )
+        raise ValueError(not_finite(sampling))
     shape = (rows // samples, samples)
     return Rollout(
         prompt_ids=[list(p) for p in prompts],

@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 ROPES = ("default", "linear", "yarn", "llama3")
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ def shape_of(config: Any) -> Shape:
         raise UnknownModel(f"unknown activation {shape.activation!r}; known: {', '.join(ACTIVATIONS)}")
     if shape.rotary_dim and (kind := config.rope_parameters.get("rope_type", "default")) not in ROPES:
         raise UnknownModel(f"unknown rotary embedding {kind!r}; known: {', '.join(ROPES)}")
+    if any(window is not None and window < 1 for window in shape.windows):
+        raise ValueError(f"config.json describes no {config.model_type!r}: sliding_window {config.sliding_window}")
+    with torch.device("cpu"):  # a model may be in the making on no device
+        rotary_frequencies(config, shape)  # which looks at the rest of the config
     return shape
 
 
@@ -131,8 +136,13 @@ def _mistral(config: Any) -> Shape:
 
 
 def _qwen2(config: Any, **differences: Any) -> Shape:
-    sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    windows = tuple(config.sliding_window if slides else None for slides in sliding)
+    known = {"full_attention"} if config.sliding_window is None else {"full_attention", SLIDING}
+    if not set(config.layer_types) <= known:
+        raise ValueError(
+            f"config.json describes no {config.model_type!r}: layer_types {config.layer_types} with sliding_window "
+            f"{config.sliding_window}; known: {', '.join(sorted(known))}"
+        )
+    windows = tuple(config.sliding_window if kind == SLIDING else None for kind in config.layer_types)
     return _llama_like(config, **({"windows": windows, "qkv_bias": True} | differences))
 
 
@@ -203,6 +213,11 @@ def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]
         steps = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32) / shape.rotary_dim
         return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if 2 * len(inv_freq) != shape.rotary_dim:
+        raise ValueError(
+            f"config.json describes no {config.model_type!r}: rope_parameters {config.rope_parameters} are of "
+            f"{2 * len(inv_freq)} numbers of a head, and it turns {shape.rotary_dim}"
+        )
     return inv_freq, float(scale)
 
 

@@ -18,7 +18,7 @@ from nlgrpo import model as models
 from nlgrpo.engine import Rollout, check_prompts, rollout_of
 from nlgrpo.families import UnknownModel, shape_of
 from nlgrpo.model import Decoder
-from nlgrpo.sampling import Sampling, draw, likeliest, log_distribution, uniform_noise
+from nlgrpo.sampling import Sampling, log_distribution, next_tokens, uniform_noise
 
 UNBOUNDED = 1 << 30  # tokens of a model whose config knows no limit
 
@@ -112,9 +112,9 @@ class _Draws(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logp = log_distribution(scores, self.sampling)
-        token = draw(logp, self.noise[:, len(self.tokens)]) if self.likely is None else likeliest(logp, self.likely)
+        token, chance = next_tokens(logp, self.noise[:, len(self.tokens)], self.likely)
         self.tokens.append(token)
-        self.logprobs.append(logp.gather(1, token[:, None])[:, 0])
+        self.logprobs.append(chance)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
 

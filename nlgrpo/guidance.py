@@ -134,16 +134,19 @@ class Guide:
 
 
 def read_guide(folder: Path) -> Guide | None:
-    """What `nlgrpo iro` has learned in ``folder``, or made one model of there; None where that is something else.
+    """What `nlgrpo iro` has learned in ``folder``, or a value model of such a loop by itself, in the loop's search.
 
+    None where ``folder`` is neither. That of an iteration is where its value model is.
     Raises ValueError for a damaged file, and for a loop that has not come to its end.
     """
     path = folder / FILE
     if not path.is_file():
         if (folder / "iteration-1").is_dir():
             raise ValueError(f"{folder} is of an `nlgrpo iro` that has not come to its end; the same command goes on")
-        whole = read_guide(folder.parent) if (folder.parent / FILE).is_file() else None
-        return Guide([folder], [1.0], whole.search) if whole and whole.compressed == folder else None
+        loop = next((above for above in folder.absolute().parents[:3] if (above / FILE).is_file()), None)
+        whole = loop and read_guide(loop)
+        own = folder / "value" if (folder / "value").is_dir() else folder
+        return Guide([own], [1.0], whole.search) if whole else None
     try:
         data = json.loads(path.read_text("utf-8"))
         betas = [float(beta) for beta in data["betas"]]
@@ -223,12 +226,12 @@ class TextValue(Prefixes):
         if longest > context:
             raise ValueError(f"{self.name} has a context of {context} tokens, and a candidate has {longest} of its")
         device = self.model.head_weight.device
-        found = torch.empty(len(texts), device=device)
+        found = torch.empty(len(texts), dtype=torch.promote_types(self.model.head_weight.dtype, torch.float32))
         for part in bins(dict(enumerate(map(len, texts))), self.MICRO_BATCH):
             lengths = [len(texts[i]) for i in part]
             tokens = torch.tensor([token for i in part for token in texts[i]], device=device)
             last = torch.tensor(lengths, device=device).cumsum(0) - 1
-            found[part] = as_values(self.model(tokens, lengths, last, score)[:, 0], kind_of(self.model))
+            found[part] = as_values(self.model(tokens, lengths, last, score)[:, 0], kind_of(self.model)).cpu()
         return found
 
 

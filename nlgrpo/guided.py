@@ -34,8 +34,9 @@ class Search:
 
     ``temperature`` 0 keeps the K best candidates; above it, K are drawn without replacement with probabilities in
     proportion to e^(V / temperature) (SPI, Sec. 4). ``diverse``: identical candidates come after different ones.
-    ``likeliest``: the successors of a beam are its B most likely next tokens instead of draws, and their log-prob
-    counts beside V; with one beam and chunks of one token that is ARGS (Khanov et al. 2024, "greedy").
+    ``likeliest``: the successors of a beam are its B most likely next tokens instead of draws, fewer where fewer are
+    possible, and their log-prob counts beside V; with one beam and chunks of one token that is ARGS (Khanov et al.
+    2024, "greedy").
     Raises ValueError for a value out of range.
     """
 
@@ -234,6 +235,8 @@ class _Tree:
         chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens, likely) if growing else []
         found = [replace(beam, place=beam.place * each) for beam in beams if beam.row is None]
         for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
+            if chunk.logprobs[-1] == -math.inf:  # no such token can come
+                continue
             whole, logprobs = (*beam.tokens, *chunk.tokens), (*beam.logprobs, *chunk.logprobs)
             grown = _Beam(beam.prompt, place, row, whole, chunk.ended, logprobs=logprobs)
             found.append(replace(grown, parent=_row(beam), chunk=chunk.tokens))

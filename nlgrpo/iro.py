@@ -336,22 +336,23 @@ def _at(job: Job, index: Sequence[int]) -> Batch:
 
 
 def results(loop: Loop) -> list[dict[str, Any]]:
-    """An iteration each: what its rollouts were worth, and how well its value predicts the held-out ones."""
+    """An iteration each: what its rollouts were worth, how well its value predicts the held-out ones, its beta."""
     found = []
     for t in range(1, loop.options.iterations + 1):
         rollouts = reference_rollouts.load(loop.rollouts(t))
-        named = {name: reward.weight for name, reward in loop.cfg.rewards.items() if reward.weight != 0}
-        worth = torch.stack([weight * rollouts.reward(name) for name, weight in named.items()]).sum(0)
+        counting = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
+        worth = torch.stack([weight * rollouts.reward(name) for name, weight in counting]).sum(0)
         fitted = json.loads((loop.value(t) / value_training.Run.RESULTS).read_text("utf-8"))["after"]
-        best = worth.nan_to_num(nan=-math.inf).amax(1)
         found.append(
             {
                 "iteration": t,
                 "prompts": len(worth),
                 "samples": worth.shape[1],
                 "mean": _mean(worth.nanmean(1)),
-                "best": _mean(best),
+                "best": _mean(worth.nan_to_num(nan=-math.inf).amax(1)),
                 "explained_variance": fitted.get("explained_variance"),
+                "value": str(loop.value(t).relative_to(loop.folder)),
+                "beta": loop.options.weights[t - 1],
             }
         )
     return found

@@ -279,5 +279,10 @@ def open_folder(run: Run) -> None:
 
 
 def _free(cfg: Config) -> tuple[str, ...]:
-    """`FREE`, but for the number of evaluation prompts where these are held out of the training data."""
-    return FREE if cfg.data.evaluation else tuple(name for name in FREE if name != "evaluation.prompts")
+    """`FREE`, but for what training depends on here.
+
+    That is the length of a run whose learning rate falls towards its end, and the number of evaluation prompts where
+    these are held out of the training data.
+    """
+    bound = {"train.steps": cfg.optim.schedule != "constant", "evaluation.prompts": not cfg.data.evaluation}
+    return tuple(name for name in FREE if not bound.get(name, False))

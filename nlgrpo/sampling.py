@@ -46,8 +46,8 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """(R, V) log-probabilities of the distribution that is sampled from; -inf where a filter cuts."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+        most, best = logits.max(-1, keepdim=True)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0) + 0.0 * most  # NaN where that is not finite
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if not sampling.filtered:
@@ -77,11 +77,18 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=log_probs.shape[-1] - 1)
 
 
-def likeliest(logp: Tensor, ranks: Sequence[int]) -> Tensor:
-    """(R,) of each row's token with this rank by log-prob (R, V), the likeliest first; equals in their order."""
-    order = logp.argsort(dim=-1, descending=True, stable=True)
-    at = torch.tensor(ranks, device=logp.device).clamp(max=logp.shape[1] - 1)
-    return order.gather(1, at[:, None])[:, 0]
+def next_tokens(logp: Tensor, noise: Tensor, ranks: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probs, each (R,), under ``logp`` (R, V): drawn by ``noise`` (R,), or with these ``ranks``.
+
+    Of those the likeliest token has 0, and equals come in their order; where fewer tokens are possible, the log-prob
+    is -inf.
+    """
+    if ranks is None:
+        tokens = draw(logp, noise)[:, None]
+        return tokens[:, 0], logp.gather(1, tokens)[:, 0]
+    at = torch.tensor(ranks, device=logp.device)[:, None]
+    tokens = logp.argsort(dim=-1, descending=True, stable=True).gather(1, at.clamp(max=logp.shape[1] - 1))
+    return tokens[:, 0], logp.gather(1, tokens).masked_fill(at >= logp.shape[1], -torch.inf)[:, 0]
 
 
 _MASK = 0x7FFFFFFFFFFFFFFF

@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -235,6 +236,20 @@ def test_positions_behind_the_padding_bound_the_length(tmp_path, classifier):
         load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, max_length=31)")
     with pytest.raises(ValueError, match="classifier cannot be made, RuntimeError"):
         load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, device='foo')")
+
+
+def test_learned_positions_of_gpt2_bound_the_length(tmp_path, classifier):
+    folder, _ = classifier()
+    config = GPT2Config(
+        vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=40, num_labels=1, pad_token_id=3
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "gpt2")
+    source = repr(str(tmp_path / "gpt2"))
+    longest = load("r", f"classifier(path={source}, max_length=40)").function
+    assert longest([""], ["b " * 99]) == load("r", f"classifier(path={source})").function([""], ["b " * 99])
+    with pytest.raises(ValueError, match="max_length = 41, and the model has learned 40 positions"):
+        load("r", f"classifier(path={source}, max_length=41)")
 
 
 def test_gsm8k_agrees_with_all_labels_of_real_solutions(shared):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,25 @@ def test_complete_candidates_are_valued_where_values_choose(work):
     assert [[one.tokens for one in own] for own in found] == [[one.tokens for one in own] for own in plain]
 
 
+def test_a_value_model_of_a_loop_by_itself_is_in_the_loops_search(work, tmp_path, monkeypatch):
+    loop, how = tmp_path / "loop", Search(2, 3, 5)
+    for folder in ("iteration-1/value/model", "compressed-1/model"):
+        shutil.copytree(work / "gpt2", loop / folder)
+    with pytest.raises(ValueError, match="has not come to its end"):
+        guidance.read_guide(loop)
+    guidance.Guide([loop / "iteration-1" / "value"], [0.5], how, loop / "compressed-1").write(loop)
+    monkeypatch.chdir(loop)
+    for named, value in (
+        (loop / "compressed-1", loop / "compressed-1"),
+        (loop / "compressed-1" / "model", loop / "compressed-1" / "model"),
+        (Path("compressed-1"), Path("compressed-1")),
+        (loop / "iteration-1" / "value", loop / "iteration-1" / "value"),
+        (loop / "iteration-1", loop / "iteration-1" / "value"),
+    ):
+        assert guidance.read_guide(named) == guidance.Guide([value], [1.0], how)
+    assert guidance.read_guide(work / "gpt2") is None
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +229,10 @@ def test_the_command_prints_the_response_of_the_search(work, capsys):
         assert row["finish_reason"] == ("stop" if row["ids"][-1] == EOS else "length")
     assert f"{cost.tokens:,} tokens drawn, {cost.queries:,} values" in captured.err
 
+    assert "no value guides" not in captured.err
+
+    assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high", chunk=6)) == 0
+    assert "2 beams x 3 chunks of 6 tokens, which are whole responses: no value guides" in capsys.readouterr().err
     assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high")) == 0
     shown = capsys.readouterr().out
     assert shown.count("rewards.py:high ") == len(PROMPTS)
@@ -279,6 +303,28 @@ def swapped(work, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     reward_model.save(model, tmp_path / "value", tokenizer=tokenizer, pad=0, max_length=64)
     return tmp_path / "value", tokenizer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_values", "tolerance"),
+    [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.float32, 1e-5), (torch.bfloat16, torch.float32, 0.1)],
+)
+def test_values_of_texts_are_as_exact_too(work, tmp_path, dtype, of_values, tolerance):
+    folder, tokenizer = swapped(work, tmp_path)
+    _, policys = loaded(work)
+    [(value, _)] = load_values([folder], [], policys, Sampling(max_new_tokens=6), dtype=dtype)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
+    theirs.config.pad_token_id = None
+    prompts, rows = [policys(text).input_ids for text in PROMPTS[:2]], [[4 + i, 30 - i] for i in range(8)]
+    value.begin(prompts)
+    with torch.inference_mode():
+        found = value.score([i % 2 for i in range(8)], rows)
+        truth = []
+        for i, row in enumerate(rows):
+            text = policys.decode([*prompts[i % 2], *row], skip_special_tokens=True)
+            truth.append(theirs(torch.tensor([tokenizer(text).input_ids])).logits.item())
+    assert found.dtype == of_values
+    assert found.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
 
 
 def test_a_chat_template_makes_no_other_tokenizer(work, tmp_path):

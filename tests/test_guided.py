@@ -278,6 +278,38 @@ def test_bad_values_are_named(tmp_path):
         select([0.0, math.nan], "ab", 1)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("how", [Search(1, 2, 2), Search(2, 2, 6), Search(1, 2, 1, likeliest=True)])
+def test_a_broken_model_is_named_and_no_value(how, temperature, tmp_path):
+    policy, sampling = policy_of("llama", tmp_path), Sampling(max_new_tokens=6, temperature=temperature)
+    with torch.no_grad():
+        policy.norm.weight[0] = math.nan
+    for values in ([], [(TextValue(len), 1.0)]):
+        with pytest.raises(ValueError, match=r"the model's logits, at temperature = \d, are not finite"):
+            search(policy, PROMPTS, how, sampling, values)
+    with pytest.raises(ValueError, match="are not finite"):
+        generate(policy, PROMPTS, 2, sampling)
+
+
+@pytest.mark.parametrize(("sampling", "possible"), [({"top_k": 3}, 3), ({"temperature": 0.0}, 1), ({}, 999)])
+def test_the_likeliest_tokens_are_possible_ones(sampling, possible, tmp_path):
+    """Fewer than were asked for, where a filter leaves fewer or the vocabulary has no more."""
+    policy, sampling = policy_of("llama", tmp_path), Sampling(max_new_tokens=2, **sampling)
+    vocab = policy.shape.vocab
+    how = Search(1, vocab + 9, 1, diverse=False, likeliest=True)
+    values = [(TextValue(lambda tokens: tokens[-1] / 100), 1.0)]
+    found, cost = search(policy, PROMPTS, how, sampling, values, max_rows=1)
+    each = min(possible, vocab)
+    for prompt, candidates in zip(PROMPTS, found, strict=True):
+        [(token,)] = {candidate.tokens[:1] for candidate in candidates}
+        logp = log_distribution(behind(policy, prompt)[None], sampling)[0]
+        first = [token for token in range(vocab) if logp[token] > -math.inf]
+        assert token == max(first, key=lambda t: float(logp[t]) + t / 100)
+        assert len(first) == len({candidate.tokens for candidate in candidates}) == len(candidates) == each
+        assert all(math.isfinite(candidate.logprob) for candidate in candidates)
+    assert (cost.tokens, cost.queries) == (2 * 3 * each, 3 * each)
+
+
 def test_the_noise_of_choices_is_another():
     places, positions = torch.arange(16), torch.tensor([3])
     tokens, choices = (uniform_noise(seed, torch.zeros_like(places), places, positions) for seed in (5, 5 ^ CHOICE))

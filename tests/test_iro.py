@@ -86,6 +86,9 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert {path.name for path in whole.iterdir()} == folders | files
     first, second = json.loads((whole / "iro.json").read_text())
     assert (first["samples"], second["samples"]) == (16, 8)
+    assert [(row["value"], row["beta"]) for row in (first, second)] == [
+        ("iteration-1/value", 1.0), ("iteration-2/value", 0.5)
+    ]  # fmt: skip
     worth = 2.0 * load(whole / "iteration-1" / "rollouts").rewards["low"]
     more = 2.0 * load(whole / "iteration-2" / "rollouts").rewards["low"].mean(1) - worth.mean(1)
     assert more.mean() > 2 * more.std() / len(more) ** 0.5

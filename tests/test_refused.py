@@ -119,6 +119,26 @@ def test_files(folder, capsys, file, content, says):
             "describes no 'llama': vocabulary 32, width 24, 4 heads of 6 with 3 for",
         ),
         ({"max_position_embeddings": 0}, "config.json describes no 'llama'"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "are of 4 numbers of a head, and it turns 6",
+        ),
+        ({"model_type": "mistral", "sliding_window": 0}, "config.json describes no 'mistral': sliding_window 0"),
+        (
+            {"model_type": "qwen2", "sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
+            "with sliding_window None; known: full_attention",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+            "describes no 'qwen3': layer_types ['full_attention', 'chunked_attention'] with sliding_window None",
+        ),
     ],
 )
 def test_models(folder, capsys, changes, says):

@@ -284,6 +284,14 @@ def test_what_only_the_end_needs_may_change(work):
     assert len(untimed(work / "free")) == 2
 
 
+def test_the_length_of_a_run_is_part_of_it_where_its_learning_rate_falls(work, capsys):
+    """Another length would have had other rates from its first step on."""
+    options = {"optim__schedule": "linear", "train__checkpoint_every": 1}
+    assert train.main(arguments(work, "falls", train__steps=2, **options)) == 0
+    assert train.main(arguments(work, "falls", train__steps=4, **options)) == 1
+    assert "train.steps: 2 -> 4" in capsys.readouterr().err
+
+
 def test_held_out_prompts_are_part_of_the_data(work, capsys):
     """More of them would leave others to train on."""
     assert train.main(arguments(work, "held", train__steps=1)) == 0
