@@ -98,9 +98,21 @@ def shape_of(config: Any) -> Shape:
         raise UnknownModel(f"unknown rotary embedding {kind!r}; known: {', '.join(ROPES)}")
     if any(window is not None and window < 1 for window in shape.windows):
         raise ValueError(f"config.json describes no {config.model_type!r}: sliding_window {config.sliding_window}")
-    with torch.device("cpu"):  # a model may be in the making on no device
-        rotary_frequencies(config, shape)  # which looks at the rest of the config
+    _check_rotary(config, shape)
     return shape
+
+
+def _check_rotary(config: Any, shape: Shape) -> None:
+    try:
+        with torch.device("cpu"):  # a model may be in the making on no device
+            frequencies, _ = rotary_frequencies(config, shape)
+    except (TypeError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(f"config.json describes no {config.model_type!r}: rope_parameters, {error}") from error
+    if frequencies is not None and not (frequencies.isfinite().all() and 2 * len(frequencies) == shape.rotary_dim):
+        raise ValueError(
+            f"config.json describes no {config.model_type!r}: rope_parameters {config.rope_parameters} turn "
+            f"{2 * len(frequencies)} numbers of a head by {frequencies.tolist()[:2]}, .., and it has {shape.rotary_dim}"
+        )
 
 
 def _llama_like(config: Any, **differences: Any) -> Shape:
@@ -213,11 +225,6 @@ def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]
         steps = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32) / shape.rotary_dim
         return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if 2 * len(inv_freq) != shape.rotary_dim:
-        raise ValueError(
-            f"config.json describes no {config.model_type!r}: rope_parameters {config.rope_parameters} are of "
-            f"{2 * len(inv_freq)} numbers of a head, and it turns {shape.rotary_dim}"
-        )
     return inv_freq, float(scale)
 
 

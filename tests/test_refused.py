@@ -128,7 +128,12 @@ def test_files(folder, capsys, file, content, says):
                     "partial_rotary_factor": 0.5,
                 }
             },
-            "are of 4 numbers of a head, and it turns 6",
+            "turn 4 numbers of a head by [0.5, ",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "of a head by [inf, inf]"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}},
+            "rope_parameters, uns",
         ),
         ({"model_type": "mistral", "sliding_window": 0}, "config.json describes no 'mistral': sliding_window 0"),
         (
