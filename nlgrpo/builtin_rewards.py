@@ -184,6 +184,12 @@ def final_answer(text: str) -> Decimal | None:
     return numbers[-1] if numbers else None
 
 
+def vote(text: str) -> Decimal | str | None:
+    r"""The `final_answer`, or what the last ``\boxed{}`` holds where that is no number, such as a letter."""
+    answer, boxed = final_answer(text), _last_boxed(text)
+    return answer if answer is not None or boxed == text else "".join(boxed.split()) or None
+
+
 def _numbers(text: str) -> list[Decimal]:
     # Decimal, because int refuses the runs of thousands of digits that an untrained model writes.
     numbers = []

@@ -282,7 +282,7 @@ def _tidy(folder: Path) -> None:
         if match and match[2] == "old" and not (folder / match[1]).exists():
             os.replace(path, folder / match[1])
         elif match:
-            shutil.rmtree(path)
+            writing.remove(path)
     _sync(folder)
 
 
@@ -293,7 +293,7 @@ def _publish(partial: Path, target: Path) -> None:
     os.replace(partial, target)
     _sync(target.parent)
     if old.exists():
-        shutil.rmtree(old)
+        writing.remove(old)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
@@ -301,7 +301,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         path = folder / f"step-{outdated:08d}"
         gone = path.with_name(f".{path.name}.gone")
         os.replace(path, gone)  # so that a half-deleted one is never taken for a checkpoint
-        shutil.rmtree(gone)
+        writing.remove(gone)
 
 
 def _write(path: Path, text: str) -> None:

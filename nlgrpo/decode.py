@@ -54,6 +54,7 @@ the rewards chooses. Methods: "bon", best-of-N; "iro", the search guided by all 
 two, "compressed" by the one that `nlgrpo iro` has made of all; "cd", chunks behind one beam by the first value; "args"
 or "args:WEIGHT", the likeliest tokens by their log-prob and WEIGHT times the reward of the prefix."""
 RESULTS = "decode.json"
+LARGEST = 1 << 20  # candidates of a prompt
 
 
 @dataclass
@@ -94,7 +95,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
         [
             "" if options.methods else "--methods: name one or more",
             "" if options.budgets else "--budgets: name one or more",
-            *(f"--budgets {budget}: allowed is >= 1" for budget in options.budgets if budget < 1),
+            *(f"--budgets {n}: allowed is 1 to {LARGEST:,}" for n in options.budgets if not 1 <= n <= LARGEST),
             "" if options.chunk is None or options.chunk >= 1 else f"--chunk {options.chunk}: allowed is >= 1",
         ]
     )
@@ -277,7 +278,7 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
         "rewards": _judged(c, c.worth(c.batch, [one.tokens for one in answers], 1)).flatten().tolist(),
         "tokens": cost.tokens,
         "queries": cost.queries - of_prefixes,
-        "reward_queries": of_prefixes + len(found) * way.budget * by_reward,
+        "reward_queries": of_prefixes + sum(one.places for own in found for one in own) * by_reward,
         "seconds": seconds,
         "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
         "cache_bytes": cost.cache_bytes,
@@ -289,7 +290,9 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
 def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """The candidate of each prompt with the largest reward."""
     rows = [[one for one in own for _ in range(one.places)] for own in found]
-    worth = _judged(c, c.worth(c.batch, [one.tokens for own in rows for one in own], len(rows[0])))
+    most = max(map(len, rows))  # ARGS has fewer where fewer tokens are possible: the last one stands for the rest
+    rows = [own + own[-1:] * (most - len(own)) for own in rows]
+    worth = _judged(c, c.worth(c.batch, [one.tokens for own in rows for one in own], most))
     return [own[i] for own, i in zip(rows, worth.argmax(1).tolist(), strict=True)]
 
 
@@ -307,7 +310,8 @@ def _judged(c: Comparison, worth: Tensor) -> Tensor:
     worth = worth.nan_to_num(nan=-math.inf)
     unjudged = worth.isneginf().all(1).nonzero()[:, 0].tolist()
     if unjudged:
-        raise ValueError(f"the rewards have nothing to say of prompt {c.batch.index[unjudged[0]]}")
+        what = "what was chosen for" if worth.shape[1] == 1 else "any candidate of"
+        raise ValueError(f"the rewards have nothing to say of {what} prompt {c.batch.index[unjudged[0]]}")
     return worth
 
 

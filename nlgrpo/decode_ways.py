@@ -62,9 +62,11 @@ def way(
 
 
 def _guided(way: Way, there: int) -> Way:
-    if not 1 <= len(way.values) <= there:
-        needed = max(len(way.values), 1)
-        raise ValueError(f"method {way.method!r} is guided by {needed} value models, and --guide has {there}")
+    if not there or not 1 <= len(way.values) <= there:
+        raise ValueError(
+            f"method {way.method!r} is guided by {len(way.values)} value models: allowed are 1 to those of --guide, "
+            f"which are {there}"
+        )
     return way
 
 

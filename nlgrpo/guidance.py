@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import guided, reward_model, rewards, writing
 from nlgrpo.bridge import Bridge
-from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.builtin_rewards import vote
 from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.data import Prompt, encode
 from nlgrpo.engine import Rollout
@@ -40,7 +40,7 @@ class Chooser:
     """How the response is chosen among the candidates of a prompt.
 
     ``how``: "value", the largest V; "majority", the first candidate with the most frequent final answer (by the rule of
-    `builtin_rewards.final_answer`, such as what is ``\\boxed{}``); or a reward as a configuration names it, the largest
+    `builtin_rewards.vote`, such as what is ``\\boxed{}``); or a reward as a configuration names it, the largest
     one. Of equals it is the first. Raises ValueError for a reward that does not exist.
     """
 
@@ -57,7 +57,7 @@ class Chooser:
         Raises ValueError where a reward fails or has nothing to say of any.
         """
         if self.how == MAJORITY:
-            return majority([final_answer(text) for text in texts], [candidate.places for candidate in candidates])
+            return majority([vote(text) for text in texts], [candidate.places for candidate in candidates])
         worth = [candidate.value for candidate in candidates]
         if self.reward is not None:
             worth = _rewards(self.reward, prompt, candidates, texts)

@@ -161,15 +161,9 @@ class GuidedSampler(Sampler):
     def draw(self, model: Decoder | Foreign, batch: Batch) -> Rollout:
         with gathered(model):
             found, _ = guided.search(
-                model,
-                batch.ids,
-                self.guide.search,
-                self.sampling,
-                self.values,
-                seed=self.seed,
-                index=batch.index,
-                max_rows=self.max_rows,
-            )
+                model, batch.ids, self.guide.search, self.sampling, self.values,
+                seed=self.seed, index=batch.index, max_rows=self.max_rows,
+            )  # fmt: skip
         return guidance.as_rollout(batch.ids, found)
 
 
@@ -203,10 +197,7 @@ class Loop:
         """The rollouts of iteration t; the values that guide them must be there."""
         out = RolloutOptions(out=self.rollouts(t), samples=self.options.samples)
         job = build(out, self.cfg, self.crew)
-        total = self._training(job)
-        count = self.options.prompts or total
-        first = (t - 1) * count % total if count < total else 0
-        index = [(first + i) % total for i in range(min(count, total))]
+        index = self._prompts(t, self._training(job))
         job = dataclasses.replace(
             job, batch=_at(job, index), sampler=dataclasses.replace(job.sampler, seed=self._seed(t))
         )
@@ -218,6 +209,13 @@ class Loop:
         origin = dataclasses.replace(job.origin, guide=guide.digest())
         sampler = GuidedSampler(**own, guide=guide, dtype=job.dtype, device=self.crew.ranks.device)
         return dataclasses.replace(job, origin=origin, sampler=sampler)
+
+    def _prompts(self, t: int, total: int) -> list[int]:
+        """Those of iteration t: others in each, and behind them always the same ones, which no value learns from."""
+        count = min(self.options.prompts or total, total)
+        held = min(self.options.value.held_out, count // 2)
+        there, new = total - held, count - held
+        return [((t - 1) * new + i) % there for i in range(new)] + list(range(there, total))
 
     def _training(self, job: Job) -> int:
         """How many of the prompts a run would train on: the first ones, where it holds the last ones out."""

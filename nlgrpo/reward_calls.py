@@ -112,7 +112,10 @@ def _settle_sync(call: Call) -> Outcome:
     # Foreign code may raise anything, sys.exit() included, and whoever waits reports it.
     # Only Ctrl-C goes through: it arrives in the main thread alone and is not the function's doing.
     try:
-        return Outcome(call())
+        result = call()
+        if not inspect.isawaitable(result):
+            return Outcome(result)
+        return asyncio.run_coroutine_threadsafe(_settle(lambda: result), _responsive_loop()).result()
     except KeyboardInterrupt:
         raise
     except BaseException as error:

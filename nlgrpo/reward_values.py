@@ -28,18 +28,24 @@ class Fault:
 def values_of(output: Any, count: int, scale: float) -> tuple[Tensor, list[Fault]]:
     values = torch.full((count,), math.nan, dtype=torch.float64)
     wrong = None
+    kind = type(output).__name__
     if isinstance(output, (Tensor, np.ndarray)) and output.ndim != 1:
         wrong = f"returned shape {tuple(output.shape)}"
-    elif not isinstance(output, (list, tuple, Tensor, np.ndarray)):
-        wrong = f"returned a value of type {type(output).__name__}, not a list,"
-    elif len(output) != count:
+    elif hasattr(output, "tolist"):  # a Series of pandas is a list too
+        try:
+            output = output.tolist()
+        except (RuntimeError, NotImplementedError) as error:  # of a tensor that is sparse, or on no device
+            wrong = f"returned a {kind} that holds no list ({str(error).splitlines()[0]})"
+    if wrong is None and not isinstance(output, (list, tuple)):
+        wrong = f"returned a value of type {kind}, not a list,"
+    elif wrong is None and len(output) != count:
         wrong = f"returned {len(output)} values"
     if wrong is not None:
         advice = 'A reward function returns one float or None per completion; see the README, "Your own reward".'
         return values, [Fault(f"{wrong} for {count} completions", advice)]
 
     faults = []
-    for i, item in enumerate(output.tolist() if isinstance(output, (Tensor, np.ndarray)) else output):
+    for i, item in enumerate(output):
         number = _number(item)
         if number is None:
             continue

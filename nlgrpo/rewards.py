@@ -258,8 +258,8 @@ def score(
     All lists have P*M items, prompt-major; ``first_prompt`` is the number of the first prompt, for messages. A function
     is called with ``prompts completions completion_ids``, the columns, ``trainer_state`` (``.global_step .max_steps``),
     ``log_metric(name, value)`` and ``log_extra(column, values)``, a kernel also with ``samples``, which is M; without
-    ``**kwargs``, with those that it names. The lists are its own, not what is in them. Async functions run together in
-    one event loop, the same at every step, while the sync ones run one by one.
+    ``**kwargs``, with those that it names. The lists are its own, and those and the dicts in them. Async functions run
+    together in one event loop, the same at every step, while the sync ones run one by one.
 
     Raises RewardError when a reward raises, exceeds its timeout, or returns other than a list, tuple, 1-D tensor or
     array of one finite number, bool or None per completion (a kernel: of M such numbers, symmetric in a group);
@@ -321,8 +321,14 @@ def _call_of(reward: Reward, batch: _Batch, log: Log) -> functools.partial[Any]:
         advice = f"A reward can take: {', '.join(given)}. The columns of the data are among them."
         raise RewardError(_message(reward, Fault(what, advice), batch))
     names = [name for name in given if name not in bound and (takes_all or name in taken)]
-    own = {name: list(given[name]) if isinstance(given[name], list) else given[name] for name in names}
-    return functools.partial(reward.function, **own)
+    return functools.partial(reward.function, **{name: _own(given[name]) for name in names})
+
+
+def _own(value: Any) -> Any:
+    """With lists and dicts of its own, so that a reward that changes one changes no data, nor what others get."""
+    if isinstance(value, list):
+        return [_own(item) if isinstance(item, (list, dict)) else item for item in value]
+    return {key: _own(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import shutil
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from nlgrpo import config, writing
 from nlgrpo.parallel import Ranks
 
 FILE = "config.json"
+_LOCKED: dict[Path, int] = {}  # descriptors of the folders that this process has claimed
 
 
 def claim(
@@ -28,8 +30,8 @@ def claim(
     """Make the folder of a run of ``cfg``, or check that the run in it is this one; collective.
 
     Keys that begin with one of ``free`` may differ. With ``restart``, what a run writes there (``removed``, files and
-    folders) is taken away first, and nothing else. Raises ValueError where the folder is another run's, or none's;
-    ``advice``: what may be chosen then.
+    folders) is taken away first, and nothing else. Raises ValueError where the folder is another run's, or none's, or
+    another process is at work in it; ``advice``: what may be chosen then. It stays this process's until that ends.
     """
     fault = ""
     try:
@@ -46,7 +48,9 @@ def claim(
 def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str], advice: str) -> str:
     """What is wrong with the folder, if anything is."""
     now = json.loads(json.dumps(asdict(cfg)))
-    known = folder / FILE
+    known, busy = folder / FILE, f"another process is at work in {folder}; wait for its end, or choose {advice}"
+    if known.is_file() and not _lock(folder):
+        return busy
     if restart and known.is_file():
         _clear(folder, removed)
     elif known.is_file():
@@ -66,8 +70,27 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
     elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {f"{FILE}.tmp"}):
         return f"{folder} exists and holds no run; choose {advice.partition(',')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
+    if not _lock(folder):
+        return busy
     writing.atomic_write(known, json.dumps(now, indent=2) + "\n")
     return ""
+
+
+def _lock(folder: Path) -> bool:
+    """Whether no other process has locked the folder: then this one has, until it ends or is killed."""
+    if (before := _LOCKED.pop(folder.resolve(), None)) is not None:
+        os.close(before)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return True
+    _LOCKED[folder.resolve()] = descriptor
+    return True
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -81,7 +104,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _clear(folder: Path, names: Sequence[str]) -> None:
     """Remove what a run writes, and nothing else that stands in its folder; its config.json is replaced afterwards."""
     for name in names:
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-        else:
-            (folder / name).unlink(missing_ok=True)
+        writing.remove(folder / name)

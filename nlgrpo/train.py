@@ -25,7 +25,7 @@ from nlgrpo.data import Batch
 from nlgrpo.engine import Rollout
 from nlgrpo.groups import Groups
 from nlgrpo.learner import Learner
-from nlgrpo.metrics import MetricsLogger
+from nlgrpo.metrics import FILE, MetricsLogger, read_jsonl
 from nlgrpo.offline import Samples
 from nlgrpo.recipes import from_arguments
 from nlgrpo.reference_rewards import Held
@@ -179,6 +179,8 @@ def _launch(cfg: Config, ranks: parallel.Ranks, stop: StopSignal, dry_run: bool)
     before = evaluate_before(run, learner)
     if run.restore(learner):
         console.print(f"going on from step {run.progress.step}")
+    elif logged := len(read_jsonl(run.folder / FILE)):
+        console.print(f"begins anew, without the {logged} steps logged: no checkpoint in {run.folder / 'checkpoints'}")
     with run.logger() as log:
         finished = train(run, learner, stop, log)
     if finished:

@@ -22,7 +22,7 @@ class Outcomes:
     """R completions of the prompts in front of them, and their rewards (R,) float64; in the order of the rollouts."""
 
     asked: list[tuple[int, ...]]
-    """What each prompt is in the policy's tokens."""
+    """What each prompt is by itself in the value model's tokens."""
     prompts: list[list[int]]
     completions: list[list[int]]
     rewards: Tensor
@@ -59,9 +59,9 @@ class Outcomes:
         return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
     def split(self, prompts: int) -> tuple[Outcomes, Outcomes]:
-        """Without the last ``prompts`` different prompts, at most half of them, and these: no prompt is in both."""
-        known = list(dict.fromkeys(self.asked))
-        held = set(known[len(known) - min(prompts, len(known) // 2) :])
+        """Without the ``prompts`` different prompts that came last, at most half of all, and these: none is in both."""
+        known = list(dict.fromkeys(reversed(self.asked)))
+        held = set(known[: min(prompts, len(known) // 2)])
         sides: tuple[list[int], list[int]] = ([], [])
         for i, prompt in enumerate(self.asked):
             sides[prompt in held].append(i)
@@ -114,13 +114,12 @@ def _of_one(
 ) -> Outcomes:
     bridge = _bridge(rollouts, tokenizer)
     names = list(rewards) or list(rollouts.rewards)
-    worth = sum(
-        (weight * rollouts.reward(name) for name, weight in zip(names, weights or [1.0] * len(names), strict=True)),
-        start=torch.zeros_like(rollouts.logprobs),
-    )
+    pairs = zip(names, weights or [1.0] * len(names), strict=True)
+    parts = [weight * rollouts.reward(name) for name, weight in pairs if weight != 0]
+    worth = sum(parts, start=torch.zeros_like(rollouts.logprobs))
     asked, prompts, completions, kept, abstained, too_long = [], [], [], [], 0, 0
     for (prompt, own), values in zip(rollouts.tokens(), worth.tolist(), strict=True):
-        whose = tuple(prompt)
+        whose = tuple(bridge.whole(prompt, []) if bridge else prompt)
         for completion, value in zip(own, values, strict=True):
             read = bridge.parts(prompt, completion) if bridge else (prompt, completion)
             if value != value:

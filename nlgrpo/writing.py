@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,3 +60,11 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
         except OSError:
             beside.unlink(missing_ok=True)  # half of a file on a disk that is full
             raise
+
+
+def remove(path: Path) -> None:
+    """A folder with all in it, or a file; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.builtin_rewards import final_answer, vote
 from nlgrpo.rewards import load
 
 
@@ -179,6 +179,21 @@ def test_regex_finds_or_matches_the_whole():
 )
 def test_final_answer(text, answer):
     assert final_answer(text) == (None if answer is None else pytest.approx(type(final_answer("1"))(answer), abs=0))
+    assert vote(text) == final_answer(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "votes"),
+    [
+        ("It is 7, so \\boxed{ B }", "B"),
+        ("\\boxed{A} or \\boxed{\\text{two  words}}", "\\text{twowords}"),
+        ("\\boxed{}", None),
+        ("\\boxed{x = 3}", type(final_answer("1"))("3")),
+        ("no number and no box", None),
+    ],
+)
+def test_a_box_without_a_number_votes_for_what_it_holds(text, votes):
+    assert vote(text) == votes
 
 
 def test_gsm8k_compares_values():

@@ -243,6 +243,19 @@ def test_a_damaged_later_one_does_not_push_out_the_good(tmp_path):
     assert load(tmp_path, model, optimizer) == {"step": 9, "again": True}
 
 
+def test_a_file_under_the_name_of_a_checkpoint(tmp_path, caplog):
+    model, optimizer = make()
+    save(tmp_path, 1, model, optimizer)
+    for name in ("step-00000000", "step-00000002", ".step-00000001.gone"):
+        (tmp_path / name).write_text("mine")
+    assert load(tmp_path, model, optimizer) == {"step": 1}
+    assert "step-00000002" in caplog.text
+    save(tmp_path, 2, model, optimizer, again=True)
+    assert load(tmp_path, model, optimizer) == {"step": 2, "again": True}
+    save(tmp_path, 3, model, optimizer)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
 def test_leftovers_of_killed_saves(tmp_path):
     model, optimizer = make()
     good = save(tmp_path, 1, model, optimizer)

@@ -157,6 +157,21 @@ def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
     assert row["theory"]["reward_queries"] == 5 * LENGTH
 
 
+def test_args_where_prompts_have_other_numbers_of_tokens(work):
+    """A filter leaves one more than another; what a loop by hand chooses, and as many rewards as there are tokens."""
+    options = {"methods": ("args:0",), "budgets": (9,), "rollout__top_p": 0.8, "rollout__max_new_tokens": 1}
+    assert cli.main(arguments(work, "filtered", **options)) == 0
+    row, tokenizer = results(work, "filtered")["args:0", 9], AutoTokenizer.from_pretrained(work / "policy")
+    theirs, counts = AutoModelForCausalLM.from_pretrained(work / "policy").double(), []
+    for prompt, given in zip(HELD, row["rewards"], strict=True):
+        probs, tokens = theirs(torch.tensor([tokenizer(prompt).input_ids])).logits[0, -1].softmax(-1).sort()
+        kept = tokens[probs.cumsum(0) > 1 - 0.8].flip(0)[:9].tolist()
+        counts.append(len(kept))
+        assert given == pytest.approx(max(worth(prompt, [token], tokenizer) for token in kept))
+    assert len(set(counts)) > 1
+    assert (row["tokens"], row["reward_queries"]) == (sum(counts), sum(counts))
+
+
 def test_the_majority_answers(work):
     options = {"methods": ("bon",), "budgets": (6,), "choose": "majority", "train__seed": 4}
     assert cli.main(arguments(work, "majority", **options)) == 0
@@ -305,9 +320,14 @@ def test_ways():
         ({"methods": ("compressed",)}, "method 'compressed': --guide is to be the folder of an `nlgrpo iro`"),
         ({"methods": ("args:x",)}, "method 'args:x'"),
         ({"methods": ("args:nan",)}, "method 'args:nan'"),
-        ({"methods": ("iro:3",)}, "method 'iro:3' is guided by 3 value models, and --guide has 2"),
+        ({"methods": ("iro:3",)}, "method 'iro:3' is guided by 3 value models: allowed are 1 to those of --guide"),
         ({"methods": ("iro:0",)}, "method 'iro:0'"),
-        ({"budgets": (0,)}, "--budgets 0: allowed is >= 1"),
+        (
+            {"methods": ("iro:-1",)},
+            "method 'iro:-1' is guided by 0 value models: allowed are 1 to those",
+        ),
+        ({"budgets": (0,)}, "--budgets 0: allowed is 1 to 1,048,576"),
+        ({"budgets": (10**18,)}, "--budgets 1000000000000000000: allowed is 1 to 1,048,576"),
         ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
         ({"betas": (1.0,)}, "1 betas for 2 value models"),
         ({"choose": "value", "guide": (), "betas": (), "methods": ("bon",)}, "method 'bon' needs a value model"),
@@ -328,7 +348,9 @@ def test_refused(work, capsys, changes, said):
 def test_rewards_that_say_nothing_and_a_plan(work, capsys):
     silent = {"rewards__low__function": f"{work / 'rewards.py'}:silent"}
     assert cli.main(arguments(work, "silent", **silent)) == 1
-    assert "the rewards have nothing to say of prompt" in capsys.readouterr().err
+    assert "the rewards have nothing to say of any candidate of prompt" in capsys.readouterr().err
+    assert cli.main(arguments(work, "silent", choose="majority", **silent)) == 1
+    assert "the rewards have nothing to say of what was chosen for prompt" in capsys.readouterr().err
     assert cli.main(arguments(work, "planned", "--dry-run")) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "3 that runs hold out" in shown

@@ -20,6 +20,7 @@ from nlgrpo.parallel import Ranks
 from nlgrpo.reference_rollouts import load
 from nlgrpo.sampling import Sampling
 from nlgrpo.stages import Crew
+from nlgrpo.value_data import Outcomes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -217,10 +218,16 @@ def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
     changes = {"prompts": 5, "iterations": 3, "betas": ()}
     options, cfg = iro.read_arguments(arguments(work, "none", **changes)[1:])
     loop = iro.Loop(options, cfg, Crew(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
-    assert [loop.job(1).batch.index, loop.job(1).batch.prompts] == [[0, 1, 2, 3, 4], PROMPTS[:5]]
     monkeypatch.setattr(guidance.Guide, "digest", lambda _: "")  # of values that are not there yet
-    assert loop.job(2).batch.prompts == PROMPTS[5:10]
-    assert loop.job(3).batch.prompts == PROMPTS[:5]  # ten are trained on, two held out
+    # ten are trained on, of which no value learns from the last two; two are held out
+    new = [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
+    for t, own in enumerate(new, 1):
+        assert loop.job(t).batch.index == [*own, 8, 9]
+        assert loop.job(t).batch.prompts == [PROMPTS[i] for i in [*own, 8, 9]]
+    asked = [(i,) for own in new for i in (*own, 8, 9)]
+    empty = [[] for _ in asked]
+    learned, held = Outcomes(asked, empty, empty, torch.zeros(len(asked))).split(2)  # as the compressed value does
+    assert (set(learned.asked), set(held.asked)) == ({(i,) for i in range(8)}, {(8,), (9,)})
     seeds = {loop._seed(t) for t in range(1, 100)}
     assert len(seeds) == 99
 

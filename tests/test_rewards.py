@@ -191,6 +191,61 @@ def test_the_lists_that_a_reward_gets_are_its_own():
     assert found.values["second"].shape == (P, M)
 
 
+def test_a_reward_that_changes_what_it_gets_changes_no_data():
+    columns = {"parts": [[[1], {"a": [2]}]] * (P * M), "answer": ["x"] * (P * M)}
+    conversations = [chat(f"question {i // M}", "user") for i in range(P * M)]
+
+    def counts(prompts, completion_ids, parts, **_):
+        found = [len(p) + len(p[0]) + len(p[1]["a"]) + len(ids) for p, ids in zip(parts, completion_ids, strict=True)]
+        for prompt, part, ids in zip(prompts, parts, completion_ids, strict=True):
+            part[0].append(0)
+            part[1]["a"].append(0)
+            part.append(0)
+            ids.append(0)
+            prompt[0]["content"] = ""
+        return found
+
+    changes = {"prompts": conversations, "columns": columns}
+    for _ in range(2):
+        found = score([Reward("first", counts), Reward("second", counts)], **{**INPUTS, **changes})
+        for values in found.values.values():
+            assert values.flatten().tolist() == [4 + i + 1 for i in range(P * M)]
+    assert conversations[0] == chat("question 0", "user")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (torch.zeros(P * M).to_sparse(), "returned a Tensor that holds no list"),
+        (torch.zeros(P * M, device="meta"), "returned a Tensor that holds no list"),
+    ],
+)
+def test_a_tensor_without_numbers_is_the_rewards_fault(value, says):
+    with pytest.raises(RewardError, match=says):
+        scored(returning(value))
+    assert scored(returning(value), on_error="skip").skipped.all()
+
+
+def test_a_series_of_pandas_is_a_list():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    values = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert scored(returning(pandas.Series(values))).values["mine"].flatten().tolist() == values
+
+
+@pytest.mark.parametrize("timeout", [600.0, math.inf])
+def test_what_a_plain_function_promises_is_awaited(timeout):
+    async def judge(count):
+        await asyncio.sleep(0.01)
+        return [2.0] * count
+
+    async def fails():
+        raise KeyError("gone")
+
+    assert scored(lambda completions, **_: judge(len(completions)), timeout).values["mine"].min() == 2
+    with pytest.raises(RewardError, match="raised KeyError: 'gone'"):
+        scored(lambda **_: fails(), timeout)
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -300,6 +300,52 @@ def test_held_out_prompts_are_part_of_the_data(work, capsys):
     assert train.main(arguments(work, "held", train__steps=2, evaluation__samples=5)) == 0
 
 
+HOLDS = """
+import sys, time
+from nlgrpo import parallel, run_folder
+from nlgrpo.config import Config
+
+with parallel.start() as ranks:
+    run_folder.claim(__import__("pathlib").Path(sys.argv[1]), Config(), ranks, free=(), restart=True)
+    print("mine", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_of_one_process_at_a_time(work, capsys):
+    options = arguments(work, "shared", train__steps=1)
+    assert train.main(options) == 0
+    assert train.main(options) == 0  # the same process again
+    (work / "idle").mkdir()
+    (work / "idle" / "config.json").write_bytes((work / "shared" / "config.json").read_bytes())
+    command = [sys.executable, "-c", HOLDS, str(work / "idle")]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert other.stdout.readline() == "mine\n"
+        capsys.readouterr()
+        before = sorted((work / "idle").iterdir())
+        for more in ([], ["--train.restart"]):
+            assert train.main([*arguments(work, "idle", train__steps=1), *more]) == 1
+            assert "another process is at work in" in capsys.readouterr().err
+        assert sorted((work / "idle").iterdir()) == before
+    finally:
+        other.kill()  # which lets go of it
+        other.communicate()
+    assert train.main([*arguments(work, "idle", train__steps=1), "--train.restart"]) == 0
+
+
+def test_a_run_without_its_checkpoints_says_that_it_begins_anew(work, capsys):
+    options = arguments(work, "bare", train__steps=2)
+    assert train.main(options) == 0
+    logged, trained = untimed(work / "bare"), weights(work / "bare")
+    shutil.rmtree(work / "bare" / "checkpoints")
+    capsys.readouterr()
+    assert train.main(options) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "begins anew, without the 2 steps logged: no checkpoint in" in said
+    assert (untimed(work / "bare"), weights(work / "bare")) == (logged, trained)
+
+
 def test_a_folder_of_something_else_is_left_alone(work, capsys):
     (work / "other").mkdir()
     (work / "other" / "thesis.tex").write_text("x")

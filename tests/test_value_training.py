@@ -396,6 +396,16 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
     assert "compress.betas = (0.0,): allowed is numbers > 0" in refused(compress__betas=(0.0,), **policy)
 
 
+def test_a_reward_without_weight_judges_nothing(work):
+    """It abstains for some completions, and decides of none."""
+    given = {"rewards": ["first", "mostly"], "max_length": 64}
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    found = value_data.load([str(work / "rollouts")], tokenizer, weights=[2.0, 0.0], **given)
+    alone = value_data.load([str(work / "rollouts")], tokenizer, rewards=["first"], weights=[2.0], max_length=64)
+    assert found.abstained == 0 < value_data.load([str(work / "rollouts")], tokenizer, **given).abstained
+    assert torch.equal(found.rewards, alone.rewards)
+
+
 def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys):
     """Two words have changed places in the value model's; what has, has in its tokens, and nothing else."""
     tiny_model(tmp_path / "model", "gpt2")
@@ -407,7 +417,7 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     policy, own = (AutoTokenizer.from_pretrained(folder) for folder in (work / "policy", tmp_path / "model"))
     plain = value_data.load([str(work / "rollouts")], policy, rewards=["first"], max_length=64)
     found = value_data.load([str(work / "rollouts")], own, rewards=["first"], max_length=64)
-    assert found.asked == plain.asked
+    assert found.asked == [tuple(places.get(i, i) for i in ids) for ids in plain.asked]
     assert torch.equal(found.rewards, plain.rewards)
 
     def read(ids):
@@ -420,6 +430,14 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     sides = [{tuple(ids) for ids in side.asked} for side in found.split(2)]
     assert not sides[0] & sides[1]
     assert cli.main(arguments(work, "by text", model__path=tmp_path / "model")) == 0
+
+    tiny_model(tmp_path / "theirs", "gpt2")  # the same prompts by another tokenizer are no others
+    (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(tokens))
+    assert cli.main(rolled_out(work, "theirs", model__path=tmp_path / "theirs")) == 0
+    both = value_data.load([str(work / "rollouts"), str(work / "theirs")], policy, rewards=["first"], max_length=64)
+    assert len(set(both.asked)) == len(set(plain.asked))
+    sides = [{tuple(ids) for ids in side.prompts} for side in both.split(2)]
+    assert not sides[0] & sides[1]
 
     (work / "policy" / "tokenizer.json").rename(tmp_path / "kept.json")
     try:
