@@ -29,8 +29,8 @@ def _leave_the_name() -> None:
     from importlib.util import module_from_spec
     from pathlib import Path
 
-    here = Path(__file__).resolve().parent
-    spec = PathFinder.find_spec("kernels", [p for p in sys.path if Path(p, "kernels").resolve() != here])
+    others = [p for p in sys.path if not Path(p, "kernels", "linear_policy_loss.py").exists()]  # clones of this
+    spec = PathFinder.find_spec("kernels", others)
     if spec is None or spec.loader is None or spec.origin is None:  # nothing, or a folder without __init__.py
         this = sys.modules["kernels"]
         this.__path__ = []

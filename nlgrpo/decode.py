@@ -157,10 +157,11 @@ class Comparison:
         return [guidance.digest_of_value(path) for path in self.paths]
 
     def file(self, way: Way) -> Path:
+        """Ways that are one by two names, as "iro" and "iro:3" of three values are, share it."""
         guides = [[self.digests[i], self.betas[i]] for i in way.values]
-        whole = json.dumps([self.identity, asdict(way) | {"values": guides}], sort_keys=True)
-        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-        return self.folder / "ways" / f"{way.method.replace(':', '-')}-{way.budget}-{digest}.json"
+        what = {"values": guides, "budget": way.budget, "search": asdict(way.search), "weight": way.weight}
+        whole = json.dumps([self.identity, what], sort_keys=True)
+        return self.folder / "ways" / f"{way.budget}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.json"
 
     def said_of(self, i: int) -> str:
         """A value model and its beta."""
@@ -271,8 +272,6 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
     used = [value.model for value, _ in values if isinstance(value, ModelValue | guidance.TextValue)]
     of_prefixes = cost.queries * (way.weight is not None)
     return {
-        "method": way.method,
-        "budget": way.budget,
         "prompts": c.prompts,
         "search": asdict(way.search),
         "rewards": _judged(c, c.worth(c.batch, [one.tokens for one in answers], 1)).flatten().tolist(),
@@ -324,7 +323,8 @@ def run(c: Comparison) -> bool:
             path.parent.mkdir(parents=True, exist_ok=True)
             writing.atomic_write(path, json.dumps(found, allow_nan=False) + "\n")
 
-    missing = c.crew.missing(c.ways, lambda way: c.file(way).is_file())
+    different = list({c.file(way): way for way in c.ways}.values())
+    missing = c.crew.missing(different, lambda way: c.file(way).is_file())
     return c.crew.work("ways to decode", missing, make)
 
 
@@ -333,7 +333,9 @@ def run(c: Comparison) -> bool:
 
 def results(c: Comparison) -> list[dict[str, Any]]:
     """Of every way: the mean reward with its interval over prompts, and its lead over best-of-N, prompt by prompt."""
-    found = [json.loads(c.file(way).read_text("utf-8")) for way in c.ways]
+    found = [
+        {"method": way.method, "budget": way.budget} | json.loads(c.file(way).read_text("utf-8")) for way in c.ways
+    ]
     bon = {row["budget"]: torch.tensor(row["rewards"], dtype=torch.float64) for row in found if row["method"] == "bon"}
     for row in found:
         rewards = torch.tensor(row["rewards"], dtype=torch.float64)

@@ -62,7 +62,7 @@ def way(
 
 
 def _guided(way: Way, there: int) -> Way:
-    if not there or not 1 <= len(way.values) <= there:
+    if not 1 <= len(way.values) <= there:
         raise ValueError(
             f"method {way.method!r} is guided by {len(way.values)} value models: allowed are 1 to those of --guide, "
             f"which are {there}"

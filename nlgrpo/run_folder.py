@@ -78,8 +78,10 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
 
 def _lock(folder: Path) -> bool:
     """Whether no other process has locked the folder: then this one has, until it ends or is killed."""
-    if (before := _LOCKED.pop(folder.resolve(), None)) is not None:
-        os.close(before)
+    if (before := _LOCKED.get(folder.resolve())) is not None:
+        if os.path.samestat(os.fstat(before), folder.stat()):
+            return True
+        os.close(_LOCKED.pop(folder.resolve()))  # of a folder that was here before
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -288,6 +288,18 @@ def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
     assert made == [("bon", 4), ("bon", 4)]
 
 
+def test_one_way_by_two_names_is_decoded_once(work, monkeypatch):
+    """All of two values, and the first two."""
+    made, original = [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda c, way: made.append(way.method) or original(c, way))
+    assert cli.main(arguments(work, "names", methods=("iro", "iro:1", "iro:2"))) == 0
+    assert len(made) == 2
+    found = results(work, "names")
+    assert set(found) == {("iro", 4), ("iro:1", 4), ("iro:2", 4)}
+    assert found["iro", 4] | {"method": "iro:2"} == found["iro:2", 4]
+    assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"]
+
+
 def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
     rows = []
     for seed in (1, 2):

@@ -1,6 +1,7 @@
 """``kernels/`` at the root of the tree must not stand in the way of Hugging Face's package of the same name."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,16 @@ def test_the_real_package_is_found_behind_ours(real):
     assert python(code, real) == f"{real / 'kernels' / '__init__.py'} 42 42"
     code = "import kernels, importlib.util; print(importlib.util.find_spec('kernels').origin)"
     assert python(code, real) == str(real / "kernels" / "__init__.py")
+
+
+def test_two_clones_leave_the_name_to_what_is_behind_both(real, tmp_path):
+    """A second clone of this repository on the path is no package of Hugging Face's either."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    shutil.copytree(ROOT / "kernels", clone / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import kernels; print(getattr(kernels, '__version__', None), hasattr(kernels, '__file__'))"
+    assert python(code, clone) == "None False"
+    assert python(code, clone, real) == "9.9.9 True"
 
 
 def test_transformers_reads_the_version_of_the_real_package(real):

@@ -16,7 +16,7 @@ import test_model
 import torch
 from helpers import REPOSITORY, Job, environment, run_all, tiny_model
 
-from nlgrpo import checkpoint, learner, train
+from nlgrpo import checkpoint, learner, run_folder, train
 from nlgrpo import model as models
 from nlgrpo.aggregation import WeightedSum
 from nlgrpo.engine import Rollout
@@ -332,6 +332,31 @@ def test_a_folder_is_of_one_process_at_a_time(work, capsys):
         other.kill()  # which lets go of it
         other.communicate()
     assert train.main([*arguments(work, "idle", train__steps=1), "--train.restart"]) == 0
+
+
+def test_a_restart_holds_its_folder_while_it_clears_it(work, monkeypatch):
+    """And a folder that was put in the place of one that this process had is another's to claim, or this one's."""
+    options = [*arguments(work, "cleared", train__steps=1), "--train.restart"]
+    opened = f"os.open({str(work / 'cleared')!r}, os.O_RDONLY)"
+    tries = f"import fcntl, os; fcntl.flock({opened}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    assert train.main(options) == 0
+    faults, clear = [], run_folder._clear
+
+    def cleared(*given):
+        clear(*given)
+        faults.append(subprocess.run([sys.executable, "-c", tries], capture_output=True, text=True).stderr)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "_clear", cleared)
+        patched.setattr(run_folder.fcntl, "flock", lambda *_: pytest.fail("it was let go for an instant"))
+        assert train.main(options) == 0
+    assert "BlockingIOError" in faults[0]
+    (work / "cleared").rename(work / "moved")
+    (work / "cleared").mkdir()
+    (work / "cleared" / "config.json").write_bytes((work / "moved" / "config.json").read_bytes())
+    assert train.main(options) == 0
+    locked = subprocess.run([sys.executable, "-c", tries], capture_output=True, text=True).stderr
+    assert "BlockingIOError" in locked
 
 
 def test_a_run_without_its_checkpoints_says_that_it_begins_anew(work, capsys):
