@@ -1,7 +1,7 @@
 """What value-guided decoding is worth over budgets, and what it costs (IRO, Figs. 3, 5 and 6), on one recipe.
 
     python scripts/guided_budgets.py examples/guided.toml [--out runs/guided] [--chunk 8] [--budgets 4 8 16 32 64]
-        [--methods bon iro:1 iro:2 iro:3 compressed cd args] [--choose reward value] [--seeds 0 1 2] [--jobs 2]
+        [--methods bon iro:1 iro:2 iro:3 compressed cd args args:64] [--choose reward value] [--seeds 0 1 2] [--jobs 2]
         [--learn="--prompts 320 --value.lr 1e-3"] [-- --evaluation.prompts 32 ...]
 
 For each seed `nlgrpo iro` learns values, with the options of ``--learn``, and `nlgrpo decode` holds the methods against
@@ -40,7 +40,7 @@ Key = tuple[str, int]  # method, budget
 
 
 def label(method: str) -> str:
-    return LABELS.get(method, method.replace("iro:", "IRO, iteration "))
+    return LABELS.get(method, method.replace("iro:", "IRO, iteration ").replace("args:", "ARGS, weight "))
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) 
 
 def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> list[dict[Key, dict[str, Any]]]:
     """Of the methods that learned something, and best-of-N, prompt by prompt; once for every round."""
-    folder, methods = given.out / "latency", [m for m in given.methods if m not in ("cd", "args")]
+    folder, methods = given.out / "latency", [m for m in given.methods if not m.startswith(("cd", "args"))]
     alone = ["--rollout.max_rows=1", f"--evaluation.prompts={given.latency_prompts}"]
     asked = ["--methods", *methods, "--budgets", str(LATENCY_BUDGET), f"--chunk={given.chunk}", *alone]
     guide = f"--guide={given.out / f'seed-{given.seeds[0]}' / 'iro'}"
@@ -128,10 +128,10 @@ def table(found: Found) -> list[str]:
 
 
 def costs(found: Found, budget: int) -> list[str]:
-    lines = [f"of a prompt at N = {budget}: tokens drawn, values asked for"]
+    lines = [f"of a prompt at N = {budget}: tokens drawn, values asked for, rewards asked for"]
     for method in found.methods:
-        tokens, queries = (found.cost(method, budget, what) for what in ("tokens", "queries"))
-        lines.append(f"  {label(method)}: {tokens:,.0f}, {queries:,.0f}")
+        each = [found.cost(method, budget, what) for what in ("tokens", "queries", "reward_queries")]
+        lines.append(f"  {label(method)}: {', '.join(f'{count:,.0f}' for count in each)}")
     return lines
 
 
@@ -140,7 +140,8 @@ def findings(found: Found) -> list[str]:
     last = max(
         (m for m in found.methods if m.startswith("iro")), key=lambda m: int(m.partition(":")[2] or 10**9), default=None
     )
-    pairs = [(last, "bon"), (last, "iro:1"), ("compressed", last), ("compressed", "bon"), (last, "cd"), (last, "args")]
+    pairs = [(last, "bon"), (last, "iro:1"), ("compressed", last), ("compressed", "bon"), (last, "cd")]
+    pairs += [(last, method) for method in found.methods if method.startswith("args")]
     lines = []
     for one, other in pairs:
         if one is None or other is None or one == other or not {one, other} <= set(found.methods):
