@@ -55,29 +55,57 @@ class Foreign(nn.Module):
     def device(self) -> torch.device:
         return torch.device(self.model.device)
 
+    @property
+    def precision(self) -> torch.dtype:
+        """Of log-probs."""
+        return torch.promote_types(self.model.dtype, torch.float32)
+
     def extend(
         self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
         """The next tokens of every prefix and their log-probs, (R, n), for noise (R, n); or fewer, if all have ended.
 
         Behind a stop id they are not defined. ``likely``: the token of this rank by log-prob in place of a draw.
+        Prefixes are read together where they are equally long: nothing is padded, which not every architecture bears.
         """
-        longest, pad = max(map(len, prefixes)), 0
-        ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prefixes], device=self.device)
-        seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prefixes], device=self.device)
-        drawn = _Draws(noise, sampling, likely)
+        tokens = torch.zeros(noise.shape, dtype=torch.int64, device=self.device)
+        logprobs, most = torch.zeros(noise.shape, dtype=self.precision, device=self.device), 0
+        for length in sorted(set(map(len, prefixes))):
+            rows = [i for i, prefix in enumerate(prefixes) if len(prefix) == length]
+            drawn = _Draws(noise[rows], sampling, None if likely is None else [likely[i] for i in rows])
+            self._run(torch.tensor([prefixes[i] for i in rows], device=self.device), drawn, noise.shape[1], sampling)
+            tokens[rows, : len(drawn.tokens)] = torch.stack(drawn.tokens, 1)
+            logprobs[rows, : len(drawn.tokens)] = torch.stack(drawn.logprobs, 1)
+            most = max(most, len(drawn.tokens))
+        return tokens[:, :most], logprobs[:, :most]
+
+    @torch.inference_mode()
+    def gap(self) -> float:
+        """Mean distance of the log-probs of a few draws, in nats, from those that a forward over the whole text gives.
+
+        Some architectures of transformers lose their state between the steps of `generate`, or read texts otherwise.
+        """
+        ids = [i % self.shape.vocab for i in (1, 2, 3)]
+        draws = self.generate([ids], 8, Sampling(max_new_tokens=4))
+        tokens = draws.tokens[0]
+        texts = torch.cat([tokens.new_tensor(ids).expand(len(tokens), -1), tokens], 1)
+        at_once = self.model(texts).logits[:, 2:-1].to(self.precision).log_softmax(-1)
+        return float((at_once.gather(2, tokens[:, :, None])[:, :, 0] - draws.logprobs[0]).abs().mean())
+
+    def _run(self, ids: Tensor, processor: LogitsProcessor, tokens: int, sampling: Sampling) -> None:
+        if ids.shape[1] == 1:  # a model that keeps its state in itself would take it for the next step of the last text
+            self.model(ids, use_cache=False)
         self.model.generate(
             ids,
-            attention_mask=seen,
-            logits_processor=LogitsProcessorList([drawn]),
+            attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList([processor]),
             generation_config=GenerationConfig(
-                max_new_tokens=noise.shape[1],
+                max_new_tokens=tokens,
                 do_sample=False,
                 eos_token_id=list(sampling.stop_ids) or None,
-                pad_token_id=pad,
+                pad_token_id=0,
             ),
         )
-        return torch.stack(drawn.tokens, 1), torch.stack(drawn.logprobs, 1)
 
     def generate(
         self,
@@ -91,6 +119,8 @@ class Foreign(nn.Module):
     ) -> Rollout:
         """`engine.generate` of this model."""
         check_prompts(self.shape, prompts, sampling)
+        if samples < 1:
+            raise ValueError(f"samples = {samples}: expected at least 1")
         index, limit, found = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
         for begun in range(0, len(keys), max_rows):
@@ -143,7 +173,8 @@ def limits_of(config: Any) -> engine.Limits:
 def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder | Foreign:
     """The decoder, or what transformers makes of another architecture, for a model that stays frozen.
 
-    Safetensors only, and no code of the directory is run. Raises ValueError for what transformers does not know either.
+    Safetensors only, and no code of the directory is run. Raises ValueError for what transformers does not know either,
+    and where its `generate` does not draw from what the model gives to the same text at once.
     """
     if not fault(models.read_config(source)):
         return models.load(source, dtype=dtype, device=device)
@@ -158,7 +189,13 @@ def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.devi
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
-    return Foreign(model.to(device))
+    found = Foreign(model.to(device))
+    if not (gap := found.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
+        raise ValueError(
+            f"{source} cannot be drawn from: log-probs of transformers' generate are {gap:.2g} nats from those that the "
+            "model gives to the same text at once"
+        )
+    return found
 
 
 def generator(model: Decoder | Foreign) -> Callable[..., Rollout]:

@@ -6,7 +6,15 @@ import pytest
 import torch
 from helpers import EOS, WORDS, tiny_model
 from test_guided import best_by_brute_force
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, GPTNeoConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPTNeoConfig,
+    OPTConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+)
 
 from nlgrpo import cli, foreign, guided, reward_model
 from nlgrpo import model as models
@@ -28,6 +36,10 @@ CONFIGS = {
     "gpt_neo": GPTNeoConfig(
         vocab_size=len(WORDS), hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
         attention_types=[[["global", "local"], 1]], window_size=4, **SPECIAL,
+    ),
+    "recurrent_gemma": RecurrentGemmaConfig(  # whose recurrence would read padding
+        vocab_size=len(WORDS), hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=48, attention_window_size=4, **SPECIAL,
     ),
 }  # fmt: skip
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6 w7 w8"]
@@ -135,6 +147,20 @@ def test_chunks_of_the_whole_length_are_samples(work):
     assert [list(one.tokens) for each in found for one in each] == own
 
 
+def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys):
+    """RWKV's `generate` in transformers is not what its forward gives."""
+    tiny_model(tmp_path, "llama")  # for the tokenizer
+    config = RwkvConfig(vocab_size=len(WORDS), hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, **SPECIAL)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path)
+    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 1
+    assert "cannot be drawn from: log-probs of transformers' generate are" in capsys.readouterr().err
+
+
 def test_a_known_family_is_the_decoder(tmp_path):
     tiny_model(tmp_path, "llama")
     assert isinstance(foreign.load(tmp_path), models.Decoder)
@@ -152,7 +178,9 @@ def test_limits(work):
         ours.generate([[len(WORDS)]], 1, Sampling(max_new_tokens=2))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         guided.search(ours, [ids[0], []], Search(1, 1, 1), Sampling(max_new_tokens=2), [])
-    if "bloom" not in str(work):  # whose positions have no end
+    with pytest.raises(ValueError, match="samples = 0"):
+        ours.generate(ids, 0, Sampling(max_new_tokens=2))
+    if ours.shape.context < foreign.UNBOUNDED:
         with pytest.raises(ValueError, match="the model's context of 64"):
             ours.generate(ids, 1, Sampling(max_new_tokens=64))
 
