@@ -176,7 +176,7 @@ def final_answer(text: str) -> Decimal | None:
     last ``\boxed{}``; without that the last number. Reads "$1,234.50", "72." as "72.0", "-$5", "3/4", "\frac{3}{4}" and
     "5e-05".
     """
-    text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text.replace("{,}", ",").replace(r"\,", ""))
+    text = _plain(text)
     _, marker, tail = text.rpartition("####")
     if marker:
         return next(iter(_numbers(tail.strip().partition("\n")[0])), None)
@@ -185,9 +185,23 @@ def final_answer(text: str) -> Decimal | None:
 
 
 def vote(text: str) -> Decimal | str | None:
-    r"""The `final_answer`, or what the last ``\boxed{}`` holds where that is no number, such as a letter."""
-    answer, boxed = final_answer(text), _last_boxed(text)
-    return answer if answer is not None or boxed == text else "".join(boxed.split()) or None
+    r"""What a solution votes for: the content of its last ``\boxed{}``, and without one its `final_answer`.
+
+    A box that holds one number and nothing else, but for ``x =``, ``$``, ``%`` and ``\text{..}``, votes for the number;
+    any other for its letters without blanks, so that ``x+1`` and ``2x+1``, or ``2`` and ``x^2``, are two answers.
+    """
+    boxed = _last_boxed(text)
+    if boxed == text or "####" in text:
+        return final_answer(text)
+    bare = re.sub(r"^\s*[A-Za-z]\s*=|\\?[$%]|\\(?:text|mathrm)\{[^{}]*\}", "", _plain(boxed)).strip()
+    several = re.search(r",(?!\d{3}(?!\d))", bare)  # as 1,2 is, where 1,200 is one
+    number = _numbers(bare) if _NUMBER.fullmatch(bare) and not several else []
+    return number[0] if number else "".join(boxed.split()) or None
+
+
+def _plain(text: str) -> str:
+    """Fractions with a stroke, thousands without braces or thin spaces."""
+    return re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text.replace("{,}", ",").replace(r"\,", ""))
 
 
 def _numbers(text: str) -> list[Decimal]:
