@@ -192,8 +192,8 @@ def load(source: Path, *, dtype: torch.dtype = torch.float32, device: torch.devi
     found = Foreign(model.to(device))
     if not (gap := found.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
         raise ValueError(
-            f"{source} cannot be drawn from: log-probs of transformers' generate are {gap:.2g} nats from those that the "
-            "model gives to the same text at once"
+            f"{source} cannot be drawn from: log-probs of transformers' generate are {gap:.2g} nats from those that "
+            "the model gives to the same text at once"
         )
     return found
 

@@ -203,7 +203,21 @@ def test_a_box_votes_for_a_number_or_for_what_it_holds(text, votes):
 
 
 def test_different_boxes_are_different_votes():
-    held = ["2", "x+1", "2x+1", "x^2", "\\sqrt2", "-\\sqrt2", "\\frac{\\sqrt3}{2}", "(1,2)", "1,2", "12", "1", "16-3", "3"]
+    held = [
+        "2",
+        "x+1",
+        "2x+1",
+        "x^2",
+        "\\sqrt2",
+        "-\\sqrt2",
+        "\\frac{\\sqrt3}{2}",
+        "(1,2)",
+        "1,2",
+        "12",
+        "1",
+        "16-3",
+        "3",
+    ]
     assert len({vote(f"so \\boxed{{{what}}}") for what in held}) == len(held)
     same = ["1200", "1,200", "1200.0", " 1{,}200 ", "x = 1200", "$1200$", "1200\\text{ cm}", "3600/3"]
     assert {vote(f"so \\boxed{{{what}}}") for what in same} == {1200}
