@@ -40,6 +40,12 @@ class Batch:
     columns: dict[str, list[Any]]
     """The other columns, for reward functions."""
 
+    def only(self, places: Sequence[int]) -> Batch:
+        """The prompts at these places of it, as often as they are named."""
+        ids, prompts = [self.ids[i] for i in places], [self.prompts[i] for i in places]
+        columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
+        return Batch([self.index[i] for i in places], ids, prompts, columns)
+
 
 class PromptSet:
     """Tokenised prompts with their columns, and the order in which a run visits them.

@@ -2,7 +2,7 @@
 
     nlgrpo decode my.toml --guide runs/iro --methods bon cd args iro:1 iro --budgets 4 16 64 --out runs/decode
 
-A budget is N = K B, the candidates of a prompt at any time, of which no method draws more than N tokens each. Whatever
+A budget is N = K B, the candidates of a prompt at any time: at every position a method draws at most N tokens. Whatever
 the method, the rewards (or the values, or the majority of answers) choose among the candidates that it ends with. P
 prompts.
 """
@@ -28,11 +28,11 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import config_checks, foreign, guidance, guided, hf_weights, parallel, parts, rewards, writing
+from nlgrpo import config_checks, foreign, guidance, guided, hf_weights, parallel, parts, rewards, value_data, writing
 from nlgrpo import model as models
 from nlgrpo.chunks import ModelValue, Prefixes
 from nlgrpo.config import Config
-from nlgrpo.data import Batch
+from nlgrpo.data import Batch, PromptSet
 from nlgrpo.decode_ways import Way, theory, way
 from nlgrpo.draws import Origin, Scorer, refuse_pairwise, scorers
 from nlgrpo.evaluation import bootstrap
@@ -41,11 +41,11 @@ from nlgrpo.guided import Candidate, Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.recipes import from_arguments
 from nlgrpo.rewards import RewardError
-from nlgrpo.rollouts import Sampler, part_of
+from nlgrpo.rollouts import Sampler
 from nlgrpo.sample_store import digest_of_prompt, digests_of_columns
 from nlgrpo.stages import Crew
 from nlgrpo.tables import named_lines
-from nlgrpo.timing import PeakMemory, StopSignal
+from nlgrpo.timing import PeakMemory, StopSignal, machine
 
 ABOUT = """Hold ways to decode a frozen model against each other: nlgrpo decode [recipe] [file.toml] --guide OUT [..]
 
@@ -116,7 +116,7 @@ class Comparison:
     held_out: bool
     """By runs of this configuration; otherwise they train on these prompts."""
     left_out: int
-    """Prompts that are there twice, or that were held out of training and are among its others."""
+    """Prompts that are there twice, or held out and yet among those that runs or the value models learn from."""
     sampler: Sampler
     scorers: list[Scorer]
     paths: list[Path]
@@ -143,7 +143,7 @@ class Comparison:
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
             "seed": self.sampler.seed,
             "choose": self.options.choose,
-            "costs": [self.sampler.max_rows, self.crew.ranks.device.type],  # what time and memory depend on besides
+            "costs": [self.sampler.max_rows, machine(self.crew.ranks.device)],  # what time and memory depend on besides
         }
 
     @cached_property
@@ -166,7 +166,8 @@ class Comparison:
     def said_of(self, i: int) -> str:
         """A value model and its beta."""
         note = guidance.note(guidance.folder_of(self.paths[i]), self.sampler.tokenizer)
-        return f"{self.paths[i]} / {self.betas[i]:g}{note}"
+        gone = " (its rollouts are gone: it may have learned from these prompts)"
+        return f"{self.paths[i]} / {self.betas[i]:g}{note}{gone * (value_data.learned_from(self.paths[i]) is None)}"
 
     def values(self, way: Way) -> list[tuple[Value, float]]:
         if way.weight is not None:
@@ -196,18 +197,26 @@ class RewardOfPrefixes(Prefixes):
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         super().begin(prompts)
         first, self.begun = self.begun, self.begun + len(prompts)
-        self.batch = part_of(self.comparison.batch, slice(first, self.begun))
+        self.batch = self.comparison.batch.only(range(first, self.begun))
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         self.grow(rows, chunks)
         places = [p for p, _ in self.rows]
-        batch = Batch(
-            [self.batch.index[p] for p in places],
-            [self.batch.ids[p] for p in places],
-            [self.batch.prompts[p] for p in places],
-            {name: [column[p] for p in places] for name, column in self.batch.columns.items()},
-        )
+        batch = self.batch.only(places)
         return self.weight * self.comparison.worth(batch, [tokens for _, tokens in self.rows], 1)[:, 0]
+
+
+def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) -> PromptSet:
+    """The prompts held out that neither runs nor the value models have learned from. ValueError where there is none."""
+    learned = set[str]().union(*(value_data.learned_from(path) or () for path in values))
+    different = held_out.distinct(training.ids)
+    unseen = different.only([i for i, ids in enumerate(different.ids) if digest_of_prompt(ids) not in learned])
+    if not len(unseen):
+        raise ValueError(
+            "every prompt that is held out is among those of training, or of the rollouts of the value models: name "
+            "others in data.evaluation"
+        )
+    return unseen
 
 
 def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
@@ -229,9 +238,8 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
     search = learned.search if learned else Search()
     search = dataclasses.replace(search, chunk=options.chunk or search.chunk)
-    unseen = held_out.distinct(() if held_out is training else training.ids)
-    if not len(unseen):
-        raise ValueError("every prompt that is held out is among those of training too: name others in data.evaluation")
+    whole = [*paths, *([compressed] if compressed else [])]
+    unseen = held_out.distinct() if held_out is training else _unseen(held_out, training, whole)
     sampling = parts.sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
     return Comparison(
@@ -245,7 +253,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
         left_out=len(held_out) - len(unseen),
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
         scorers=judges,
-        paths=[*paths, *([compressed] if compressed else [])],
+        paths=whole,
         betas=[*betas, *([1.0] if compressed else [])],
         ways=[
             way(method, budget, search, longest, len(paths), compressed is not None, options.choose == "value")
@@ -260,7 +268,7 @@ def build(options: Options, cfg: Config, crew: Crew) -> Comparison:
 
 
 def decode(c: Comparison, way: Way) -> dict[str, Any]:
-    """What the way gives to each prompt, and what that has cost for all of them, to the choice of what answers."""
+    """The rewards of the way's answers, and what finding them has cost for all prompts, their choice included."""
     model, values, device, by_reward = c.model, c.values(way), c.crew.ranks.device, c.options.choose == "reward"
     peak, began = PeakMemory(device), perf_counter()
     found, cost = guided.search(
@@ -277,7 +285,7 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
         "rewards": _judged(c, c.worth(c.batch, [one.tokens for one in answers], 1)).flatten().tolist(),
         "tokens": cost.tokens,
         "queries": cost.queries - of_prefixes,
-        "reward_queries": of_prefixes + sum(one.places for own in found for one in own) * by_reward,
+        "reward_queries": of_prefixes + sum(map(len, found)) * by_reward,
         "seconds": seconds,
         "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
         "cache_bytes": cost.cache_bytes,
@@ -288,9 +296,8 @@ def decode(c: Comparison, way: Way) -> dict[str, Any]:
 
 def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """The candidate of each prompt with the largest reward."""
-    rows = [[one for one in own for _ in range(one.places)] for own in found]
-    most = max(map(len, rows))  # ARGS has fewer where fewer tokens are possible: the last one stands for the rest
-    rows = [own + own[-1:] * (most - len(own)) for own in rows]
+    most = max(map(len, found))  # fewer where a beam ended early, or ARGS has fewer tokens: the last one fills its row
+    rows = [[*own, *[own[-1]] * (most - len(own))] for own in found]
     worth = _judged(c, c.worth(c.batch, [one.tokens for own in rows for one in own], most))
     return [own[i] for own, i in zip(rows, worth.argmax(1).tolist(), strict=True)]
 
@@ -358,7 +365,7 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     ):
         for heading in headings:
             shown.add_column(heading, justify="left" if heading == "method" else "right")
-    cost.caption = "values and rewards asked for; MiB of value models and of the caches of all prompts at once"
+    cost.caption = "values and rewards asked for; MiB of value models, and of the caches of prompts searched together"
     for row in found:
         way = (row["method"], str(row["budget"]))
         over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
@@ -377,7 +384,7 @@ def plan(c: Comparison) -> Table:
         "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
         f"{foreign.note(c.source)}",
         "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON, as none are held out'}"
-        + f" ({c.left_out:,} left out: repeats, or trained on as well)" * (c.left_out > 0)
+        + f" ({c.left_out:,} left out: repeats, or learned from)" * (c.left_out > 0)
         + f"; responses of up to {longest} tokens at temperature {sampling.temperature:g}",
         "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
         f"{c.options.chunk} tokens" + ", which are whole responses: no value guides" * whole,

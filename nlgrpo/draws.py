@@ -21,7 +21,7 @@ from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder
 from nlgrpo.objectives import Objective, per_completion
 from nlgrpo.rewards import Reward, RewardError
-from nlgrpo.rollouts import Sampler, part_of
+from nlgrpo.rollouts import Sampler
 from nlgrpo.sample_store import (
     Store,
     chunk_name,
@@ -118,10 +118,8 @@ class Draws:
     @cached_property
     def chunks(self) -> list[Batch]:
         """The prompts of each file."""
-        return [
-            part_of(self.batch, slice(start, start + self.per_file))
-            for start in range(0, len(self.batch.ids), self.per_file)
-        ]
+        places = range(len(self.batch.ids))
+        return [self.batch.only(places[start : start + self.per_file]) for start in places[:: self.per_file]]
 
     def load(self, device: torch.device) -> Decoder | Foreign:
         return foreign.load(self.source, dtype=self.dtype, device=device)

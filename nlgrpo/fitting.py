@@ -1,7 +1,7 @@
 """Fitting a decoder with one output to examples, epoch after epoch: what reward models and value models share.
 
 for rows in epochs:            # a fresh order each
-    loss      = mean over the examples of all ranks
+    loss      = mean over the pairs, or the prefixes of completions, of all ranks
     parameters <- AdamW
 what the model is worth on held-out examples, before and after
 """

@@ -33,7 +33,7 @@ class Limits:
     @classmethod
     def of(cls, config: Any) -> Limits:
         text = config.get_text_config()
-        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
         found = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
         return cls(min(found, default=UNBOUNDED), text.vocab_size)
 
@@ -55,11 +55,6 @@ class Foreign(nn.Module):
     def device(self) -> torch.device:
         return torch.device(self.model.device)
 
-    @property
-    def precision(self) -> torch.dtype:
-        """Of log-probs."""
-        return torch.promote_types(self.model.dtype, torch.float32)
-
     def extend(
         self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -69,7 +64,7 @@ class Foreign(nn.Module):
         Prefixes are read together where they are equally long: nothing is padded, which not every architecture bears.
         """
         tokens = torch.zeros(noise.shape, dtype=torch.int64, device=self.device)
-        logprobs, most = torch.zeros(noise.shape, dtype=self.precision, device=self.device), 0
+        logprobs, most = torch.zeros(noise.shape, device=self.device), 0
         for length in sorted(set(map(len, prefixes))):
             rows = [i for i, prefix in enumerate(prefixes) if len(prefix) == length]
             drawn = _Draws(noise[rows], sampling, None if likely is None else [likely[i] for i in rows])
@@ -89,7 +84,7 @@ class Foreign(nn.Module):
         draws = self.generate([ids], 8, Sampling(max_new_tokens=4))
         tokens = draws.tokens[0]
         texts = torch.cat([tokens.new_tensor(ids).expand(len(tokens), -1), tokens], 1)
-        at_once = self.model(texts).logits[:, 2:-1].to(self.precision).log_softmax(-1)
+        at_once = self.model(texts).logits[:, 2:-1].float().log_softmax(-1)
         return float((at_once.gather(2, tokens[:, :, None])[:, :, 0] - draws.logprobs[0]).abs().mean())
 
     def _run(self, ids: Tensor, processor: LogitsProcessor, tokens: int, sampling: Sampling) -> None:

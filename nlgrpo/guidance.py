@@ -157,8 +157,14 @@ def read_guide(folder: Path) -> Guide | None:
 
 
 def folder_of(path: Path) -> Path:
-    """The Hugging Face directory of a value model. ValueError where there is none, or a checkpoint of a run."""
-    folder, checkpoint = reward_model.locate(str(path))
+    """The Hugging Face directory of a value model, or of that of an iteration of `nlgrpo iro`.
+
+    ValueError where there is none, and for a checkpoint of a run.
+    """
+    own = path / "value"
+    folder, checkpoint = reward_model.locate(
+        str(own if own.is_dir() and not (path / "config.json").is_file() else path)
+    )
     if checkpoint is not None:
         raise ValueError(f"{path} is a checkpoint; finish its run, whose folder then is a value model")
     return folder
@@ -189,10 +195,11 @@ def load_values(
         raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
     found: list[tuple[Value, float]] = []
     for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
-        model, trained = reward_model.load(str(path), dtype=dtype, device=device)
+        folder = folder_of(path)
+        model, trained = reward_model.load(str(folder), dtype=dtype, device=device)
         if not trained:
             raise ValueError(f"{path} is no value model; it has no head of one output")
-        name, model, theirs = str(path), model.eval(), load_tokenizer(folder_of(path))
+        name, model, theirs = str(path), model.eval(), load_tokenizer(folder)
         if same_ids(theirs, tokenizer):
             found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
         else:
@@ -200,7 +207,7 @@ def load_values(
     return found
 
 
-BY_TEXT = " (another tokenizer: reads the text of every candidate at every chunk, slower)"
+BY_TEXT = " (another tokenizer: reads the text of every candidate at every chunk, slower; its context's last tokens)"
 
 
 def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -211,7 +218,8 @@ def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 class TextValue(Prefixes):
     """A value model with another tokenizer than the policy: it reads every candidate's text, whole, at every chunk.
 
-    Without caches, because the last tokens of a text may change with what comes behind it.
+    Without caches, because the last tokens of a text may change with what comes behind it. A text that is longer than
+    the model's context loses its beginning: how many tokens another tokenizer makes of a response nobody knows before.
     """
 
     MICRO_BATCH = 16384  # tokens that are read together
@@ -221,10 +229,8 @@ class TextValue(Prefixes):
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         self.grow(rows, chunks)
-        texts = [self.bridge.whole(self.prompts[p], tokens) for p, tokens in self.rows]
-        longest, context = max(map(len, texts)), self.model.shape.context
-        if longest > context:
-            raise ValueError(f"{self.name} has a context of {context} tokens, and a candidate has {longest} of its")
+        context = self.model.shape.context
+        texts = [self.bridge.whole(self.prompts[p], tokens)[-context:] for p, tokens in self.rows]
         device = self.model.head_weight.device
         found = torch.empty(len(texts), dtype=torch.promote_types(self.model.head_weight.dtype, torch.float32))
         for part in bins(dict(enumerate(map(len, texts))), self.MICRO_BATCH):

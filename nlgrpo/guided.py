@@ -276,6 +276,8 @@ class _Tree:
                 )
             total += given / beta
             self.cost.queries += len(new)
+        if not total.isfinite().all():
+            raise ValueError(f"values over betas ({', '.join(f'{beta:g}' for _, beta in self.values)}) are not finite")
         for beam, worth in zip(new, total.tolist(), strict=True):
             beam.value = worth + math.fsum(beam.logprobs) * self.how.likeliest
 

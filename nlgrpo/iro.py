@@ -126,12 +126,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     _ = options.search  # says what is out of range
     faults = [
         "" if options.iterations >= 1 else f"--iterations {options.iterations}: allowed is >= 1",
-        "" if options.samples >= 2 else f"--samples {options.samples}: allowed is >= 2",
+        "" if 2 <= options.samples < 2**31 else f"--samples {options.samples}: allowed is 2 to 2^31 - 1",
         "" if options.prompts is None or options.prompts >= 1 else f"--prompts {options.prompts}: allowed is >= 1",
         ""
         if not options.betas or len(options.betas) == options.iterations
         else f"--betas: {len(options.betas)} of them for {options.iterations} iterations",
-        *(f"--betas {b:g}: allowed is > 0" for b in options.betas if not (b > 0 and math.isfinite(b))),
+        *(f"--betas {b:g}: allowed is > 0" for b in options.betas if not (b > 0 and math.isfinite(b + 1 / b))),
         *options.value.faults(),
         ""
         if not cfg.train.restart
@@ -197,25 +197,30 @@ class Loop:
         """The rollouts of iteration t; the values that guide them must be there."""
         out = RolloutOptions(out=self.rollouts(t), samples=self.options.samples)
         job = build(out, self.cfg, self.crew)
-        index = self._prompts(t, self._training(job))
-        job = dataclasses.replace(
-            job, batch=_at(job, index), sampler=dataclasses.replace(job.sampler, seed=self._seed(t))
-        )
+        whole = job.prompts.take(0, len(job.prompts))
+        batch = whole.only(self._prompts(t, whole.ids[: self._training(job)]))
+        job = dataclasses.replace(job, batch=batch, sampler=dataclasses.replace(job.sampler, seed=self._seed(t)))
         if t == 1:
             return job
-        own = {f.name: getattr(job.sampler, f.name) for f in dataclasses.fields(job.sampler)}
-        own["samples"] = self.options.search.candidates
+        given = vars(job.sampler) | {"samples": self.options.search.candidates}
         guide = self.guide(t - 1)
         origin = dataclasses.replace(job.origin, guide=guide.digest())
-        sampler = GuidedSampler(**own, guide=guide, dtype=job.dtype, device=self.crew.ranks.device)
+        sampler = GuidedSampler(**given, guide=guide, dtype=job.dtype, device=self.crew.ranks.device)
         return dataclasses.replace(job, origin=origin, sampler=sampler)
 
-    def _prompts(self, t: int, total: int) -> list[int]:
+    def _prompts(self, t: int, ids: Sequence[Sequence[int]]) -> list[int]:
         """Those of iteration t: others in each, and behind them always the same ones, which no value learns from."""
-        count = min(self.options.prompts or total, total)
-        held = min(self.options.value.held_out, count // 2)
-        there, new = total - held, count - held
-        return [((t - 1) * new + i) % there for i in range(new)] + list(range(there, total))
+        count = min(self.options.prompts or len(ids), len(ids))
+        last = {tuple(ids[i]): i for i in range(len(ids))}  # of a prompt that is there twice the last place
+        places = sorted(last.values())
+        first = len(places) - min(self._held_out(count), len(places) // 2)
+        learned, held = {*places[:first]}, places[first:]
+        there, new = [i for i in range(len(ids)) if last[tuple(ids[i])] in learned], count - len(held)
+        return [there[((t - 1) * new + i) % len(there)] for i in range(new)] + held
+
+    def _held_out(self, prompts: int) -> int:
+        """Of an iteration, those that no value learns from."""
+        return min(self.options.value.held_out, prompts // 2)
 
     def _training(self, job: Job) -> int:
         """How many of the prompts a run would train on: the first ones, where it holds the last ones out."""
@@ -235,10 +240,13 @@ class Loop:
         values = tuple(str(self.value(t + 1)) for t in range(T))
         rollouts = [self.rollouts(t + 1) for t in range(T)]
         cfg = self._fit(self.compressed, values[-1], rollouts)
-        return dataclasses.replace(cfg, compress=CompressConfig(values, self.options.weights), loss=RegressionConfig())
+        data = RolloutsConfig(tuple(map(str, rollouts)))  # and no rewards, which are in the values
+        teachers = CompressConfig(values, self.options.weights)
+        return dataclasses.replace(cfg, data=data, compress=teachers, loss=RegressionConfig())
 
     def _fit(self, folder: Path, begun: str, rollouts: Sequence[Path]) -> ValueConfig:
         how, train = self.options.value, self.cfg.train
+        prompts = len(reference_rollouts.read_index(rollouts[0]).prompts)  # as many in every iteration
         counting = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
         return ValueConfig(
             name=folder.name,
@@ -256,7 +264,7 @@ class Loop:
                 keep_checkpoints=train.keep_checkpoints,
                 tensorboard=train.tensorboard,
             ),
-            evaluation=ValueEvaluationConfig(prompts=how.held_out),
+            evaluation=ValueEvaluationConfig(prompts=self._held_out(prompts)),
         )
 
     def claim(self, job: Job) -> None:
@@ -265,8 +273,7 @@ class Loop:
         ``job``: of any iteration; what all of them draw from and score by is part of the loop, whose values are fitted
         to it.
         """
-        own = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
-        own = {name: value for name, value in own.items() if name not in ("out", "dry_run")}
+        own = {name: value for name, value in vars(self.options).items() if name not in ("out", "dry_run")}
         whole = _Whole(own, self.cfg, _contents(job))
         free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in fitting.FREE))
         run_folder.claim(self.folder, whole, self.crew.ranks, free=free, restart=False, advice=ADVICE)
@@ -322,12 +329,6 @@ def _contents(job: Job) -> dict[str, Any]:
         "columns": digest_of_text(*digests_of_columns(whole.columns, len(whole.ids))),
         "rewards": {scorer.name: scorer.digest for scorer in job.scorers},
     }
-
-
-def _at(job: Job, index: Sequence[int]) -> Batch:
-    parts = [job.prompts.take(i, 1) for i in index]
-    columns = {name: [part.columns[name][0] for part in parts] for name in parts[0].columns}
-    return Batch(list(index), [p.ids[0] for p in parts], [p.prompts[0] for p in parts], columns)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------

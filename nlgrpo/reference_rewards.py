@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -238,7 +238,5 @@ def _keys(rollouts: ReferenceRollouts, row: int) -> Tensor:
 
 def _picked(batch: Batch, rows: Sequence[int]) -> Batch:
     """Some prompts, numbered by their own digests, so that the noise does not depend on when a prompt comes."""
-    ids = [batch.ids[i] for i in rows]
-    index = [int(digest_of_prompt(one)[:8], 16) for one in ids]
-    columns: dict[str, list[Any]] = {name: [values[i] for i in rows] for name, values in batch.columns.items()}
-    return Batch(index, ids, [batch.prompts[i] for i in rows], columns)
+    own = batch.only(rows)
+    return replace(own, index=[int(digest_of_prompt(ids)[:8], 16) for ids in own.ids])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -85,7 +84,7 @@ class Sampler:
         weights: Mapping[str, float],
     ) -> Sampled:
         """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
-        mine = part_of(batch, ranks.share(len(batch.ids)))
+        mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
         rollout = ranks.agree(lambda: self.draw(model, mine))
         first = mine.index[0] if mine.index else 0
         scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first), RewardError)
@@ -103,11 +102,6 @@ class Sampler:
             prompts=[p for *_, prompts, _ in parts for p in prompts][:8],
             completions=[c for *_, completions in parts for c in completions][:8],
         )
-
-
-def part_of(batch: Batch, part: slice) -> Batch:
-    columns: dict[str, list[Any]] = {name: values[part] for name, values in batch.columns.items()}
-    return Batch(batch.index[part], batch.ids[part], batch.prompts[part], columns)
 
 
 def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:

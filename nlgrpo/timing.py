@@ -44,6 +44,13 @@ class PeakMemory:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
+def machine(device: torch.device) -> str:
+    """What times depend on: the device's name, or of a CPU how many threads work on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
 def as_clock(seconds: float) -> str:
     """``1:02:03``, or ``2:03`` below an hour."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)

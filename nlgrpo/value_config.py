@@ -154,10 +154,13 @@ def check(cfg: ValueConfig) -> None:
             need("data.rollouts", "one folder of `nlgrpo rollout` or more", bool(data.rollouts)),
             need("data.weights", "none without data.rewards, which they weigh", bool(data.rewards or not data.weights)),
             _as_many("data.weights", data.weights, "data.rewards", data.rewards),
+            need(
+                "data.rewards", "none: a compressed model is fitted to values", not (data.rewards and compress.values)
+            ),
             need("data.max_length", ">= 2 or none", data.max_length is None or data.max_length >= 2),
             need("loss.lam", "in [0, 1]", 0 <= loss.lam <= 1),
             need("loss.gamma", "in [0, 1]", 0 <= loss.gamma <= 1),
-            need("compress.betas", "numbers > 0", all(beta > 0 for beta in compress.betas)),
+            need("compress.betas", "numbers > 0", all(beta > 0 and math.isfinite(1 / beta) for beta in compress.betas)),
             _as_many("compress.betas", compress.betas, "compress.values", compress.values),
             ""
             if plain or not compress.values

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ class Outcomes:
     prompts: list[list[int]]
     completions: list[list[int]]
     rewards: Tensor
+    known: list[tuple[int, ...]]
+    """All prompts of the rollouts, `asked` or without a completion that was kept."""
     abstained: int = 0
     """Completions left out because a reward had nothing to say of them."""
     too_long: int = 0
@@ -59,8 +64,11 @@ class Outcomes:
         return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
     def split(self, prompts: int) -> tuple[Outcomes, Outcomes]:
-        """Without the ``prompts`` different prompts that came last, at most half of all, and these: none is in both."""
-        known = list(dict.fromkeys(reversed(self.asked)))
+        """Without the ``prompts`` different prompts that came last, at most half of all, and these: none is in both.
+
+        Which these are does not depend on what was left out: in a loop they are the same for every value.
+        """
+        known = list(dict.fromkeys(reversed(self.known)))
         held = set(known[: min(prompts, len(known) // 2)])
         sides: tuple[list[int], list[int]] = ([], [])
         for i, prompt in enumerate(self.asked):
@@ -85,18 +93,22 @@ def load(
     rewards: Sequence[str] = (),
     weights: Sequence[float] = (),
     max_length: int,
+    judged: bool = True,
 ) -> Outcomes:
     """Of all ``folders``. ``rewards``: names, weighed by ``weights``; none: all of them, with 1 each.
 
+    Without ``judged`` no reward is asked for: all completions count, and the rewards are 0.
     Rollouts of a model with another tokenizer are read as texts (`Bridge`). Raises ValueError for rollouts that are cut
     short or without a reward, for those of a model whose tokenizer has changed, and where none is left.
     """
-    found = [_of_one(reference_rollouts.load(folder), tokenizer, rewards, weights, max_length) for folder in folders]
+    loaded = map(reference_rollouts.load, folders)
+    found = [_of_one(each, _worth(each, rewards, weights, judged), tokenizer, max_length) for each in loaded]
     whole = Outcomes(
         asked=[prompt for each in found for prompt in each.asked],
         prompts=[prompt for each in found for prompt in each.prompts],
         completions=[completion for each in found for completion in each.completions],
         rewards=torch.cat([each.rewards for each in found]),
+        known=[prompt for each in found for prompt in each.known],
         abstained=sum(each.abstained for each in found),
         too_long=sum(each.too_long for each in found),
     )
@@ -105,21 +117,22 @@ def load(
     return whole
 
 
-def _of_one(
-    rollouts: ReferenceRollouts,
-    tokenizer: PreTrainedTokenizerBase,
-    rewards: Sequence[str],
-    weights: Sequence[float],
-    max_length: int,
-) -> Outcomes:
-    bridge = _bridge(rollouts, tokenizer)
-    names = list(rewards) or list(rollouts.rewards)
+def _worth(rollouts: ReferenceRollouts, rewards: Sequence[str], weights: Sequence[float], judged: bool) -> Tensor:
+    """(P, K) weighted sums of the rewards, NaN where one abstains."""
+    names = (list(rewards) or list(rollouts.rewards)) if judged else []
     pairs = zip(names, weights or [1.0] * len(names), strict=True)
     parts = [weight * rollouts.reward(name) for name, weight in pairs if weight != 0]
-    worth = sum(parts, start=torch.zeros_like(rollouts.logprobs))
-    asked, prompts, completions, kept, abstained, too_long = [], [], [], [], 0, 0
+    return sum(parts, start=torch.zeros_like(rollouts.logprobs))
+
+
+def _of_one(
+    rollouts: ReferenceRollouts, worth: Tensor, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> Outcomes:
+    bridge = _bridge(rollouts, tokenizer)
+    asked, prompts, completions, kept, known, abstained, too_long = [], [], [], [], [], 0, 0
     for (prompt, own), values in zip(rollouts.tokens(), worth.tolist(), strict=True):
         whose = tuple(bridge.whole(prompt, []) if bridge else prompt)
+        known.append(whose)
         for completion, value in zip(own, values, strict=True):
             read = bridge.parts(prompt, completion) if bridge else (prompt, completion)
             if value != value:
@@ -131,7 +144,25 @@ def _of_one(
                 prompts.append(read[0])
                 completions.append(read[1])
                 kept.append(value)
-    return Outcomes(asked, prompts, completions, torch.tensor(kept, dtype=torch.float64), abstained, too_long)
+    return Outcomes(asked, prompts, completions, torch.tensor(kept, dtype=torch.float64), known, abstained, too_long)
+
+
+def learned_from(model: Path) -> set[str] | None:
+    """`digest_of_prompt` of all prompts in the rollouts of the run that a value model comes from; none without a run.
+
+    ``model``: the run's folder, or the exported model in it. None where its rollouts are neither where they were nor
+    where they were from the run's folder, as in that of a loop.
+    """
+    run = next((folder for folder in (model, model.parent) if hf_weights.begun_from(folder) is not None), None)
+    if run is None:
+        return set()
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    folders = [Path(folder) for folder in config.get("data", {}).get("rollouts", ())]
+    if not all((folder / reference_rollouts.FILE).is_file() for folder in folders):  # the run has moved, with them?
+        folders = [run / os.path.relpath(folder, config["train"]["out"]) for folder in folders]
+    if not all((folder / reference_rollouts.FILE).is_file() for folder in folders):
+        return None
+    return {prompt for folder in folders for prompt in reference_rollouts.read_index(folder).prompts}
 
 
 def _bridge(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Bridge | None:

@@ -85,7 +85,7 @@ class Run(fitting.Fit):
         for batch in self.batches(self.outcomes, rows):
             raw = outputs(self.model, batch)
             found = as_values(raw.detach(), self.config.loss.kind)
-            targets = self.targets(self.outcomes, batch, found)
+            targets = self.targets(self.outcomes, batch, found, self.config.loss.lam)
             if self.config.loss.kind == "bce":
                 each = F.binary_cross_entropy_with_logits(raw, targets.to(raw), reduction="none")
             else:
@@ -93,7 +93,7 @@ class Run(fitting.Fit):
             yield each.sum() / states
             totals.add(each.detach(), found, targets, batch)
 
-    def targets(self, outcomes: Outcomes, batch: MicroBatch, values: Tensor) -> Tensor:
+    def targets(self, outcomes: Outcomes, batch: MicroBatch, values: Tensor, lam: float) -> Tensor:
         """(S,) float64 that the states' ``values`` (S,) are to become.
 
         `lambda_returns` of the rewards; of a compressed model, the sum of the teachers' values (Eq. 10). Collective, as
@@ -103,25 +103,27 @@ class Run(fitting.Fit):
             with torch.no_grad():
                 each = [values_of(batch, t.model).double() / t.beta for t in self.teachers]
             return torch.stack(each).sum(0)
-        loss, rewards, device = self.config.loss, outcomes.rewards, values.device
-        if not len(values) or loss.lam == loss.gamma == 1:  # the reward itself, whatever the values are
+        gamma, rewards, device = self.config.loss.gamma, outcomes.rewards, values.device
+        if not len(values) or lam == gamma == 1:  # the reward itself, whatever the values are
             return rewards[batch.row.cpu()].to(device)
         known, place = batch.row.unique(return_inverse=True)
         own, lengths = rewards[known.cpu()].to(device), outcomes.lengths[known.cpu()].to(device)
         grid = torch.zeros(len(known), int(lengths.max()) + 1, dtype=torch.float64, device=device)
         grid[place, batch.offset] = values.double()
-        return lambda_returns(grid, own, lengths, gamma=loss.gamma, lam=loss.lam)[place, batch.offset]
+        return lambda_returns(grid, own, lengths, gamma=gamma, lam=lam)[place, batch.offset]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """How well values predict the rewards of held-out completions (or the sum of the teachers' values)."""
+        """How well values predict the discounted rewards of held-out completions (or the sum of the teachers' values).
+
+        Whatever lambda values are fitted with: what they are fitted to moves with them.
+        """
         if self.held_out is None:
             return {}
         sums = torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=self.ranks.device)
         for batch in self.batches(self.held_out, range(len(self.held_out))):
             found = values_of(batch, self.model)
-            told = self.targets(self.held_out, batch, found) if self.teachers else None
-            sums += _sums_by_part(self.held_out, batch, found, told)
+            sums += _sums_by_part(self.held_out, batch, found, self.targets(self.held_out, batch, found, 1.0))
         return evaluated(self.ranks.sum(sums))
 
     def plan(self) -> Table:
@@ -172,13 +174,13 @@ def _sums(values: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([count, targets.sum(), targets.square().sum(), (targets - values).square().sum()])
 
 
-def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, told: Tensor | None) -> Tensor:
-    """(PARTS, 4) sums of the states in each part of their completions; ``told``: targets other than the rewards."""
+def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, targets: Tensor) -> Tensor:
+    """(PARTS, 4) sums of the states in each part of their completions."""
     if not len(batch.row):
         return torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=values.device)
-    rows = batch.row.cpu()
-    targets = outcomes.rewards[rows].to(values.device) if told is None else told
-    length = outcomes.lengths[rows].to(values.device).clamp(min=1)  # of a completion without a token all is one part
+    length = (
+        outcomes.lengths[batch.row.cpu()].to(values.device).clamp(min=1)
+    )  # of a completion without a token all is one part
     part = (batch.offset * PARTS // length).clamp(max=PARTS - 1)
     return torch.stack([_sums(values[part == i], targets[part == i]) for i in range(PARTS)])
 
@@ -210,8 +212,16 @@ def build(cfg: ValueConfig, ranks: Ranks) -> Run:
     source = reward_model.locate(cfg.model.path)[0]
     tokenizer = load_tokenizer(source)
     longest = fitting.max_length(cfg.model.path, cfg.data.max_length)
-    data = cfg.data
-    outcomes = value_data.load(data.rollouts, tokenizer, rewards=data.rewards, weights=data.weights, max_length=longest)
+    outcomes = value_data.load(
+        cfg.data.rollouts,
+        tokenizer,
+        rewards=cfg.data.rewards,
+        weights=cfg.data.weights,
+        max_length=longest,
+        judged=not cfg.compress.values,
+    )
+    if not outcomes.rewards.square().sum().isfinite():
+        raise ValueError(f"rewards of up to {outcomes.rewards.abs().max().item():g} are too large to be squared")
     if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
         low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
         raise ValueError(f"loss.kind = 'bce' is for rewards in [0, 1], and these are in [{low:g}, {high:g}]")
@@ -221,6 +231,10 @@ def build(cfg: ValueConfig, ranks: Ranks) -> Run:
     if cfg.evaluation.prompts:
         outcomes, rest = outcomes.split(cfg.evaluation.prompts)
         held_out = rest if len(rest) else None
+        if not len(outcomes):
+            raise ValueError(
+                f"there is nothing to learn from beside what is held out, {rest!r}; see evaluation.prompts"
+            )
     run = Run(outcomes=outcomes, held_out=held_out, teachers=[], **fitting.begin(cfg, ranks, tokenizer, longest))
     set_kind(run.model, cfg.loss.kind)
     betas = cfg.compress.betas or (1.0,) * len(cfg.compress.values)
@@ -294,7 +308,7 @@ def _target(run: Run) -> str:
 
 
 def results_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The table that ends a run: how much of the held-out rewards values explain, the further the more."""
+    """The table that ends a run: how much of the held-out rewards values explain, part by part of the completions."""
     table = Table(title=f"{after['states']:,} prefixes held out", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -201,7 +202,30 @@ def test_repeats_and_what_is_trained_on_are_left_out(work, capsys):
     assert results(work, "repeats")["bon", 4]["prompts"] == kept
     (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2] * 2))
     assert cli.main(arguments(work, "none", **options | {"evaluation__prompts": 2})) == 1
-    assert "every prompt that is held out is among those of training too" in capsys.readouterr().err
+    assert "every prompt that is held out is among those of training" in capsys.readouterr().err
+
+
+def test_what_values_have_learned_from_is_left_out(work, tmp_path, capsys):
+    """Values fitted to rollouts of prompts that another configuration holds out; also where their folder has moved."""
+    common = ["--model.dtype=float64", f"--data.source={work / 'prompts.jsonl'}", "--data.shuffle=false"]
+    common += [f"--model.path={work / 'policy'}", f"--rewards.low.function={work / 'rewards.py'}:low"]
+    learn = ["--iterations=1", "--samples=2", "--chunk=2", "--no-compress", "--value.epochs=1", "--value.held-out=1"]
+    drawn = ["--rollout.max_new_tokens=4", "--evaluation.prompts=2"]
+    assert cli.main(["iro", "blank", *common, *learn, *drawn, f"--out={tmp_path / 'loop'}"]) == 0
+    options = {"guide": tmp_path / "loop", "betas": (), "evaluation__prompts": 4}
+    capsys.readouterr()
+    assert cli.main(arguments(work, tmp_path / "known", **options)) == 0
+    assert "2 that runs hold out (2 left out: repeats, or learned from)" in " ".join(capsys.readouterr().out.split())
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in PROMPTS[-2:]]
+    assert results(work, tmp_path / "known")["iro", 4]["prompts"] == kept
+    (tmp_path / "loop").rename(tmp_path / "moved")
+    assert cli.main(arguments(work, tmp_path / "again", **options | {"guide": tmp_path / "moved"})) == 0
+    assert results(work, tmp_path / "again")["iro", 4]["prompts"] == kept
+    shutil.rmtree(tmp_path / "moved" / "iteration-1" / "rollouts")
+    capsys.readouterr()
+    assert cli.main(arguments(work, tmp_path / "gone", "--dry-run", **options | {"guide": tmp_path / "moved"})) == 0
+    assert "its rollouts are gone" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_search_of_a_folder(work):

@@ -11,6 +11,7 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     GPTNeoConfig,
+    MptConfig,
     OPTConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
@@ -159,6 +160,24 @@ def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys)
     model.save_pretrained(tmp_path)
     assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 1
     assert "cannot be drawn from: log-probs of transformers' generate are" in capsys.readouterr().err
+
+
+def test_float64(work):
+    """transformers' `generate` samples from float32 logits."""
+    ours, theirs = (
+        foreign.load(work / "policy", dtype=torch.float64),
+        AutoModelForCausalLM.from_pretrained(work / "policy"),
+    )
+    prompts, sampling = [[3, 4, 5], [6, 7]], Sampling(max_new_tokens=4)
+    rollout = ours.generate(prompts, 2, sampling, seed=1)
+    for p, prompt in enumerate(prompts):
+        drawn, logps = by_hand(theirs.eval(), prompt, sampling, 1, p, 1)
+        assert rollout.tokens[p, 1].tolist() == drawn
+        assert rollout.logprobs[p, 1].tolist() == pytest.approx(logps, abs=1e-4)
+
+
+def test_a_limit_by_another_name():
+    assert foreign.Limits.of(MptConfig(max_seq_len=64)).context == 64
 
 
 def test_a_known_family_is_the_decoder(tmp_path):

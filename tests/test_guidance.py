@@ -287,9 +287,13 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
     assert ended > 0
     assert cost.queries > 0
     reader, _ = found[1]
-    reader.begin([[5] * reader.model.shape.context])
-    with pytest.raises(ValueError, match=r"has a context of (\d+) tokens, and a candidate has \d+ of its"):
-        reader.score([0], [[5]])
+    context = reader.model.shape.context
+    reader.begin([[5] * (context + 3)])
+    whole = tokenizer(policys.decode([5] * (context + 3) + [6])).input_ids
+    assert len(whole) > context  # it loses its beginning
+    with torch.inference_mode():
+        last = theirs(torch.tensor([whole[-context:]])).logits.item()
+    assert float(reader.score([0], [[6]])) == pytest.approx(last, abs=1e-4)
 
 
 def swapped(work, tmp_path):

@@ -271,6 +271,8 @@ def test_bad_values_are_named(tmp_path):
     for beta in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="beta of by hand"):
             search(policy, PROMPTS, how, sampling, [(TextValue(len), beta)])
+    with pytest.raises(ValueError, match=r"values over betas \(9.99989e-321\) are not finite"):
+        search(policy, PROMPTS, how, sampling, [(TextValue(len), 1e-320)])
     small = ModelValue("small", value_of("llama", tmp_path), policy.shape.context)
     with pytest.raises(ValueError, match=r"small has a context of \d+ tokens, and candidates come to"):
         search(policy, PROMPTS, how, sampling, [(small, 1.0)])

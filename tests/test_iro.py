@@ -225,11 +225,27 @@ def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
         assert loop.job(t).batch.index == [*own, 8, 9]
         assert loop.job(t).batch.prompts == [PROMPTS[i] for i in [*own, 8, 9]]
     asked = [(i,) for own in new for i in (*own, 8, 9)]
-    empty = [[] for _ in asked]
-    learned, held = Outcomes(asked, empty, empty, torch.zeros(len(asked))).split(2)  # as the compressed value does
-    assert (set(learned.asked), set(held.asked)) == ({(i,) for i in range(8)}, {(8,), (9,)})
+    kept = [prompt for prompt in asked if prompt != (9,)]  # no reward judges the last prompt
+    empty = [[] for _ in kept]
+    learned, held = Outcomes(kept, empty, empty, torch.zeros(len(kept)), asked).split(2)  # as the compressed value does
+    assert (set(learned.asked), set(held.asked)) == ({(i,) for i in range(8)}, {(8,)})
+    ids = [*"abcdefbgg"]  # of a prompt that stands there twice, no value learns where it is held out
+    assert [[ids[i] for i in loop._prompts(t, ids)] for t in (1, 2, 3)] == [[*"acdbg"], [*"efabg"], [*"cdebg"]]
+    assert [loop._prompts(t, ["a", "a", "a"]) for t in (1, 2)] == [[0, 1, 2], [0, 1, 2]]
     seeds = {loop._seed(t) for t in range(1, 100)}
     assert len(seeds) == 99
+
+
+def test_no_stage_holds_out_more_than_an_iteration_does(work):
+    """Of five prompts two are held out, whatever is asked for, and the compressed value holds out no others."""
+    changes = {"prompts": 5, "value__held_out": 16, "value__epochs": 1, "samples": 4}
+    assert cli.main(arguments(work, "few", **changes)) == 0
+    configs = [
+        json.loads((work / "few" / run / "config.json").read_text())
+        for run in ("iteration-1/value", "iteration-2/value", "compressed-2")
+    ]
+    assert [config["evaluation"]["prompts"] for config in configs] == [2, 2, 2]
+    assert configs[2]["data"]["rewards"] == []
 
 
 def test_generation_with_what_was_learned(work, whole, capsys):
@@ -317,7 +333,7 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
     ("changes", "said"),
     [
         ({"iterations": 0, "betas": ()}, "--iterations 0: allowed is >= 1"),
-        ({"samples": 1}, "--samples 1: allowed is >= 2"),
+        ({"samples": 1}, "--samples 1: allowed is 2 to 2^31 - 1"),
         ({"prompts": 0}, "--prompts 0: allowed is >= 1"),
         ({"betas": (1.0,)}, "--betas: 1 of them for 2 iterations"),
         ({"betas": (1.0, -1.0)}, "--betas -1: allowed is > 0"),

@@ -80,6 +80,8 @@ def arguments(work, out, mode="train", *more, **changes):
         "optim.lr": 0.01,
         "optim.eps": 1e-3,
     }
+    if mode == "compress":
+        del options["data.rewards"]
     options |= {name.replace("__", "."): value for name, value in changes.items()}
     given = []
     for name, value in options.items():
@@ -165,6 +167,22 @@ def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
     after = as_classifier(run, tmp_path / "after")
     for (key, ours), (_, truth) in zip(after.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-7, atol=1e-8, msg=key)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+def test_what_is_held_out_is_judged_by_its_discounted_rewards(work, gamma):
+    """Not by targets that move with the values, whatever lambda is."""
+    run = training.build(config(work, loss__lam=0.6, loss__gamma=gamma), ALONE)
+    run.update(run.rows(0))
+    judged, held, residuals = run.evaluate(), run.held_out, []
+    for prompt, completion, reward in zip(held.prompts, held.completions, held.rewards.tolist(), strict=True):
+        H = len(completion)
+        for h in range(H + 1):
+            tokens = [*prompt, *completion[:h]]
+            with torch.no_grad():
+                value = run.model(torch.tensor(tokens), [len(tokens)])[-1, 0].item()
+            residuals.append((value - gamma ** max(0, H - 1 - h) * reward) ** 2)
+    assert judged["mse"] == pytest.approx(sum(residuals) / len(residuals), rel=1e-6)
 
 
 def test_micro_batches_change_nothing(work):
@@ -261,7 +279,7 @@ def test_one_model_for_the_sum_of_two(work, capsys):
     for teacher in teachers:
         teacher.config.pad_token_id = None
     for batch in run.batches(run.outcomes, range(3)):
-        found = run.targets(run.outcomes, batch, torch.zeros(len(batch.row)))
+        found = run.targets(run.outcomes, batch, torch.zeros(len(batch.row)), 1.0)
         for i in batch.row.unique().tolist():
             each = [of_prefixes(t, run.outcomes.prompts[i], run.outcomes.completions[i]) for t in teachers]
             expected = sum(x / beta for x, beta in zip(each, betas, strict=True))
@@ -272,6 +290,8 @@ def test_one_model_for_the_sum_of_two(work, capsys):
     assert f"{work / 'one'} / 1 + {work / 'two'} / 0.25" in shown
     results = json.loads((work / "both" / "value.json").read_text())
     assert results["after"]["mse"] < 0.5 * results["before"]["mse"]
+    completions = value_data.load([str(work / "rollouts")], run.tokenizer, max_length=64).abstained
+    assert completions > 0 == run.outcomes.abstained  # no reward is asked for
 
 
 def test_the_exported_model_is_read_by_the_search(work):
@@ -394,6 +414,8 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
     assert "fitted with kind mse, lam 1 and gamma 1" in refused(loss__lam=0.5, **policy)
     assert "compress.betas has 2 numbers and compress.values 1" in refused(compress__betas=(1.0, 2.0), **policy)
     assert "compress.betas = (0.0,): allowed is numbers > 0" in refused(compress__betas=(0.0,), **policy)
+    assert "compress.betas = (1e-320,): allowed is numbers > 0" in refused(compress__betas=(1e-320,), **policy)
+    assert "data.rewards = ('first',): allowed is none" in refused(data__rewards=("first",), **policy)
 
 
 def test_a_reward_without_weight_judges_nothing(work):
