@@ -13,7 +13,7 @@ from torch import Tensor
 from nlgrpo.engine import Prefill, is_stop, not_finite, run_blocks, stop_tensor
 from nlgrpo.foreign import Foreign
 from nlgrpo.model import Decoder, Head, packed_positions
-from nlgrpo.reward_model import score
+from nlgrpo.reward_model import score as score_head
 from nlgrpo.sampling import Sampling, log_distribution, next_tokens, uniform_noise
 from nlgrpo.shared_cache import SharedCache
 from nlgrpo.value import as_values, kind_of
@@ -56,7 +56,7 @@ class ModelValue:
     """
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.model, self.rows, self.room = name, model, Rows(model, score), room
+        self.name, self.model, self.rows, self.room = name, model, Rows(model, score_head), room
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         longest, context = max(map(len, prompts)) + self.room, self.model.shape.context

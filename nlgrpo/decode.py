@@ -192,12 +192,12 @@ class RewardOfPrefixes(Prefixes):
     name = "the reward of a prefix"
 
     def __init__(self, comparison: Comparison, weight: float) -> None:
-        self.comparison, self.weight, self.begun = comparison, weight, 0
+        self.comparison, self.weight = comparison, weight
+        self.place = {tuple(ids): i for i, ids in enumerate(comparison.batch.ids)}  # all are different
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         super().begin(prompts)
-        first, self.begun = self.begun, self.begun + len(prompts)
-        self.batch = self.comparison.batch.only(range(first, self.begun))
+        self.batch = self.comparison.batch.only([self.place[tuple(ids)] for ids in prompts])
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         self.grow(rows, chunks)

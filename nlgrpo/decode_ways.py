@@ -35,39 +35,49 @@ def way(
     name, _, detail = method.partition(":")
     beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
     wide = replace(like, beams=beams, successors=budget // beams)
-    try:
-        if method == "bon":
-            best = Way(method, budget, Search(1, budget, longest))
-            if by_value and not values:
-                raise ValueError(f"method {method!r} needs a value model to choose by: name it with --guide")
-            return replace(best, values=tuple(range(values))) if by_value else best
-        if method == "cd":
-            return _guided(Way(method, budget, Search(1, budget, like.chunk, diverse=False), (0,)), values)
-        if method == "compressed":
-            if not compressed:
-                raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
-            return Way(method, budget, wide, (values,))
-        if name == "args":
-            weight = float(detail) if detail else 1.0
-            if not math.isfinite(weight):
-                raise ValueError
-            return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
-        if name == "iro":
-            count = int(detail) if detail else values
-            return _guided(Way(method, budget, wide, tuple(range(count))), values)
-    except ValueError as error:
-        if str(error).startswith("method"):
-            raise
-    raise ValueError(f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed")
+    if method == "bon":
+        if by_value and not values:
+            raise ValueError(f"method {method!r} needs a value model to choose by: name it with --guide")
+        return Way(method, budget, Search(1, budget, longest), tuple(range(values)) if by_value else ())
+    if method == "cd":
+        return _guided(method, budget, Search(1, budget, like.chunk, diverse=False), 1, values)
+    if method == "compressed":
+        if not compressed:
+            raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
+        return Way(method, budget, wide, (values,))
+    if name == "args":
+        weight = _number(method, detail or "1")
+        return Way(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
+    if name == "iro":
+        count = _number(method, detail) if detail else values
+        return _guided(method, budget, wide, count, values)
+    raise ValueError(_unknown(method))
 
 
-def _guided(way: Way, there: int) -> Way:
-    if not 1 <= len(way.values) <= there:
+def _guided(method: str, budget: int, search: Search, count: float, there: int) -> Way:
+    """By the first ``count`` value models."""
+    if count != int(count):
+        raise ValueError(_unknown(method))
+    if not 1 <= count <= there:
         raise ValueError(
-            f"method {way.method!r} is guided by {len(way.values)} value models: allowed are 1 to those of --guide, "
-            f"which are {there}"
+            f"method {method!r} is guided by {count:g} value models: allowed are 1 to those of --guide, which are "
+            f"{there}"
         )
-    return way
+    return Way(method, budget, search, tuple(range(int(count))))
+
+
+def _number(method: str, detail: str) -> float:
+    try:
+        number = float(detail)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(_unknown(method))
+    return number
+
+
+def _unknown(method: str) -> str:
+    return f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"
 
 
 def theory(way: Way, length: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from nlgrpo.guided import Candidate, Cost, Search, Value
 from nlgrpo.model import Decoder
 from nlgrpo.packing import bins
 from nlgrpo.parts import load_tokenizer
-from nlgrpo.reward_model import score
+from nlgrpo.reward_model import score as score_head
 from nlgrpo.rewards import Reward, RewardError
 from nlgrpo.rollouts import decode
 from nlgrpo.sample_store import digest_of_model, digest_of_tokenizer, same_ids
@@ -237,7 +237,7 @@ class TextValue(Prefixes):
             lengths = [len(texts[i]) for i in part]
             tokens = torch.tensor([token for i in part for token in texts[i]], device=device)
             last = torch.tensor(lengths, device=device).cumsum(0) - 1
-            found[part] = as_values(self.model(tokens, lengths, last, score)[:, 0], kind_of(self.model)).cpu()
+            found[part] = as_values(self.model(tokens, lengths, last, score_head)[:, 0], kind_of(self.model)).cpu()
         return found
 
 

@@ -74,7 +74,7 @@ class Candidate:
     logprobs: tuple[float, ...] = ()
     """Of its tokens under the distributions that they were drawn from, in nats."""
     places: int = 1
-    """How many of the U it takes: B for one that ended before the last chunk, whose place no successors take."""
+    """How many of the U candidates it stands for: 1, or B for a beam that had ended before the last chunk."""
 
     @property
     def logprob(self) -> float:
@@ -92,7 +92,7 @@ class Cost:
     cache_bytes: int = 0
     """Most that all caches, of the model and of value models, held at the end of a chunk.
 
-    While rows branch, the columns of one of them that are not its prompts' are there twice.
+    While a cache branches, its old rows stand beside the new ones; that is not counted.
     """
 
 
@@ -211,17 +211,18 @@ class _Tree:
             value.begin(prompts)
         beams = [_Beam(p, 0, p) for p in range(len(prompts))]
         found: list[list[Candidate]] = [[] for _ in prompts]
-        drawn, limit, each = 0, self.policy.sampling.max_new_tokens, self.how.candidates
+        drawn, limit, each = 0, self.policy.sampling.max_new_tokens, self.how.candidates  # K B, once, then B
         while beams:
             tokens = min(self.how.chunk, limit - drawn)
-            candidates, drawn, each = self._expand(beams, each, tokens), drawn + tokens, self.how.successors
+            candidates = self._expand(beams, each, tokens)
+            drawn, each = drawn + tokens, self.how.successors
             incomplete = {beam.prompt for beam in candidates if not beam.finished and drawn < limit}
             new = [b for b in candidates if b.row is not None and (self.valued or b.prompt in incomplete)]
             self._look(new)
             self.cost.cache_bytes = max(self.cost.cache_bytes, self._bytes())
             for beam in candidates:
                 if beam.prompt not in incomplete:
-                    places = each if beam.row is None else 1
+                    places = self.how.successors if beam.row is None else 1
                     one = Candidate(beam.tokens, beam.finished, beam.value, beam.logprobs, places)
                     found[beam.prompt].append(one)
             beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], new, drawn)
@@ -238,8 +239,10 @@ class _Tree:
             if chunk.logprobs[-1] == -math.inf:  # no such token can come
                 continue
             whole, logprobs = (*beam.tokens, *chunk.tokens), (*beam.logprobs, *chunk.logprobs)
-            grown = _Beam(beam.prompt, place, row, whole, chunk.ended, logprobs=logprobs)
-            found.append(replace(grown, parent=_row(beam), chunk=chunk.tokens))
+            grown = _Beam(
+                beam.prompt, place, row, whole, chunk.ended, logprobs=logprobs, parent=_row(beam), chunk=chunk.tokens
+            )
+            found.append(grown)
             self.cost.tokens += len(chunk.tokens)
         return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # in which equal values are taken
 
@@ -279,7 +282,7 @@ class _Tree:
         if not total.isfinite().all():
             raise ValueError(f"values over betas ({', '.join(f'{beta:g}' for _, beta in self.values)}) are not finite")
         for beam, worth in zip(new, total.tolist(), strict=True):
-            beam.value = worth + math.fsum(beam.logprobs) * self.how.likeliest
+            beam.value = worth + math.fsum(beam.logprobs) if self.how.likeliest else worth
 
     def _bytes(self) -> int:
         """Of the caches; a value that is no model has none."""

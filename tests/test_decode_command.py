@@ -116,6 +116,7 @@ def test_best_of_n_and_searches_are_theirs(work):
             row = found[method, budget]
             assert row["rewards"] == pytest.approx(best), method
             assert (row["tokens"], row["queries"]) == (cost.tokens, cost.queries)
+            assert row["reward_queries"] == sum(map(len, candidates))  # each once, whatever places it takes
             samples = math.log10(budget ** (LENGTH / 2))  # of best-of-N that is worth as much (Eq. 43)
             queries = values * budget * LENGTH / 2
             expected = {"tokens": budget * LENGTH, "value_queries": queries, "log10_samples": samples}
@@ -129,33 +130,38 @@ def test_best_of_n_and_searches_are_theirs(work):
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
 
 
-@pytest.mark.parametrize(("weight", "choose"), [(1.0, "reward"), (-0.5, "reward"), (-0.5, "value"), (0.0, "reward")])
+@pytest.mark.parametrize(("weight", "choose"), [(-3.0, "reward"), (-0.5, "reward"), (-3.0, "value"), (0.0, "reward")])
 def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
     """Khanov et al. 2024, Eq. 4, "greedy": of the N likeliest next tokens the one with the largest log p + w r."""
-    out = f"args {weight} {choose}"
-    assert cli.main(arguments(work, out, methods=(f"args:{weight:g}",), budgets=(5,), choose=choose)) == 0
-    row, tokenizer = results(work, out)[f"args:{weight:g}", 5], AutoTokenizer.from_pretrained(work / "policy")
+    out, N, stops, temperature = f"args {weight} {choose}", 12, (EOS, 30), 4.0
+    options = {"methods": (f"args:{weight:g}",), "budgets": (N,), "choose": choose}
+    options |= {"rollout__stop_ids": stops, "rollout__temperature": temperature}
+    assert cli.main(arguments(work, out, **options)) == 0
+    row, tokenizer = results(work, out)[f"args:{weight:g}", N], AutoTokenizer.from_pretrained(work / "policy")
     theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
-    asked = 0
+    asked, beams = 0, []
     for prompt, given in zip(HELD, row["rewards"], strict=True):
         ids, beam = tokenizer(prompt).input_ids, []
         while True:
-            logp = theirs(torch.tensor([[*ids, *beam]])).logits[0, -1].log_softmax(-1)
-            likely = logp.topk(5).indices.tolist()
-            candidates = [[*beam, token] for token in likely]
-            asked += 5
-            if len(beam) + 1 == LENGTH or all(token == EOS for token in likely):
-                break
+            logp = (theirs(torch.tensor([[*ids, *beam]])).logits[0, -1] / temperature).log_softmax(-1)
+            candidates = [[*beam, token] for token in logp.topk(N).indices.tolist()]
             scores = [logp[c[-1]].item() + weight * worth(prompt, c, tokenizer) for c in candidates]
-            beam = candidates[max(range(5), key=lambda i: scores[i])]
-            if beam[-1] == EOS:
-                candidates, likely = [beam], [EOS]
+            asked += N
+            if len(beam) + 1 == LENGTH:
                 break
+            beam = candidates[max(range(N), key=lambda i: scores[i])]
+            if beam[-1] in stops:
+                candidates, scores = [beam], [0.0]
+                asked += choose == "reward"
+                break
+        beams.append(beam)
         rewards = [worth(prompt, c, tokenizer) for c in candidates]
-        scores = [logp[token].item() + weight * reward for token, reward in zip(likely, rewards, strict=True)]
         assert given == pytest.approx(max(rewards) if choose == "reward" else rewards[scores.index(max(scores))])
     assert (row["queries"], row["reward_queries"]) == (0, asked)
-    assert row["theory"]["reward_queries"] == 5 * LENGTH
+    assert row["theory"]["reward_queries"] == N * LENGTH
+    likeliest = all(set(beam) == {25} for beam in beams)
+    assert likeliest == (weight == 0)  # or the reward has chosen
+    assert any(beam[-1] in stops for beam in beams) == (weight == -3)
 
 
 def test_args_where_prompts_have_other_numbers_of_tokens(work):
@@ -256,7 +262,8 @@ def test_values_answer(work):
         candidates, cost = guided.search(model, ids, search, sampling, guides, seed=SEED)
         row = found[method, 4]
         assert (row["tokens"], row["reward_queries"]) == (cost.tokens, 0)
-        assert row["queries"] >= cost.queries + values * len(HELD)  # those that are complete are read as well
+        complete = sum(one.places == 1 for own in candidates for one in own)  # are read as well
+        assert row["queries"] == cost.queries + values * complete
         for i, (prompt, own) in enumerate(zip(HELD, candidates, strict=True)):
             worths = []
             for one in own:
@@ -360,7 +367,7 @@ def test_ways():
         ({"methods": ("iro:0",)}, "method 'iro:0'"),
         (
             {"methods": ("iro:-1",)},
-            "method 'iro:-1' is guided by 0 value models: allowed are 1 to those",
+            "method 'iro:-1' is guided by -1 value models: allowed are 1 to those",
         ),
         ({"budgets": (0,)}, "--budgets 0: allowed is 1 to 1,048,576"),
         ({"budgets": (10**18,)}, "--budgets 1000000000000000000: allowed is 1 to 1,048,576"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_model import random_model
 
+from nlgrpo import chunks
 from nlgrpo import model as models
 from nlgrpo.chunks import ModelValue
 from nlgrpo.engine import generate
@@ -66,9 +67,10 @@ def by_hand(policy, valued, prompt, how, sampling, seed, index):
     """Algorithms 4 and 5, a candidate a list of tokens, every forward over all of it; with tokens and queries."""
     beams, each, limit, drawn, asked = [[]], how.beams * how.successors, sampling.max_new_tokens, 0, 0
     while True:
-        grown, candidates = [], [beam for beam in beams if beam and beam[-1] in sampling.stop_ids]
+        grown, candidates = [], []
         for k, beam in enumerate(beams):
             if beam and beam[-1] in sampling.stop_ids:
+                candidates.append(beam)
                 continue
             for b in range(each):
                 child = list(beam)
@@ -81,13 +83,14 @@ def by_hand(policy, valued, prompt, how, sampling, seed, index):
                     if child[-1] in sampling.stop_ids:
                         break
                 grown.append(child)
-        candidates, each = candidates + grown, how.successors
+                candidates.append(child)
+        each = how.successors
         if all(len(y) == limit or y[-1] in sampling.stop_ids for y in candidates):
             return candidates, drawn, asked
         asked += len(grown) * len(valued)
         worth = [sum(float(behind(v, [*prompt, *y])[0]) / beta for v, beta in valued) for y in candidates]
-        if how.temperature > 0:  # Gumbel noise of its own at every round; nothing has ended, or the order would differ
-            at, count = torch.tensor([len(candidates[0])]), torch.arange(len(candidates))
+        if how.temperature > 0:  # Gumbel noise of its own at every round
+            at, count = torch.tensor([max(map(len, candidates))]), torch.arange(len(candidates))
             noise = uniform_noise(seed ^ CHOICE, torch.full_like(count, index), count, at)[:, 0]
             worth = [v / how.temperature - math.log(-math.log(u)) for v, u in zip(worth, noise.tolist(), strict=True)]
         beams = best_by_brute_force(candidates, worth, how)
@@ -132,9 +135,10 @@ def test_the_search_is_that_of_the_paper(family, diverse, tmp_path):
 
 
 def test_beams_are_drawn_by_noise_of_their_own(tmp_path):
-    """The variant that draws candidates (SPI): three rounds of two of four, by the Gumbel top-k of V / temperature."""
+    """The variant that draws candidates (SPI): rounds of two of four, by the Gumbel top-k of V / temperature."""
     policy, valued = policy_of("llama", tmp_path), [(value_of("gpt2", tmp_path, 1), 1.0)]
-    how, sampling, prompts = Search(2, 2, chunk=2, temperature=0.3), Sampling(max_new_tokens=8), PROMPTS * 4
+    how, prompts = Search(2, 2, chunk=2, temperature=0.3), PROMPTS * 4
+    sampling = Sampling(max_new_tokens=8, stop_ids=(20, 21, 22))
     index = list(range(7, 7 + len(prompts)))
     found, _ = search(
         policy, prompts, how, sampling, [(ModelValue("value", valued[0][0], 8), 1.0)], seed=4, index=index
@@ -142,6 +146,26 @@ def test_beams_are_drawn_by_noise_of_their_own(tmp_path):
     for prompt, i, own in zip(prompts, index, found, strict=True):
         expected, _, _ = by_hand(policy, valued, prompt, how, sampling, 4, i)
         assert [list(candidate.tokens) for candidate in own] == expected
+    assert any(candidate.places > 1 for own in found for candidate in own)  # ended before the last chunk, and was kept
+
+
+@pytest.mark.parametrize("likeliest", [False, True])
+def test_a_chunk_is_read_once(tmp_path, monkeypatch, likeliest):
+    """Prompts once, then by a value model the tokens of each chunk, and by the policy all but those of no beam."""
+    policy, value = policy_of("llama", tmp_path), value_of("gpt2", tmp_path, 1)
+    how = Search(1, 4, 1, diverse=False, likeliest=True) if likeliest else Search(2, 3, 4)
+    read, run = {id(policy): [], id(value): []}, chunks.run_blocks
+
+    def counted(model, x, *given, **more):
+        read[id(model)].append(x.numel())
+        return run(model, x, *given, **more)
+
+    monkeypatch.setattr(chunks, "run_blocks", counted)
+    search(policy, PROMPTS, how, Sampling(max_new_tokens=12), [(ModelValue("value", value, 12), 1.0)], seed=1)
+    P, prompts, rounds = len(PROMPTS), sum(map(len, PROMPTS)), 12 // how.chunk
+    assert read[id(value)] == [prompts] + [P * how.candidates * how.chunk] * (rounds - 1)
+    drawn = [P * how.candidates] * (how.chunk - 1)  # the last token of a chunk is read for those that go on
+    assert read[id(policy)] == [prompts, *drawn, *([P * how.beams, *drawn] * (rounds - 1))]
 
 
 # --- what it must come to ---------------------------------------------------------------------------------------------
