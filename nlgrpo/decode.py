@@ -165,9 +165,10 @@ class Comparison:
 
     def said_of(self, i: int) -> str:
         """A value model and its beta."""
-        note = guidance.note(guidance.folder_of(self.paths[i]), self.sampler.tokenizer)
+        folder = guidance.folder_of(self.paths[i])
+        note = guidance.note(folder, self.sampler.tokenizer)
         gone = " (its rollouts are gone: it may have learned from these prompts)"
-        return f"{self.paths[i]} / {self.betas[i]:g}{note}{gone * (value_data.learned_from(self.paths[i]) is None)}"
+        return f"{self.paths[i]} / {self.betas[i]:g}{note}{gone * (value_data.learned_from(folder) is None)}"
 
     def values(self, way: Way) -> list[tuple[Value, float]]:
         if way.weight is not None:
@@ -208,7 +209,7 @@ class RewardOfPrefixes(Prefixes):
 
 def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) -> PromptSet:
     """The prompts held out that neither runs nor the value models have learned from. ValueError where there is none."""
-    learned = set[str]().union(*(value_data.learned_from(path) or () for path in values))
+    learned = set[str]().union(*(value_data.learned_from(guidance.folder_of(path)) or () for path in values))
     different = held_out.distinct(training.ids)
     unseen = different.only([i for i, ids in enumerate(different.ids) if digest_of_prompt(ids) not in learned])
     if not len(unseen):

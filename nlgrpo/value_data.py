@@ -147,22 +147,27 @@ def _of_one(
     return Outcomes(asked, prompts, completions, torch.tensor(kept, dtype=torch.float64), known, abstained, too_long)
 
 
-def learned_from(model: Path) -> set[str] | None:
+def learned_from(folder: Path) -> set[str] | None:
     """`digest_of_prompt` of all prompts in the rollouts of the run that a value model comes from; none without a run.
 
-    ``model``: the run's folder, or the exported model in it. None where its rollouts are neither where they were nor
-    where they were from the run's folder, as in that of a loop.
+    ``folder``: the model that the run has exported. None where its rollouts are neither where they were nor where they
+    were from the run's folder, as in that of a loop.
     """
-    run = next((folder for folder in (model, model.parent) if hf_weights.begun_from(folder) is not None), None)
-    if run is None:
+    run = folder.parent
+    if hf_weights.begun_from(run) is None:
         return set()
     config = json.loads((run / "config.json").read_text("utf-8"))
-    folders = [Path(folder) for folder in config.get("data", {}).get("rollouts", ())]
-    if not all((folder / reference_rollouts.FILE).is_file() for folder in folders):  # the run has moved, with them?
-        folders = [run / os.path.relpath(folder, config["train"]["out"]) for folder in folders]
-    if not all((folder / reference_rollouts.FILE).is_file() for folder in folders):
+    rollouts = [Path(name) for name in config.get("data", {}).get("rollouts", ())]
+    if not _all_there(rollouts):  # the run may have moved, and they with it
+        out = config["train"]["out"] or f"runs/{config['name']}"
+        rollouts = [run / os.path.relpath(path, out) for path in rollouts]
+    if not _all_there(rollouts):
         return None
-    return {prompt for folder in folders for prompt in reference_rollouts.read_index(folder).prompts}
+    return {prompt for path in rollouts for prompt in reference_rollouts.read_index(path).prompts}
+
+
+def _all_there(rollouts: Sequence[Path]) -> bool:
+    return all((path / reference_rollouts.FILE).is_file() for path in rollouts)
 
 
 def _bridge(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Bridge | None:

@@ -225,6 +225,9 @@ def test_what_values_have_learned_from_is_left_out(work, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in PROMPTS[-2:]]
     assert results(work, tmp_path / "known")["iro", 4]["prompts"] == kept
+    several = options | {"guide": (tmp_path / "loop" / "iteration-1", work / "one")}
+    assert cli.main(arguments(work, tmp_path / "several", "--dry-run", **several)) == 0
+    assert "2 that runs hold out (2 left out" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "loop").rename(tmp_path / "moved")
     assert cli.main(arguments(work, tmp_path / "again", **options | {"guide": tmp_path / "moved"})) == 0
     assert results(work, tmp_path / "again")["iro", 4]["prompts"] == kept
