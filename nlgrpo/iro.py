@@ -305,7 +305,8 @@ class Loop:
         if self.crew.ranks.any(not there):
             assert self.crew.stop is not None
             return fitting.fit(cfg, value_training.build, self.crew.ranks, self.crew.stop)
-        run_folder.claim(cfg.run, cfg, self.crew.ranks, free=fitting.FREE, restart=False, advice=ADVICE)
+        advice = ADVICE + ", or --no-compress" * bool(cfg.compress.values)
+        run_folder.claim(cfg.run, cfg, self.crew.ranks, free=fitting.FREE, restart=False, advice=advice)
         self.crew.console.print(f"{cfg.run} is there", highlight=False, soft_wrap=True)
         return True
 

@@ -175,7 +175,9 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
     shutil.rmtree(whole / "compressed-3")
     shutil.rmtree(whole / "iteration-3")
     assert cli.main(arguments(work, "whole", betas=(1.0, 0.25))) == 1  # by which nothing but the compressed one is told
-    assert "compress.betas" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "compress.betas" in said
+    assert "--out, or --no-compress" in said
 
 
 def test_guided_rollouts_are_those_of_the_search(work, whole):
