@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from nlgrpo import cli, guidance, guided, iro
 from nlgrpo import model as models
+from nlgrpo.chunks import ModelValue
 from nlgrpo.guided import Candidate
 from nlgrpo.parallel import Ranks
 from nlgrpo.reference_rollouts import load
@@ -180,11 +181,30 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
     assert "--out, or --no-compress" in said
 
 
-def test_guided_rollouts_are_those_of_the_search(work, whole):
+@pytest.fixture(scope="module")
+def by_text(work):
+    """A loop whose values have a tokenizer of their own, in which two words have changed places."""
+    torch.set_num_threads(1)
+    tiny_model(work / "reader", "llama", scale=0.3)
+    tokens = json.loads((work / "reader" / "tokenizer.json").read_text())
+    words = tokens["model"]["vocab"]
+    words["w0"], words["w1"] = words["w1"], words["w0"]
+    (work / "reader" / "tokenizer.json").write_text(json.dumps(tokens))
+    options = {"value__path": work / "reader", "value__epochs": 1}
+    assert cli.main(arguments(work, "by text", **options)) == 0
+    return work / "by text"
+
+
+@pytest.mark.parametrize(("loop", "reads"), [("whole", ModelValue), ("by_text", guidance.TextValue)])
+def test_guided_rollouts_are_those_of_the_search(work, loop, reads, request):
+    whole = request.getfixturevalue(loop)
     tokenizer, model = AutoTokenizer.from_pretrained(work / "policy"), models.load(work / "policy", dtype=torch.float64)
     rollouts = load(whole / "iteration-2" / "rollouts")
     sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
-    values = guidance.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, sampling)
+    values = guidance.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, sampling, dtype=torch.float64)
+    assert isinstance(values[0][0], reads)
+    compressed = json.loads((whole / "compressed-2" / "value.json").read_text())
+    assert compressed["after"]["mse"] < compressed["before"]["mse"]
     seed = 0 ^ (1 << 61) ^ (2 << 48)
     for row, (prompt, own) in enumerate(rollouts.tokens()):
         assert tokenizer.decode(prompt) == PROMPTS[row]
