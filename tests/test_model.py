@@ -83,6 +83,15 @@ def tokens_for(vocab: int, lengths: list[int] = LENGTHS) -> torch.Tensor:
     return torch.randint(3, vocab, (sum(lengths),), generator=torch.Generator().manual_seed(1))
 
 
+def assert_same(again, theirs):
+    """The same tensors, bit for bit; the last bits of logits depend on where tensors lie, on some CPUs."""
+    weights, truth = again.state_dict(), theirs.state_dict()
+    assert weights.keys() == truth.keys()
+    assert all(torch.equal(weights[name], truth[name]) for name in truth)
+    logits = (their_logits(model, tokens_for(99), LENGTHS) for model in (again, theirs))
+    torch.testing.assert_close(*logits, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers_and_survive_the_round_trip(case, tmp_path):
     theirs = random_model(case)
@@ -97,7 +106,7 @@ def test_logits_equal_transformers_and_survive_the_round_trip(case, tmp_path):
     models.save(ours, tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(theirs)
-    assert torch.equal(their_logits(again, tokens, LENGTHS), truth)
+    assert_same(again, theirs)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "neox", "gpt2"])
@@ -176,7 +185,7 @@ def test_sharded_export_loads_in_transformers(tmp_path, monkeypatch):
     models.save(ours, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(their_logits(again, tokens_for(99), LENGTHS), their_logits(theirs, tokens_for(99), LENGTHS))
+    assert_same(again, theirs)
 
 
 def test_unknown_architecture_lists_the_known(tmp_path):
