@@ -178,9 +178,8 @@ def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, targets
     """(PARTS, 4) sums of the states in each part of their completions."""
     if not len(batch.row):
         return torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=values.device)
-    length = (
-        outcomes.lengths[batch.row.cpu()].to(values.device).clamp(min=1)
-    )  # of a completion without a token all is one part
+    length = outcomes.lengths[batch.row.cpu()].to(values.device)
+    length = length.clamp(min=1)  # of a completion without a token all is one part
     part = (batch.offset * PARTS // length).clamp(max=PARTS - 1)
     return torch.stack([_sums(values[part == i], targets[part == i]) for i in range(PARTS)])
 
