@@ -9,8 +9,12 @@ import pytest
 import torch
 import transformers
 from helpers import REPOSITORY, tiny_config, tiny_model
+from rich.console import Console
 
+from nlgrpo import decode, parallel
 from nlgrpo import model as models
+from nlgrpo.engine import generate
+from nlgrpo.stages import Crew
 
 pytestmark = pytest.mark.slow
 
@@ -162,6 +166,53 @@ def test_guided_budgets(tmp_path):
     assert again.stdout.splitlines()[-8:] == shown[-8:]
     refused = run("guided_budgets.py", REPOSITORY / "examples" / "guided.toml", "--methods", "cd", cwd=tmp_path)
     assert "name bon" in refused.stderr
+
+
+def test_overestimation(tmp_path, monkeypatch):
+    """Rewards are those of ``nlgrpo decode --choose value``; of the engine's samples transformers says the same."""
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    same = [
+        *(REPOSITORY / "examples" / "guided.toml", "--model.path", "tiny", "--data.source", "prompts.txt"),
+        *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')", "--chunk", "2"),
+        *("--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    learn = ["iro", *same, "--iterations", "2", "--samples", "4", "--beams", "2", "--successors", "2", "--out", "loop"]
+    guided = [*same, "--guide", "loop", "--betas", "1", "0.25", "--methods", "bon", "iro:1", "cd", "--budgets", "4"]
+    for command in ([*learn, "--value.held-out", "1"], ["decode", *guided, "--choose", "value", "--out", "ways"]):
+        done = subprocess.run([sys.executable, "-m", "nlgrpo.cli", *command], cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    done = run("overestimation.py", *guided, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ways" / "decode.json").read_text())
+    lines = done.stdout.splitlines()
+    assert lines[0] == "4 prompts, 3 ways"
+    for line, row in zip(lines[1:], rows, strict=True):
+        assert line.split()[0] == row["method"]
+        rewards = line.partition("reward ")[2]
+        assert rewards == "{:.3f} [{:.3f}, {:.3f}]".format(*row["mean"])
+    assert not (tmp_path / "runs").exists()
+
+    monkeypatch.chdir(tmp_path)
+    with parallel.start() as ranks:
+        c = decode.build(*decode.read_arguments([str(word) for word in guided]), Crew(ranks, Console(quiet=True)))
+    drawn = generate(c.model, c.batch.ids, 4, c.sampler.sampling, seed=c.sampler.seed).completion_ids()
+    theirs = [
+        transformers.AutoModelForSequenceClassification.from_pretrained(f"loop/iteration-{t}/value/model").eval()
+        for t in (1, 2)
+    ]
+    with torch.no_grad():
+        values = [
+            sum(w * m(torch.tensor([[*ids, *own]])).logits.item() for w, m in zip((0.2, 0.8), theirs, strict=True))
+            for ids, own in zip((ids for ids in c.batch.ids for _ in range(4)), drawn, strict=True)
+        ]
+    said = float(lines[1].partition(" V ")[2].split()[0])
+    assert said == pytest.approx(float(torch.tensor(values).view(4, 4).amax(1).mean()), abs=6e-4)
+
+    refused = run("overestimation.py", *same, "--guide", "loop", "--methods", "args", cwd=tmp_path)
+    assert "method 'args' asks no value model" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_make_arithmetic(tmp_path, monkeypatch):

@@ -1,0 +1,56 @@
+"""What value models say of the answers that they choose, beside what these are worth: is it their errors that win?
+
+    python scripts/overestimation.py my.toml --guide runs/iro/iteration-1 --methods bon iro cd --budgets 16 64
+
+Takes what ``nlgrpo decode`` takes, and lets the values choose. Prints for each way the mean over prompts, with its
+interval, of V, sum_i (V_i / beta_i) / sum_i (1 / beta_i) of the answer, and of the answer's reward. For values that
+were fitted to that reward the two are alike where they are right.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from nlgrpo import decode, guided, parallel
+from nlgrpo.decode_ways import Way
+from nlgrpo.evaluation import bootstrap
+from nlgrpo.stages import Crew
+
+
+def said_and_worth(c: decode.Comparison, way: Way) -> tuple[Tensor, Tensor]:
+    """(P,) values of the answers, and (P,) their rewards. ValueError for a way that no value model guides."""
+    if not way.values:
+        raise ValueError(f"method {way.method!r} asks no value model: name bon, cd, iro, iro:NUMBER or compressed")
+    found, _ = guided.search(
+        c.model, c.batch.ids, way.search, c.sampler.sampling, c.values(way),
+        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=True,
+    )  # fmt: skip
+    answers = [max(own, key=lambda one: one.value) for own in found]
+    weight = sum(1 / c.betas[i] for i in way.values)
+    values = torch.tensor([one.value for one in answers], dtype=torch.float64) / weight
+    return values, c.worth(c.batch, [one.tokens for one in answers], 1)[:, 0]
+
+
+def main() -> None:
+    try:
+        options, cfg = decode.read_arguments(sys.argv[1:])
+        with parallel.start() as ranks:
+            c = decode.build(replace(options, choose="value"), cfg, Crew(ranks, Console()))
+            print(f"{len(c.batch.ids)} prompts, {len(c.ways)} ways")
+            for way in c.ways:
+                said, worth = (
+                    "{:.3f} [{:.3f}, {:.3f}]".format(*(float(x) for x in bootstrap(each)))
+                    for each in said_and_worth(c, way)
+                )
+                print(f"{way.method:12} N = {way.budget:<4} V {said}   reward {worth}", flush=True)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
