@@ -2,7 +2,7 @@
 # make test       install what the tests need and run them
 # make test-slow  those marked slow: they build, start many processes, or take more than ten seconds
 # make test-asan  the tests of the compiled CPU ops, under AddressSanitizer and UBSan
-# make check      formatter, linter, type checker
+# make check      formatter, linter, type checker, import contracts
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,9 +11,10 @@ RUN    := $(VENV)/bin/
 # The ops with the sanitizers' checks, away from those that are installed, and the tests that reach compiled ops.
 SANITIZED       := build/sanitized/nlgrpo/kernels/_sanitized.abi3.so
 SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildcard tests/kernels/test_ecdf*.py) \
-	$(wildcard tests/test_ecdf*.py) tests/kernels/test_linearize.py tests/test_engine.py tests/test_cli.py \
-	tests/test_config.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
-	tests/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
+	$(wildcard tests/calibration/test_ecdf*.py) tests/kernels/test_linearize.py tests/engine/test_generation.py \
+	tests/commands/test_cli.py \
+	tests/config/test_schema.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
+	tests/training/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 
 .PHONY: train test test-slow test-asan check clean
 
@@ -49,6 +50,7 @@ check: $(VENV)/installed-check
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
 	$(RUN)mypy
+	$(RUN)lint-imports --no-cache --no-logo
 
 # The compiled CPU ops are built against the installed torch: torch comes first, and the build sees it (no isolation).
 $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -113,9 +113,9 @@ extension = Extension(
 )
 
 setup(
-    packages=["nlgrpo", "nlgrpo.integrations", "nlgrpo.kernels"],
+    packages=[*find_packages(include=["nlgrpo", "nlgrpo.*"]), "nlgrpo.kernels"],
     package_dir={"nlgrpo.kernels": "kernels"},
-    package_data={"nlgrpo": ["assets/**/*"]},
+    package_data={"nlgrpo.data": ["assets/**/*"]},
     ext_modules=[] if WANTED == "0" else [extension],
     cmdclass={"build_ext": BuildOrSayWhyNot, "bdist_wheel": NameWhatWasBuilt},
     options={} if WANTED == "0" else {"bdist_wheel": {"py_limited_api": "cp311"}},

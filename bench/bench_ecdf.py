@@ -32,7 +32,7 @@ import torch
 from common import MIB, forget_peak, machine, one_line, peak_resident, resident, save
 from torch import Tensor
 
-from nlgrpo import ecdf
+from nlgrpo.calibration import ecdf
 
 LONGEST = 10**8
 SINGLE = (*(round(10 ** (k / 2)) for k in range(6, 15)), LONGEST)

@@ -20,13 +20,14 @@ from pathlib import Path
 import torch
 from common import machine, one_line, save
 
-from nlgrpo import hf_weights, model, parts, reward_model
-from nlgrpo.chunks import ModelValue
-from nlgrpo.engine import generate
-from nlgrpo.guided import Search, search
-from nlgrpo.sampling import Sampling
+from nlgrpo.engine import builders
+from nlgrpo.engine.chunked_decoding import ModelValue
+from nlgrpo.engine.generation import generate
+from nlgrpo.engine.guided_search import Search, search
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import decoder, hf_weights, reward_model
 
-ASSETS = Path(__file__).parents[1] / "nlgrpo" / "assets"
+ASSETS = Path(__file__).parents[1] / "nlgrpo" / "data" / "assets"
 NEW_TOKENS, PROMPTS = 64, 32
 SEARCH = Search(beams=4, successors=4, chunk=16)
 TARGET = 0.5
@@ -35,7 +36,7 @@ TARGET = 0.5
 def sides(path: str, device: torch.device) -> tuple[dict[str, Callable[[], int]], dict[str, int]]:
     """What each side does, returning the tokens that it drew; parameters of both models."""
     source = hf_weights.locate(path)
-    policy, tokenizer = model.load(source).to(device).eval(), parts.load_tokenizer(source)
+    policy, tokenizer = decoder.load(source).to(device).eval(), builders.load_tokenizer(source)
     critic = reward_model.load(path, device=device)[0].eval()
     lines = (ASSETS / "eval_prompts.jsonl").read_text("utf-8").splitlines()[:PROMPTS]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]

@@ -136,11 +136,11 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | Non
 
 
 def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
-    from nlgrpo import parallel
-    from nlgrpo import run as runs
-    from nlgrpo.config import Config, from_dict
-    from nlgrpo.timing import StopSignal
+    from nlgrpo.config.schema import Config, from_dict
+    from nlgrpo.runtime import distributed
+    from nlgrpo.runtime.timing import StopSignal
     from nlgrpo.train import train
+    from nlgrpo.training import run as runs
 
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
@@ -160,7 +160,7 @@ def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
         },
         "evaluation": {"prompts": 0},
     }
-    with parallel.start() as ranks:
+    with distributed.start() as ranks:
         run = runs.build(from_dict(settings, Config()), ranks)
         runs.open_folder(run)
         learner = run.learner()

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from nlgrpo.hf_weights import locate
 from nlgrpo.kernels import linear_logprob
+from nlgrpo.model.hf_weights import locate
 
 
 def fine_tune(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor]], lr: float) -> Iterator[float]:

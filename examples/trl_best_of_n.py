@@ -18,8 +18,8 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from nlgrpo.hf_weights import locate
 from nlgrpo.integrations.trl import aggregated, linearized
+from nlgrpo.model.hf_weights import locate
 
 PROMPTS = locate("story-lm").parent / "prompts.jsonl"
 SAMPLES = 8  # completions of a prompt, TRL's num_generations

@@ -21,52 +21,52 @@ COMMANDS = {
         "Train: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists every key",
     ),
     "generate": (
-        "nlgrpo.commands:generate",
+        "nlgrpo.commands.generate:generate",
         'Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4',
     ),
-    "recipes": ("nlgrpo.commands:list_recipes", "List the recipes that `nlgrpo train NAME` runs."),
+    "recipes": ("nlgrpo.commands.generate:list_recipes", "List the recipes that `nlgrpo train NAME` runs."),
     "report": (
-        "nlgrpo.commands:write_report",
+        "nlgrpo.commands.generate:write_report",
         "Write a run's report.html and pictures again: nlgrpo report runs/length-bon",
     ),
     "compare": (
-        "nlgrpo.commands:compare",
+        "nlgrpo.commands.generate:compare",
         "Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean",
     ),
     "evaluate": (
-        "nlgrpo.evaluate:main",
+        "nlgrpo.commands.evaluate:main",
         "What models are worth under each procedure: nlgrpo evaluate runs/length-bon runs/length-mean",
     ),
     "rollout": (
-        "nlgrpo.rollout_command:main",
+        "nlgrpo.commands.rollout:main",
         "Draw and score samples of the reference, for later stages: nlgrpo rollout [file.toml] --samples 100 --out DIR",
     ),
     "sweep": (
-        "nlgrpo.sweep:main",
+        "nlgrpo.commands.sweep:main",
         "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
     ),
     "reward-model": (
-        "nlgrpo.reward_model_training:main",
+        "nlgrpo.training.scalar_heads.reward_model_training:main",
         "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
     ),
     "value": (
-        "nlgrpo.value_training:main",
+        "nlgrpo.training.scalar_heads.value_training:main",
         "Fit a value model to rollouts, or to a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "iro": (
-        "nlgrpo.iro:main",
+        "nlgrpo.commands.iro:main",
         "Learn value models that guide a frozen model: nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
     ),
     "decode": (
-        "nlgrpo.decode:main",
+        "nlgrpo.commands.decode:main",
         "Hold ways to decode against each other: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
     ),
     "curves": (
-        "nlgrpo.curves:main",
+        "nlgrpo.commands.curves:main",
         "Win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
     ),
     "verify": (
-        "nlgrpo.verify:main",
+        "nlgrpo.commands.verify:main",
         "Check the mathematics against exact answers: nlgrpo verify [--out FOLDER] [--quick]",
     ),
 }

@@ -17,23 +17,25 @@ from rich.console import Console
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo import offline, parallel, plan, summary
-from nlgrpo.advantages import subtract_baseline
-from nlgrpo.aggregation import combine
-from nlgrpo.config import Config
-from nlgrpo.data import Batch
-from nlgrpo.engine import Rollout
-from nlgrpo.groups import Groups
-from nlgrpo.learner import Learner
-from nlgrpo.metrics import FILE, MetricsLogger, read_jsonl
-from nlgrpo.offline import Samples
-from nlgrpo.recipes import from_arguments
-from nlgrpo.reference_rewards import Held
-from nlgrpo.rewards import RewardError, Scores
-from nlgrpo.run import Run, build, open_folder
-from nlgrpo.sampled import Sampled
-from nlgrpo.seeding import random_state, seed_everything, set_random_state
-from nlgrpo.timing import Clock, StopSignal
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.config.schema import Config
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.evaluation import summary
+from nlgrpo.objectives.advantages import subtract_baseline
+from nlgrpo.objectives.aggregation import combine
+from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.runtime import distributed
+from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
+from nlgrpo.runtime.timing import Clock, StopSignal
+from nlgrpo.training import offline, plan
+from nlgrpo.training.global_batch import GlobalBatch
+from nlgrpo.training.learner import Learner
+from nlgrpo.training.metrics import FILE, MetricsLogger, read_jsonl
+from nlgrpo.training.offline import OfflineSamples
+from nlgrpo.training.reference_rewards import CalibratedReward
+from nlgrpo.training.run import Run, build, open_folder
 
 
 def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> bool:
@@ -41,9 +43,9 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
     cfg = run.config.train
     for step in range(run.progress.step, cfg.steps):
         if run.samples is None:
-            learn_from_rewards(run, learner, log)
+            online_step(run, learner, log)
         else:
-            learn_from_choices(run, run.samples, learner, log)
+            offline_step(run, run.samples, learner, log)
         stopping = run.ranks.any(stop.received)
         if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
             run.save(learner)
@@ -53,7 +55,7 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
 
 
 # fmt: off
-def learn_from_rewards(run: Run, learner: Learner, log: MetricsLogger) -> None:
+def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
     """A step of GRPO or PPO."""
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
     clock   = Clock(ranks.device)
@@ -62,36 +64,38 @@ def learn_from_rewards(run: Run, learner: Learner, log: MetricsLogger) -> None:
     clock.lap("generate")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
     clock.lap("reference")
-    scores, held = score(run, learner, batch, rollout, ref)      # {name: (P, M)}, NaN where a reward abstains
+    scores, calibrated = score(run, learner, batch, rollout, ref)      # {name: (P, M)}, NaN where a reward abstains
     clock.lap("rewards")
-    groups  = Groups.gather(ranks, scores, rollout, held)        # from here on all ranks, all P
+    groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated)        # from here on all ranks, all P
     values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
     each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
-    worth, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
+    value, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
     linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
     if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with one, token by token
         penalty = learner.kl_reward(rollout, ref, progress.beta)
         linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
     adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
     clock.lap("linearize")
-    dropped = scores.skipped if learner.critic is None else ~groups.judged(run.objectives, run.weights())[groups.own]
+    dropped = scores.skipped
+    if learner.critic is not None:                               # which would take an abstention for a reward of 0
+        dropped = ~groups.has_reward(run.objectives, run.weights())[groups.own]
     stats   = learner.update(
         rollout, adv[groups.own], step=step, **run.rates(step),
-        beta=progress.beta, ref_logprobs=ref, dropped=dropped,   # a critic would take 0 for a reward
+        beta=progress.beta, ref_logprobs=ref, dropped=dropped,
     )
     clock.lap("update")
     shown   = groups.scores(run.objectives)                      # {name: (P, M)}, kernels as numbers too
-    stats |= {"beta": progress.beta} | groups.metrics(worth, values, shown, run.weights(), adv)
+    stats |= {"beta": progress.beta} | groups.metrics(value, values, shown, run.weights(), adv)
     progress.advance(cfg.rollout.prompts, groups.tokens)
     if "kl" in stats:                                            # not where all groups were dropped
         progress.beta = run.next_beta(step, stats["kl"])
     stats |= run.speed(clock, groups.tokens, int(groups.lengths.sum()))
-    log.log(step, groups.logged_beside(stats))                   # with what rewards log
+    log.log(step, groups.with_logged(stats))                   # with what rewards log
     if every(cfg.train.samples_every, step):
         log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, each, adv))
 
 
-def learn_from_choices(run: Run, samples: Samples, learner: Learner, log: MetricsLogger) -> None:
+def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: MetricsLogger) -> None:
     """A step of BoN-SFT, DPO, IPO or BoNBoN."""
     cfg, progress, step = run.config, run.progress, run.progress.step
     clock  = Clock(run.ranks.device)
@@ -111,7 +115,7 @@ def every(interval: int, step: int) -> bool:
 
 def score(
     run: Run, learner: Learner, batch: Batch, rollout: Rollout, ref: Tensor | None
-) -> tuple[Scores, dict[str, Held]]:
+) -> tuple[Scores, dict[str, CalibratedReward]]:
     """The rewards of this rank's completions, and those that are held against the reference's samples.
 
     Where one fails on any rank, all save the state before it and stop.
@@ -119,7 +123,7 @@ def score(
     generators = random_state()
     try:
         scores = _scored(run, batch, rollout)
-        return scores, run.references.hold(scores.values, batch, rollout, ref, learner.reference)
+        return scores, run.references.calibrate(scores.values, batch, rollout, ref, learner.reference)
     except RewardError:
         set_random_state(generators)
         run.save(learner)
@@ -133,7 +137,7 @@ def _scored(run: Run, batch: Batch, rollout: Rollout) -> Scores:
     return run.ranks.agree(score, RewardError)
 
 
-def evaluate_before(run: Run, learner: Learner) -> Sampled | None:
+def evaluate_before(run: Run, learner: Learner) -> EvaluationSamples | None:
     """What the untrained model is worth; taken from the folder where an earlier start of the run has measured it."""
     if run.config.evaluation.prompts == 0:
         return None
@@ -144,7 +148,7 @@ def evaluate_before(run: Run, learner: Learner) -> Sampled | None:
     return before
 
 
-def finish(run: Run, learner: Learner, before: Sampled | None, console: Console) -> None:
+def finish(run: Run, learner: Learner, before: EvaluationSamples | None, console: Console) -> None:
     """Export the model, evaluate it, and write the report."""
     exported = run.export(learner)
     if before is not None:
@@ -153,7 +157,7 @@ def finish(run: Run, learner: Learner, before: Sampled | None, console: Console)
         if run.ranks.first:
             console.print(summary.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
-        from nlgrpo import report  # with matplotlib, which would add a second to the start of every run
+        from nlgrpo.evaluation import report  # with matplotlib, which would add a second to the start of every run
 
         page = report.write_report(run.folder)
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
@@ -163,11 +167,11 @@ def launch(cfg: Config, *, dry_run: bool = False) -> None:
     """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
     stop = StopSignal()
     disable_progress_bar()  # transformers' own, of every reward model that is read
-    with parallel.start() as ranks:
+    with distributed.start() as ranks:
         _launch(cfg, ranks, stop, dry_run)  # whose model, and with it the group's handles, is gone on return
 
 
-def _launch(cfg: Config, ranks: parallel.Ranks, stop: StopSignal, dry_run: bool) -> None:
+def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bool) -> None:
     console = Console(quiet=not ranks.first)
     seed_everything(cfg.train.seed + ranks.rank)
     run = build(cfg, ranks)

@@ -18,12 +18,13 @@ import sys
 import torch
 from torch import Tensor
 
-from nlgrpo import parallel, scoring
-from nlgrpo.aggregation import combine
-from nlgrpo.groups import Groups
-from nlgrpo.learner import Learner
-from nlgrpo.recipes import from_arguments
-from nlgrpo.run import Run, build
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.engine import logprobs
+from nlgrpo.objectives.aggregation import combine
+from nlgrpo.runtime import distributed
+from nlgrpo.training.global_batch import GlobalBatch
+from nlgrpo.training.learner import Learner
+from nlgrpo.training.run import Run, build
 
 ESTIMATES, BATCHES = 4, 32
 
@@ -32,11 +33,11 @@ def add_gradient(run: Run, learner: Learner) -> None:
     """Add the gradient of the surrogate, sum of A log pi over the next batch, to the parameters' ``grad``."""
     batch = run.next_batch()
     rollout = run.sampler.draw(learner.model, batch)
-    groups = Groups.gather(run.ranks, run.sampler.score(batch, rollout), rollout)
+    groups = GlobalBatch.gather(run.ranks, run.sampler.score(batch, rollout), rollout)
     linear = combine(groups.linearize(run.objectives), run.aggregate.gradient(groups.values(run.objectives)))
     advantages = groups.advantages(linear, "none").flatten()
     for part in learner.micro_batches(rollout, list(range(len(advantages)))):
-        logprob, _ = scoring.logprobs(learner.model, part, learner.temperature)
+        logprob, _ = logprobs.logprobs(learner.model, part, learner.temperature)
         (logprob * advantages[part.row].to(logprob)).sum().backward()
     run.progress.advance(run.config.rollout.prompts, groups.tokens)
 
@@ -60,7 +61,7 @@ def signal_and_noise(estimates: list[Tensor]) -> tuple[float, float]:
 
 def main() -> None:
     cfg, _ = from_arguments(sys.argv[1:])
-    with parallel.start() as ranks:
+    with distributed.start() as ranks:
         try:
             run = build(cfg, ranks)
         except ValueError as error:

@@ -29,9 +29,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo import decode, figures, sweep
-from nlgrpo.evaluation import bootstrap
-from nlgrpo.writing import atomic_write, atomic_write_bytes
+from nlgrpo.commands import decode, sweep
+from nlgrpo.evaluation import figures
+from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 METHODS = ["bon", "iro:1", "iro:2", "iro:3", "compressed", "cd", "args"]
 LABELS = {"bon": "best-of-N", "compressed": "IRO, compressed", "cd": "one beam, first value", "args": "ARGS"}
@@ -162,7 +163,7 @@ def draw_budgets(found: Found, ylabel: str) -> Figure:
     figure = figures.figure_of((10.4, 5.2))
     panels = list(figure.subplots(1, 2))
     for i, method in enumerate(found.methods):
-        look = figures.look(i)
+        look = figures.series_style(i)
         style = {**look.line, "marker": look.marker, "capsize": 2, "label": label(method)}
         shift = [n * 1.015 ** (i - len(found.methods) / 2) for n in found.budgets]  # intervals side by side
         for axes, points in (
@@ -193,7 +194,7 @@ def draw_latency(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> Figure:
     figure, rows = figures.figure_of((9.0, 3.6)), rounds[0]
     names = [label(method) for method, _ in rows]
     seconds, memory = figure.subplots(1, 2, sharey=True)
-    colours = [figures.look(i).colour for i in range(len(names))]
+    colours = [figures.series_style(i).colour for i in range(len(names))]
     times = [milliseconds(rounds, key) for key in rows]
     reach = [[middle - least for middle, least, _ in times], [most - middle for middle, _, most in times]]
     seconds.barh(names, [middle for middle, _, _ in times], xerr=reach, capsize=2, color=colours)

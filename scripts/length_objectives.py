@@ -12,8 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from nlgrpo import report, sweep
-from nlgrpo.manifest import read_manifest
+from nlgrpo.commands import sweep
+from nlgrpo.evaluation import report
+from nlgrpo.training.sweep_state import read_sweep_state
 
 OBJECTIVES = ["mean", "bon:2", "bon:4", "bon:8", "bon:16", "soft:0.1", "soft:0.05"]
 
@@ -28,7 +29,7 @@ def main() -> int:
         status = sweep.run(["length-bon", *more], [{"objective": name} for name in options.objectives], options.out)
     except ValueError as error:
         parser.error(str(error))
-    points = [point for point in read_manifest(options.out) if point.overrides["objective"] in options.objectives]
+    points = [point for point in read_sweep_state(options.out) if point.overrides["objective"] in options.objectives]
     if status != 0 or any(point.state != "done" for point in points):
         return status or 1
     print(report.compare([point.folder for point in points], options.out / "lengths.png"))

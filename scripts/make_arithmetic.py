@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from nlgrpo.builtin_rewards import final_answer
+from nlgrpo.rewards.builtin import final_answer
 
 LARGEST = 12
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"

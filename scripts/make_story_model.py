@@ -1,6 +1,6 @@
 """Make nlgrpo's default model: a causal LM of half a million parameters that tells short stories of every length.
 
-    python scripts/make_story_model.py tinystories.txt --out nlgrpo/assets
+    python scripts/make_story_model.py tinystories.txt --out nlgrpo/data/assets
 
 The text holds stories separated by ``<|endoftext|>``.  The script trains a byte-level BPE tokenizer and a small GPT-2
 on it, then the model on texts that it wrote itself at a lower temperature, and writes ``OUT/story-lm/`` (a Hugging Face

@@ -16,17 +16,19 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from nlgrpo import decode, guided, parallel
-from nlgrpo.decode_ways import Way
-from nlgrpo.evaluation import bootstrap
-from nlgrpo.stages import Crew
+from nlgrpo.commands import decode
+from nlgrpo.commands.decode_methods import DecodingMethod
+from nlgrpo.engine import guided_search
+from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.runtime import distributed
+from nlgrpo.runtime.work_queue import WorkQueue
 
 
-def said_and_worth(c: decode.Comparison, way: Way) -> tuple[Tensor, Tensor]:
+def said_and_worth(c: decode.Comparison, way: DecodingMethod) -> tuple[Tensor, Tensor]:
     """(P,) values of the answers, and (P,) their rewards. ValueError for a way that no value model guides."""
     if not way.values:
         raise ValueError(f"method {way.method!r} asks no value model: name bon, cd, iro, iro:NUMBER or compressed")
-    found, _ = guided.search(
+    found, _ = guided_search.search(
         c.model, c.batch.ids, way.search, c.sampler.sampling, c.values(way),
         seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=True,
     )  # fmt: skip
@@ -39,8 +41,8 @@ def said_and_worth(c: decode.Comparison, way: Way) -> tuple[Tensor, Tensor]:
 def main() -> None:
     try:
         options, cfg = decode.read_arguments(sys.argv[1:])
-        with parallel.start() as ranks:
-            c = decode.build(replace(options, choose="value"), cfg, Crew(ranks, Console()))
+        with distributed.start() as ranks:
+            c = decode.build(replace(options, choose="value"), cfg, WorkQueue(ranks, Console()))
             print(f"{len(c.batch.ids)} prompts, {len(c.ways)} ways")
             for way in c.ways:
                 said, worth = (

@@ -23,12 +23,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo import figures, sweep
-from nlgrpo.evaluation import best_of_n, bootstrap
-from nlgrpo.manifest import read_manifest
-from nlgrpo.metrics import FILE, read_jsonl
-from nlgrpo.recipes import from_arguments
-from nlgrpo.sampled import read_evaluation
+from nlgrpo.commands import sweep
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.evaluation import figures
+from nlgrpo.evaluation.estimators import best_of_n, bootstrap
+from nlgrpo.training.metrics import FILE, read_jsonl
+from nlgrpo.training.sweep_state import read_sweep_state
 
 METHODS = ["mean", "bon:4", "bon:4/smooth_min:50"]
 LABELS = {
@@ -103,7 +104,7 @@ def beaten(found: Points, names: Sequence[str], n: int) -> list[str]:
 def finished(out: Path, first: str, methods: Sequence[str]) -> Points:
     """The runs in the folder, by method and weight of the ``first`` reward, in its order."""
     found: Points = {method: {} for method in methods}
-    for run in sorted(read_manifest(out), key=lambda run: float(run.overrides[f"rewards.{first}.weight"])):
+    for run in sorted(read_sweep_state(out), key=lambda run: float(run.overrides[f"rewards.{first}.weight"])):
         objective, aggregate = run.overrides["objective"], run.overrides["loss.aggregate"]
         method = objective if aggregate == "sum" else f"{objective}/{aggregate}"
         if method in found:
@@ -136,7 +137,7 @@ def main() -> int:
         status = sweep.run([options.recipe, *more], rows, options.out, ranks=options.nproc_per_node)
     except ValueError as error:
         parser.error(str(error))
-    if any(run.state != "done" for run in read_manifest(options.out)):
+    if any(run.state != "done" for run in read_sweep_state(options.out)):
         return status or 1
     found = finished(options.out, names[0], options.methods)
     picture = figures.render(functools.partial(draw, found, names, options.ns))

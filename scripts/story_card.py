@@ -29,7 +29,7 @@ CDLA-Sharing-1.0); then {retold_steps} steps (from half that rate) on {retold:,}
 temperature {temperature:g} (sequence-level distillation; Kim and Rush, 2016), for which it spells better when sampled
 at temperature 1:
 
-    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/assets \\
+    python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/data/assets \\
         --steps {steps} --retold {retold} --retold-steps {retold_steps} --temperature {temperature:g} \\
         --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --threads {threads}
 

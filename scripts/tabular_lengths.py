@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from nlgrpo.objectives import BestOfN
+from nlgrpo.objectives.registry import BestOfN
 
 LIMIT, TARGETS, GROUPS, SAMPLES = 128, (25, 75), 512, 8
 SHOWN = (50, 200, 500, 1000)

@@ -25,12 +25,15 @@ from scipy.optimize import brentq
 from torch import Tensor
 from tradeoff_curves import Run
 
-from nlgrpo import figures, grid, reference_rollouts, sweep
-from nlgrpo.calibration import calibrate, parse_transform
-from nlgrpo.manifest import Point, read_manifest
-from nlgrpo.recipes import from_arguments
-from nlgrpo.sampled import read_evaluation
-from nlgrpo.writing import atomic_write, atomic_write_bytes
+from nlgrpo.calibration.alignment import calibrate, parse_transform
+from nlgrpo.commands import sweep
+from nlgrpo.config import grid
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.engine.rollouts import reference_rollouts
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.evaluation import figures
+from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
+from nlgrpo.training.sweep_state import Point, read_sweep_state
 
 METHODS = ["ppo", "grpo", "identity", "exp:10", "exp:-10", "vbon", "vbon:bound", "bon_sft", "dpo"]
 SETS = 64  # winners or pairs of a step that draws nothing
@@ -106,7 +109,7 @@ def points(
 def made(start: Sequence[str], rows: Mapping[Run, Mapping[str, str]], folder: Path) -> dict[Run, Point]:
     """What has become of each run, in a sweep that may hold others."""
     settings = grid.settings(start, list(rows.values()), list(next(iter(rows.values()))))
-    known = {json.dumps(point.overrides, sort_keys=True): point for point in read_manifest(folder)}
+    known = {json.dumps(point.overrides, sort_keys=True): point for point in read_sweep_state(folder)}
     return {run: known[json.dumps(s.overrides, sort_keys=True)] for run, s in zip(rows, settings, strict=True)}
 
 

@@ -12,13 +12,16 @@ from matplotlib.figure import Figure
 from scipy.optimize import brentq
 from torch import Tensor
 
-from nlgrpo import ecdf, figures, hf_weights, parts
-from nlgrpo.calibration import at_kl, parse_transform
-from nlgrpo.config import Config
-from nlgrpo.evaluation import bootstrap, win_rate
-from nlgrpo.families import shape_of
-from nlgrpo.model import read_config
-from nlgrpo.reference_rollouts import ReferenceRollouts
+from nlgrpo.calibration import ecdf
+from nlgrpo.calibration.alignment import at_kl, parse_transform
+from nlgrpo.config.schema import Config
+from nlgrpo.engine import builders
+from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
+from nlgrpo.evaluation import figures
+from nlgrpo.evaluation.estimators import bootstrap, win_rate
+from nlgrpo.model import hf_weights
+from nlgrpo.model.architectures import shape_of
+from nlgrpo.model.decoder import read_config
 
 LABELS = {"vbon": "vBoN, Eq. 5", "vbon:bound": "vBoN, Eq. 8", "bon_sft": "BoN-SFT"}
 BON = "best-of-N of the reference"
@@ -113,7 +116,7 @@ class Reference:
 def held_out(config: Config, rollouts: ReferenceRollouts, name: str) -> Reference:
     """Raises ValueError where the evaluation has prompts without rollouts."""
     source = hf_weights.locate(config.model.path)
-    _, prompts = parts.load_prompts(config, parts.load_tokenizer(source), shape_of(read_config(source)))
+    _, prompts = builders.load_prompts(config, builders.load_tokenizer(source), shape_of(read_config(source)))
     rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
     if None in rows:
         raise ValueError("the evaluation has other prompts than data.source; leave data.evaluation empty")
@@ -184,7 +187,7 @@ def draw_curves(found: Mapping[str, Sequence[Curve]], reference: Reference, quan
             kl = torch.stack([curve.kl for curve in seeds]).mean(0)
             values = torch.stack([curve.values[quantity] for curve in seeds]).mean(0)
             mean, low, high = (scale_of(quantity) * x.numpy() for x in bootstrap(values))
-            look, reach = figures.look(i), np.stack([mean - low, high - mean]).clip(min=0)
+            look, reach = figures.series_style(i), np.stack([mean - low, high - mean]).clip(min=0)
             axes.errorbar(kl, mean, reach, **look.line, marker=look.marker, capsize=2, label=label(method))
     figures.legend(figure, every)
     return figure
@@ -195,7 +198,8 @@ def draw_points(measured: Measured, reference: Reference, quantities: Sequence[s
     figure, every = _panels(quantities, max(float(each["kl"].mean()) for each in measured.values()), reference)
     for axes, quantity in zip(every, quantities, strict=True):
         for i, method in enumerate(dict.fromkeys(method for method, _, _ in measured)):
-            look, own = figures.look(i), _points({run: x for run, x in measured.items() if run[0] == method}, quantity)
+            look = figures.series_style(i)
+            own = _points({run: x for run, x in measured.items() if run[0] == method}, quantity)
             for (x, y), best in zip(own, undominated(own), strict=True):
                 axes.plot(x, y, look.marker, color=look.colour, alpha=1.0 if best else 0.3, linewidth=0)
             axes.plot([], [], look.marker, color=look.colour, linewidth=0, label=label(method))

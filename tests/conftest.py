@@ -18,9 +18,9 @@ else:
 
 # The longest files, which are shared out first: one that begins last is waited for by a core that has nothing to do.
 LONGEST = [
-    "linear_policy_loss", "logprob", "ecdf_ops", "train", "policy_loss", "rollout_command", "linearize", "parallel",
-    "sweep", "config", "offline", "calibration", "value_training", "critic", "intervals", "decode_command", "evaluate",
-    "page", "verify", "report", "reference_rewards", "iro", "learner", "curves", "foreign",
+    "linear_policy_loss", "logprob", "ecdf_ops", "train", "policy_loss", "rollout_command", "linearize", "distributed",
+    "sweep", "schema", "offline", "alignment", "value_training", "critic", "intervals", "decode_command", "evaluate",
+    "html_page", "verify", "report", "reference_rewards", "iro", "learner", "curves", "transformers_backend",
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
-from nlgrpo.engine import Rollout
+from nlgrpo.engine.generation import Rollout
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
@@ -26,7 +26,7 @@ BOS, EOS = 1, 2
 
 
 def leave_group() -> None:
-    """Destroy the process group, as `nlgrpo.parallel.start` does: the cycles that refer to it are collected first."""
+    """Destroy the process group, as `distributed.start` does: the cycles that refer to it are collected first."""
     gc.collect()
     dist.destroy_process_group()
 
@@ -107,7 +107,7 @@ def run_all(jobs: list[Job]) -> list[Ended]:
 
 def _serve() -> None:
     importlib.import_module("nlgrpo.train")  # once, before the runs are forked
-    from nlgrpo import report
+    from nlgrpo.evaluation import report
 
     report.write_report = lambda folder: folder / "report.html"  # drawing takes longer than the runs
     results = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.diversity import check_kernel
+from nlgrpo.objectives.diversity import check_kernel
 
 NO_NUMBERS = (TypeError, ValueError, RuntimeError)  # the last is float's of a tensor of several numbers
 

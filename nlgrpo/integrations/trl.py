@@ -40,12 +40,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from nlgrpo import aggregation
-from nlgrpo.aggregation import Aggregate, combine
 from nlgrpo.integrations import ranks
 from nlgrpo.integrations.returned import read_rewards, read_similarities
-from nlgrpo.objectives import Objective, linearize_present, parse, value_present
-from nlgrpo.reward_calls import is_async
+from nlgrpo.objectives import aggregation
+from nlgrpo.objectives.aggregation import Aggregate, combine
+from nlgrpo.objectives.registry import Objective, linearize_present, parse, value_present
+from nlgrpo.rewards.calling import is_async
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,95 @@
+"""Ways to decode a frozen model at a budget: what each method of `nlgrpo decode` searches, and its cost by theory.
+
+A budget is N = K B, the candidates of a prompt at any time; H tokens are the longest response, L those of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from nlgrpo.engine.guided_search import Search
+
+
+@dataclass(frozen=True)
+class DecodingMethod:
+    """A method at a budget."""
+
+    method: str
+    budget: int
+    search: Search
+    values: tuple[int, ...] = ()
+    """Which of the value models guide it."""
+    weight: float | None = None
+    """Of the reward of prefixes; None: it is not asked for."""
+
+
+def way(
+    method: str, budget: int, like: Search, longest: int, values: int, compressed: bool = False, by_value: bool = False
+) -> DecodingMethod:
+    """Raises ValueError for a method that is none, or that needs other value models than there are.
+
+    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one. They guide searches
+    ``like`` this one, in all but K and B. ``by_value``: they choose the response, so that best-of-N needs them too.
+    """
+    name, _, detail = method.partition(":")
+    beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
+    wide = replace(like, beams=beams, successors=budget // beams)
+    if method == "bon":
+        if by_value and not values:
+            raise ValueError(f"method {method!r} needs a value model to choose by: name it with --guide")
+        return DecodingMethod(method, budget, Search(1, budget, longest), tuple(range(values)) if by_value else ())
+    if method == "cd":
+        return _guided(method, budget, Search(1, budget, like.chunk, diverse=False), 1, values)
+    if method == "compressed":
+        if not compressed:
+            raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
+        return DecodingMethod(method, budget, wide, (values,))
+    if name == "args":
+        weight = _number(method, detail or "1")
+        return DecodingMethod(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
+    if name == "iro":
+        count = _number(method, detail) if detail else values
+        return _guided(method, budget, wide, count, values)
+    raise ValueError(_unknown(method))
+
+
+def _guided(method: str, budget: int, search: Search, count: float, there: int) -> DecodingMethod:
+    """By the first ``count`` value models."""
+    if count != int(count):
+        raise ValueError(_unknown(method))
+    if not 1 <= count <= there:
+        raise ValueError(
+            f"method {method!r} is guided by {count:g} value models: allowed are 1 to those of --guide, which are "
+            f"{there}"
+        )
+    return DecodingMethod(method, budget, search, tuple(range(int(count))))
+
+
+def _number(method: str, detail: str) -> float:
+    try:
+        number = float(detail)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(_unknown(method))
+    return number
+
+
+def _unknown(method: str) -> str:
+    return f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"
+
+
+def theory(way: DecodingMethod, length: int) -> dict[str, float]:
+    """A prompt's cost by IRO's Proposition 1, for responses of H tokens.
+
+    Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
+    and I U H / L queries (Eq. 44); with exact values it is worth best-of-N of U^(H / L) samples (Eq. 43), of which the
+    logarithm to base 10 is given: Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N. Best-of-N
+    by value is a search with L = H.
+    """
+    tokens, queries = float(way.budget * length), float(way.budget * length / way.search.chunk)
+    if not way.values:  # best-of-N, or ARGS, which asks for the reward at every token
+        return {"tokens": tokens, "reward_queries": float(way.budget) if way.weight is None else queries}
+    samples = max(1.0, length / way.search.chunk) * math.log10(way.budget)
+    return {"tokens": tokens, "value_queries": len(way.values) * queries, "log10_samples": samples}

@@ -1,0 +1,207 @@
+"""The commands of the console besides ``nlgrpo train``: generate, recipes, report, compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import tyro
+from transformers import PreTrainedTokenizerBase
+from tyro.conf import Positional
+
+from nlgrpo.config.recipes import RECIPES
+from nlgrpo.data import prompt_dataset
+from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.builders import load_tokenizer, stop_ids_of
+from nlgrpo.engine.guided_search import Search
+from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.rollouts.sampler import decode
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model import hf_weights
+from nlgrpo.model.decoder import Decoder
+
+
+@dataclass
+class Generate:
+    """Draw completions from a model."""
+
+    prompts: Positional[tuple[str, ...]]
+    """Texts to continue."""
+    model: str = "story-lm"
+    """A Hugging Face directory or hub name, the `model` folder of a run, or the embedded "story-lm"."""
+    samples: int = 1
+    """Completions of each prompt."""
+    max_new_tokens: int = 128
+    """Longest completion."""
+    temperature: float = 1.0
+    """Divides the logits; 0: the most likely tokens."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep the tokens that have this share of the likeliest one's probability."""
+    seed: int = 0
+    """The same seed draws the same completions."""
+    json: bool = False
+    """One JSON object a completion: prompt, text, token ids, log-probs, finish reason."""
+    guide: tuple[Path, ...] = ()
+    """Value models of `nlgrpo value` (folders of runs), or a folder of `nlgrpo iro`: decode by the search that they
+    guide; none: plain sampling."""
+    betas: tuple[float, ...] = ()
+    """Of the value models, V = sum_i V_i / beta_i; none: those of the folder of `nlgrpo iro`, else 1 each."""
+    beams: int | None = None
+    """K, beams of the search; what is not given of a search is that of the folder of `nlgrpo iro`, else 4."""
+    successors: int | None = None
+    """B, chunks that are drawn behind each beam; else 4."""
+    chunk: int | None = None
+    """L, tokens of a chunk; else 16."""
+    search_temperature: float | None = None
+    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones; else 0."""
+    diverse: bool = True
+    """Keep different candidates before the same ones, unless the folder's search does not."""
+    choose: str | None = None
+    """What answers in the end: the largest "value", the "majority" of final answers, or the largest reward, named as in
+    a configuration, "lexicon(path='vader_lexicon.txt')"; else "value"."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError('there is no prompt; give one or more texts, as in: nlgrpo generate "Once upon a time"')
+        if not 1 <= self.samples < 2**31:
+            raise ValueError(f"samples = {self.samples}: expected a number in [1, 2^31)")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
+        if self.guide and self.samples != 1:
+            raise ValueError(f"samples = {self.samples}: a guided search gives one response to a prompt")
+        of_search = ("betas", "beams", "successors", "chunk", "search_temperature", "choose")
+        given = [name for name in of_search if getattr(self, name) not in (None, ())] + ["diverse"] * (not self.diverse)
+        if given and not self.guide:
+            raise ValueError(f"{', '.join(given)}: of the search that value models guide, and --guide names none")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")}
+
+    def search(self, learned: Search) -> Search:
+        """What is asked for, on top of the search that values were learned with."""
+        names = ("beams", "successors", "chunk")
+        asked = {name: getattr(self, name) for name in names} | {"temperature": self.search_temperature}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return replace(learned, **given, diverse=self.diverse and learned.diverse)
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Print each prompt with its completions, or an object a line."""
+    options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
+    source = hf_weights.locate(options.model)
+    tokenizer = load_tokenizer(source)
+    model = transformers_backend.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
+    if said := transformers_backend.note(source):
+        print(f"{options.model}{said}", file=sys.stderr)
+    sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
+    if options.guide:
+        return _generate_guided(options, model, tokenizer, sampling)
+    ids = prompt_dataset.encode(tokenizer, options.prompts)  # too long: the engine says so
+    rollout = transformers_backend.generator(model)(ids, options.samples, sampling, seed=options.seed)
+    completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
+    texts = decode(tokenizer, [prompt for prompt in ids for _ in range(options.samples)], completions)
+    logprobs = rollout.logprobs.flatten(0, 1).tolist()
+    for i, (completion, text) in enumerate(zip(completions, texts, strict=True)):
+        prompt = options.prompts[i // options.samples]
+        if options.json:
+            values = {"logprobs": logprobs[i][: len(completion)], "finish_reason": reasons[i]}
+            print(json.dumps({"prompt": prompt, "text": text, "ids": completion} | values))
+        else:
+            print(f"{prompt}{text}\n    [{len(completion)} tokens, {reasons[i]}]")
+    return 0
+
+
+def _generate_guided(
+    options: Generate, model: Decoder | TransformersModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> int:
+    """The response of a search to each prompt, and what it was chosen by."""
+    of_policy = next(model.parameters())
+    device = of_policy.device
+    chooser = guided_responses.Chooser.of(options.choose or guided_responses.VALUE, device)
+    learned = guided_responses.read_guide(options.guide[0]) if len(options.guide) == 1 else None
+    paths, betas = (learned.values, options.betas or learned.betas) if learned else (options.guide, options.betas)
+    how = options.search(learned.search if learned else Search())
+    values = guided_responses.load_values(paths, betas, tokenizer, sampling, dtype=of_policy.dtype, device=device)
+    for value, _ in values:
+        if isinstance(value, guided_responses.TextValue):
+            print(f"{value.name}{guided_responses.BY_TEXT}", file=sys.stderr)
+    began = perf_counter()
+    responses, cost = guided_responses.respond(
+        model, tokenizer, options.prompts, how, sampling, values, chooser, seed=options.seed
+    )
+    for prompt, response in zip(options.prompts, responses, strict=True):
+        one, reason = response.candidate, "stop" if response.candidate.finished else "length"
+        if options.json:
+            found = {"prompt": prompt, "text": response.text, "ids": list(one.tokens), "logprob": one.logprob}
+            print(json.dumps(found | {"finish_reason": reason, chooser.how: response.worth}))
+        else:
+            said = f"{len(one.tokens)} tokens, {reason}; {chooser.how} {response.worth:.4g}"
+            print(f"{prompt}{response.text}\n    [{said}]")
+    speed = cost.tokens / max(perf_counter() - began, 1e-9)
+    searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"
+    if how.chunk >= sampling.max_new_tokens:
+        searched += ", which are whole responses: no value guides"
+    print(f"{searched}: {cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
+    return 0
+
+
+def list_recipes(arguments: Sequence[str]) -> int:
+    """Print each recipe's name with the first line of its docstring."""
+    tyro.cli(_nothing, args=list(arguments), prog="nlgrpo recipes")
+    for name, make in RECIPES.items():
+        print(f"{name:<16} {(make.__doc__ or '').strip().splitlines()[0]}")
+    return 0
+
+
+def _nothing() -> None:
+    """List the recipes that `nlgrpo train NAME` runs."""
+
+
+@dataclass
+class Report:
+    """Write one HTML file, and pictures beside it, about runs, evaluations and sweeps."""
+
+    folders: Positional[tuple[Path, ...]]
+    """What `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep` wrote; several may be given."""
+    out: Path | None = None
+    """The page; none: report.html in the folder, or for several folders in the current one."""
+
+
+def write_report(arguments: Sequence[str]) -> int:
+    """Write the page and print where it is."""
+    from nlgrpo.evaluation import report  # with matplotlib, which the other commands need not wait for
+
+    options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
+    print(report.write_report(options.folders, options.out))
+    return 0
+
+
+@dataclass
+class Compare:
+    """Lay the length histograms and best-of-N curves of several runs over each other."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of the runs."""
+    out: Path = Path("compare.png")
+    """The picture."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Draw the picture and print where it is."""
+    from nlgrpo.evaluation import report
+
+    options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
+    print(report.compare(options.runs, options.out))
+    return 0

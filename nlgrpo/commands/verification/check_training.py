@@ -1,0 +1,279 @@
+"""Checks of training: optima that are known, and how exact non-linear GRPO gets there.
+
+Two rewards on [0, 1] that contradict each other, r_1 = 1 - y^2 and r_2 = 1 - (1 - y)^2 (IAMA, 3.1), on K cells; first
+variations are those of the trainer's objectives, values are those of `exact`. Legend: P policies, K cells, m rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nlgrpo.commands.verification import exact, tabular
+from nlgrpo.commands.verification.check_shape import lipschitz
+from nlgrpo.commands.verification.claims import Proof, Result
+from nlgrpo.objectives.aggregation import Aggregate, SmoothMin, WeightedSum, combine
+from nlgrpo.objectives.registry import BestOfN, Mean, Objective
+
+
+def opposed(K: int) -> Tensor:
+    """r_1 and r_2 on the midpoints of K cells, (2, K)."""
+    y = tabular.cells(K)
+    return torch.stack((1 - y**2, 1 - (1 - y) ** 2))
+
+
+def variation(objective: Objective, rewards: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
+    """sum_i weights_i dR_i/dpi for rewards (m, K), policies (P, K) and weights (m,) or (m, P): (P, K)."""
+    return combine(torch.stack([objective.linearize(r.expand_as(probs), probs) for r in rewards]), weights)
+
+
+def values(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
+    """Best-of-n of each reward (m, K) under each policy (P, K), by their definition: (m, P)."""
+    return torch.stack([exact.best_of_cells(r, probs, n) for r in rewards])
+
+
+# --- Proposition 3.1 --------------------------------------------------------------------------------------------------
+
+
+def closed_form_cdf(y: Tensor, n: int) -> Tensor:
+    """C(y) = y^a / (y^a + (1 - y)^a), a = 1 / (n - 1): the optimum of Prop. 3.1 (IAMA, G.1)."""
+    a = 1 / (n - 1)
+    return y**a / (y**a + (1 - y) ** a)
+
+
+def proposition_3_1(quick: bool) -> Proof:
+    """The optimum of half best-of-N of each reward: stationary as given, and approached by exact updates without KL.
+
+    From the uniform policy; for N = 2, where that is the optimum, from the density 6 y (1 - y).
+    """
+    K, steps = (200, 300) if quick else (1000, 4000)
+    edges = torch.arange(K + 1, dtype=torch.float64) / K
+    uniform = torch.full((K,), 1 / K, dtype=torch.float64)
+    middle = edges.square().mul(3 - 2 * edges).diff()  # masses of 6 y (1 - y)
+    results: list[Result] = []
+    densities: dict[str, tuple[Tensor, Tensor | None]] = {}
+    paths: dict[str, tuple[Tensor, Tensor]] = {}
+    for n in (2, 4, 8):
+        optimum = closed_form_cdf(edges, n).diff()
+        gaps, distances, last = _climb(n, optimum, middle if n == 2 else uniform, steps)
+        densities[f"N = {n}"], paths[f"N = {n}"] = (last * K, optimum * K), (gaps, distances)
+        results += _optimum_results(n, optimum, gaps, distances, _divergence(optimum, middle if n == 2 else uniform))
+    rise = max(gaps.diff().max().item() for gaps, _ in paths.values())
+    results.append(Result("No update loses", "App. H.1", "largest rise of the gap", rise, at_most=1e-13))
+    naive = _train_mean(uniform)
+    densities["mean"] = (naive * K, None)
+    away = naive[(tabular.cells(K) - 0.5).abs() > 2 / K].sum().item()
+    worth = values(opposed(K), naive[None], 4).mean().item() - values(opposed(K), uniform[None], 4).mean().item()
+    note = f"its best-of-4 is worth {worth:+.4f} against the uniform policy's"
+    claim = "Plain GRPO ends in a point mass at 0.5"
+    results.append(Result(claim, "Sec. 3.1", "mass further than two cells off", away, at_most=1e-6, note=note))
+    return Proof(results, {"densities": densities, "paths": paths})
+
+
+STEP_L = 0.3  # of the updates without KL: the objective never falls at it, and 10 to 50 times faster than L_f r_max
+
+
+def _climb(n: int, optimum: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gap of the objective and sup distance of CDFs before each update and at the end, and the last policy."""
+    rewards, half = opposed(len(start)), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    best, log_pi = values(rewards, optimum[None], n).mean(), start.log()[None]
+    gaps, distances = [], []
+    for _ in range(steps + 1):
+        probs = log_pi.exp()
+        gaps.append(best - values(rewards, probs, n).mean())
+        distances.append((probs - optimum).cumsum(-1).abs().max())
+        linear = variation(BestOfN(n), rewards, probs, half)
+        log_pi = tabular.proximal_step(log_pi, linear, log_pi, L=STEP_L, beta=0.0)
+    return torch.stack(gaps), torch.stack(distances), probs[0]
+
+
+def _optimum_results(n: int, optimum: Tensor, gaps: Tensor, distances: Tensor, divergence: float) -> list[Result]:
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    linear = variation(BestOfN(n), opposed(len(optimum)), optimum[None], half)
+    steps = torch.arange(1, len(gaps), dtype=torch.float64)
+    share = (gaps[1:] * steps / (STEP_L * divergence)).max().item()
+    left, off = (gaps[-1] / gaps[0]).item(), (distances[-1] / distances[0]).item()
+    spread, note = (linear.max() - linear.min()).item(), f"after {len(gaps) - 1} updates {left:.1e} of the gap is left"
+    source, cells = "Prop. 3.1", f"{len(optimum)} cells"
+    slow = "slow where the optimum's density has poles" if n > 2 else ""
+    return [
+        Result(
+            f"N = {n}: the closed form is stationary", source, "spread of dR/dpi", spread, at_most=1e-12, note=cells
+        ),
+        Result(
+            f"N = {n}: exact updates close the gap", source, "gap T / (L KL[pi*|pi_0])", share, at_most=1.0, note=note
+        ),
+        Result(f"N = {n}: the policy comes nearer", source, "sup|C - C*|, last / first", off, at_most=0.9, note=slow),
+    ]
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    return tabular.kl(p.log(), q.log()).item()
+
+
+def _train_mean(start: Tensor) -> Tensor:
+    """Plain GRPO, whose first variation never changes, so that its steps may be as long as one likes."""
+    log_pi, half = start.log()[None], torch.tensor([0.5, 0.5], dtype=torch.float64)
+    for _ in range(1000):
+        linear = variation(Mean(), opposed(len(start)), log_pi.exp(), half)
+        log_pi = tabular.proximal_step(log_pi, linear, log_pi, L=1e-4, beta=0.0)
+    return log_pi[0].exp()
+
+
+# --- Theorem 5.2 ------------------------------------------------------------------------------------------------------
+
+
+def theorem_5_2(quick: bool, n: int = 4) -> Proof:
+    """L[pi_T] - L[pi*] <= beta KL[pi*|pi_0] / (((L + beta) / L)^T - 1) at every T, for L = L_f r_max (Lemma 5.5).
+
+    And for a quarter of it, which is enough (`check_shape.lemma_5_5`).
+
+    Half best-of-n of each reward on 40 cells; reference and start are different random policies.
+    """
+    K, steps = 40, 60 if quick else 300
+    generator = torch.Generator().manual_seed(0)
+    reference, start = torch.randn(2, 1, K, generator=generator, dtype=torch.float64).log_softmax(-1)
+    paper = float(lipschitz(BestOfN(n)))  # times r_max, which is 1
+    results: list[Result] = []
+    residuals, lines = [], {}
+    for L, beta in ((paper, 0.3), (paper, 1.0), (paper, 4.0), (paper / 4, 1.0)):
+        optimum, residual = _regularised_optimum(n, beta, reference)
+        gaps = _regularised_gaps(n, beta, reference, start, optimum, L, steps)
+        T = torch.arange(1, steps + 1, dtype=torch.float64)
+        bound = beta * tabular.kl(optimum, start) / ((1 + beta / L) ** T - 1)
+        results += _rate_results(beta, L, gaps, bound)
+        residuals.append(residual)
+        lines[L, beta] = (gaps[1:], bound)
+    rise, stationary = max(gaps.diff().max().item() for gaps, _ in lines.values()), "Their optima are stationary"
+    results += [
+        Result("No update loses", "App. H.1", "largest rise of the gap", rise, at_most=1e-13),
+        Result(stationary, "autograd", "|gradient / pi|, largest", max(residuals), at_most=1e-10),
+    ]
+    return Proof(results, {"lines": lines, "n": n})
+
+
+def _rate_results(beta: float, L: float, gaps: Tensor, bound: Tensor) -> list[Result]:
+    size = gaps.abs()  # of a gap below 0 the optimum is at fault, which is a claim of its own
+    told = (bound > 1e-12) & (size[1:] > 1e-12)  # below, the gap is what float64 makes of it
+    share, updates = torch.where(told, size[1:] / bound, 0.0).max().item(), max(1, int(told.sum()))
+    rate, theory = ((size[updates] / size[0]) ** (1 / updates)).item(), L / (L + beta)
+    source, setting = "Thm 5.2", f"beta = {beta:g}, L = {L:g}"
+    note = f"each of {updates} updates, until the gap is {gaps[updates]:.0e}"
+    return [
+        Result(f"{setting}: the gap is under the bound", source, "gap / bound, largest", share, at_most=1.0, note=note),
+        Result(f"{setting}: rate", source, "factor an update", rate, at_most=theory, note="required: L / (L + beta)"),
+    ]
+
+
+def _regularised(rewards: Tensor, log_pi: Tensor, n: int, beta: float, reference: Tensor) -> Tensor:
+    """R[pi] - beta KL[pi | ref] of policies (P, K), (P,), by the definitions."""
+    return values(rewards, log_pi.exp(), n).mean(0) - beta * tabular.kl(log_pi, reference)
+
+
+def _regularised_optimum(n: int, beta: float, reference: Tensor) -> tuple[Tensor, float]:
+    """log pi* (1, K) of a concave objective, and how far its gradient by autograd is from 0.
+
+    Found by many short updates; that it is the optimum is told by the gradient of the definition alone.
+    """
+    rewards, half = opposed(reference.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    log_pi = reference
+    for _ in range(400):
+        linear = variation(BestOfN(n), rewards, log_pi.exp(), half)
+        log_pi = tabular.proximal_step(log_pi, linear, reference, L=1.0, beta=beta)
+    logits = log_pi.clone().requires_grad_()
+    value = _regularised(rewards, logits.log_softmax(-1), n, beta, reference).sum()
+    (slope,) = torch.autograd.grad(value, logits)
+    return log_pi, (slope / log_pi.exp()).abs().max().item()
+
+
+def _regularised_gaps(
+    n: int, beta: float, reference: Tensor, start: Tensor, optimum: Tensor, L: float, steps: int
+) -> Tensor:
+    """L[pi_T] - L[pi*] for T = 0 .. steps."""
+    rewards, half = opposed(start.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    best, log_pi, gaps = _regularised(rewards, optimum, n, beta, reference), start, []
+    for _ in range(steps + 1):
+        gaps.append(best - _regularised(rewards, log_pi, n, beta, reference))
+        linear = variation(BestOfN(n), rewards, log_pi.exp(), half)
+        log_pi = tabular.proximal_step(log_pi, linear, reference, L=L, beta=beta)
+    return torch.cat(gaps)
+
+
+# --- two rewards at once (Fig. 3b) ------------------------------------------------------------------------------------
+
+
+BUDGET = 0.1  # KL to the reference, in nats, as in IAMA 6.2
+
+
+def pareto(quick: bool, n: int = 4) -> Proof:
+    """Fronts of best-of-n of two opposed rewards, trained for their weighted sum, for smooth-min, and for the mean.
+
+    Every policy is the optimum of its objective within one KL budget to the uniform reference, as in IAMA 6.2.
+    """
+    K, steps = (40, 60) if quick else (100, 200)
+    shares = torch.linspace(0, 1, 9 if quick else 33, dtype=torch.float64)
+    rewards, reference = opposed(K), torch.full((1, K), 1 / K, dtype=torch.float64).log()
+    sums = [WeightedSum((w, 1 - w)) for w in shares.tolist()]
+    minima = [SmoothMin(8.0, (w, 1 - w)) for w in shares.tolist()]
+    trained = {
+        "weighted sum": _front(BestOfN(n), sums, rewards, reference, steps),
+        "smooth-min": _front(BestOfN(n), minima, rewards, reference, steps),
+        "mean": _front(Mean(), sums, rewards, reference, steps),
+    }
+    policies = trained | {"untrained": reference}
+    with_bon = {name: values(rewards, log_pi.exp(), n).T for name, log_pi in policies.items()}
+    alone = {name: values(rewards, log_pi.exp(), 1).T for name, log_pi in policies.items()}
+    budgets = torch.cat([tabular.kl(log_pi, reference) for log_pi in trained.values()])
+    worst = torch.cat(list(with_bon.values())).amin(0)
+    area = {name: hypervolume(points, worst) for name, points in with_bon.items()}
+    gains = {name: _gain_alone(alone[name], alone["mean"], shares) for name in ("weighted sum", "smooth-min")}
+    middle, untrained = with_bon["mean"][len(shares) // 2].mean(), with_bon["untrained"].mean()
+    note = f"in the middle the mean reward gives {middle:.3f}, the untrained policy {untrained:.3f}"
+    results, source = [], "Fig. 3b"
+    for name, gain in gains.items():
+        over, ratio = margin(with_bon[name], with_bon["mean"]), area[name] / area["mean"]
+        results += [
+            Result(f"{name}: dominates all of the mean's front", source, "margin in both rewards", over, at_least=1e-3,
+                   note=f"{len(shares)} weights, best-of-{n}"),
+            Result(f"{name}: area under its front", source, "ratio to the mean's", ratio, at_least=1.1, note=note),
+            Result(f"{name}: wins nothing without best-of-{n}", source, "gain over the mean's", gain, at_most=1e-9),
+        ]  # fmt: skip
+    spent = (budgets - BUDGET).abs().max().item()
+    results.append(Result("All spend the same KL", "Sec. 6.2", f"|KL - {BUDGET}|, largest", spent, at_most=1e-6))
+    return Proof(results, {"n": n, "with_bon": with_bon, "alone": alone})
+
+
+def _front(
+    objective: Objective, aggregates: Sequence[Aggregate], rewards: Tensor, reference: Tensor, steps: int
+) -> Tensor:
+    """log of the policies (P, K) that exact updates within the budget reach, one for each aggregate."""
+    log_pi = reference.expand(len(aggregates), -1)
+    for _ in range(steps):
+        probs = log_pi.exp()
+        reached = torch.stack([objective.value(r.expand_as(probs), probs) for r in rewards])
+        weights = torch.stack([g.gradient(v) for g, v in zip(aggregates, reached.T, strict=True)], 1)
+        linear = variation(objective, rewards, probs, weights)
+        log_pi = tabular.budget_step(log_pi, linear, reference, L=1.0, budget=BUDGET)
+    return log_pi
+
+
+def margin(ours: Tensor, theirs: Tensor) -> float:
+    """How far each of their points (Q, 2) is exceeded in both coordinates by one of ours (P, 2); the smallest of it."""
+    return (ours[None] - theirs[:, None]).amin(-1).amax(1).min().item()
+
+
+def hypervolume(points: Tensor, worst: Tensor) -> float:
+    """Area that points (P, 2) dominate above the corner ``worst``."""
+    area, height = 0.0, worst[1].item()
+    for x, y in sorted(points.tolist(), reverse=True):
+        area += (x - worst[0].item()) * max(y - height, 0.0)
+        height = max(height, y)
+    return area
+
+
+def _gain_alone(ours: Tensor, mean: Tensor, shares: Tensor) -> float:
+    """Largest excess of w . ours over the best w . mean, over all weights w: above 0 only beyond the mean's front."""
+    weights = torch.stack((shares, 1 - shares))
+    return ((ours @ weights).amax(0) - (mean @ weights).amax(0)).max().item()

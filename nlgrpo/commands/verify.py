@@ -1,0 +1,146 @@
+"""The command ``nlgrpo verify``: the mathematics of the project against exact answers, on this machine.
+
+A table of claims, each with its source, what was measured and what was required; ``verify.json`` with the same; and
+pictures. What is checked is in `proofs_estimators`, `proofs_shape` and `proofs_training`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nlgrpo import __version__
+from nlgrpo.commands.verification import check_estimators as estimators
+from nlgrpo.commands.verification import check_shape as shape
+from nlgrpo.commands.verification import check_training as training
+from nlgrpo.commands.verification import verification_figures
+from nlgrpo.commands.verification.claims import Proof, Result
+from nlgrpo.evaluation import figures
+from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
+
+FILE = "verify.json"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One part of the table: what it is about, how it is checked, and how drawn, in ``<prove's name>.png``."""
+
+    title: str
+    prove: Callable[[bool], Proof]
+    draw: Callable[..., Figure] | None = None
+
+
+CHECKS = (
+    Check("First variations", estimators.first_variations),
+    Check("Unbiased estimators", estimators.unbiased),
+    Check("Plug-in estimators", estimators.plugin, verification_figures.plugin),
+    Check("Linearised loss", estimators.linearised_loss, verification_figures.linearised_loss),
+    Check("Concavity", shape.lemma_5_4),
+    Check("Smoothness", shape.lemma_5_5),
+    Check("First variation of a group", shape.lemma_5_6, verification_figures.lemma_5_6),
+    Check("Two opposed users of best-of-N", training.proposition_3_1, verification_figures.proposition_3_1),
+    Check("Rate of convergence", training.theorem_5_2, verification_figures.theorem_5_2),
+    Check("Two rewards at once", training.pareto, verification_figures.pareto),
+)
+
+
+@dataclass
+class Verify:
+    """Check the mathematics against exact answers: a table, verify.json, pictures. Exit status 1 if a claim fails."""
+
+    out: Path = Path("runs/verify")
+    """Folder of verify.json and the pictures."""
+    quick: bool = False
+    """Smaller cases, in seconds."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all checks, print the table; 0 if every claim holds, else 1. Raises ValueError for a folder it cannot use."""
+    options = tyro.cli(Verify, args=list(arguments), prog="nlgrpo verify")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / FILE).unlink(missing_ok=True)  # what an earlier run found is not what this one finds
+    except OSError as error:
+        raise ValueError(f"cannot write into {options.out}: {error.strerror}; give another folder by --out") from None
+    console, start = Console(), time.perf_counter()
+    with _one_thread():
+        found = [_run(check, options, console) for check in CHECKS]
+    seconds = time.perf_counter() - start
+    atomic_write(options.out / FILE, json.dumps(_record(found, options.quick, seconds), indent=1) + "\n")
+    console.print(_table(found))
+    return _verdict(found, options.out, seconds, console)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors are small here: threads would wait for each other, and on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(check: Check, options: Verify, console: Console) -> tuple[Check, Sequence[Result]]:
+    start = time.perf_counter()
+    proof = check.prove(options.quick)
+    if check.draw is not None:
+        picture = figures.render(partial(check.draw, **proof.drawn))
+        atomic_write_bytes(options.out / f"{check.prove.__name__}.png", picture)
+    holding = sum(result.holds for result in proof.results)
+    took = time.perf_counter() - start
+    console.print(f"{check.title}: {holding} of {len(proof.results)} hold, {took:.1f} s", highlight=False)
+    return check, proof.results
+
+
+def _record(found: Sequence[tuple[Check, Sequence[Result]]], quick: bool, seconds: float) -> dict[str, Any]:
+    results = [{"part": check.title, **result.as_json()} for check, part in found for result in part]
+    setting = {"nlgrpo": __version__, "torch": torch.__version__, "quick": quick, "seconds": round(seconds, 1)}
+    return {**setting, "holds": all(result["holds"] for result in results), "results": results}
+
+
+def _table(found: Sequence[tuple[Check, Sequence[Result]]]) -> Table:
+    """A row a claim, with its source and what was measured under it, so that 80 columns are enough."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("claim (source in IAMA; what is measured)")
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("required", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for check, part in found:
+        table.add_row(Text(check.title, style="bold"))
+        for result in part:
+            table.add_row(*_cells(result))
+        table.add_section()
+    return table
+
+
+def _cells(result: Result) -> tuple[Text, ...]:
+    claim, more = Text(result.claim), f"; {result.note}" if result.note else ""
+    claim.append(f"\n({result.source}; {result.quantity}{more})", style="dim")
+    verdict = Text("ok", style="green") if result.holds else Text("FAILED", style="bold red")
+    return claim, Text(f"{result.measured:.3g}"), Text(result.required), verdict
+
+
+def _verdict(found: Sequence[tuple[Check, Sequence[Result]]], out: Path, seconds: float, console: Console) -> int:
+    results = [result for _, part in found for result in part]
+    failed = [result.claim for result in results if not result.holds]
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say(f"{len(results) - len(failed)} of {len(results)} claims hold, {seconds:.0f} s; {FILE} and pictures in {out}")
+    for claim in failed:
+        say(f"FAILED: {claim}", style="bold red")
+    return 1 if failed else 0

@@ -1,0 +1,85 @@
+"""A configuration with what the command line says laid over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from nlgrpo.config.schema import AnyConfig, Config, RewardConfig, dashed, read_toml
+
+ABOUT = """Train a model. Before the options stand the name of a recipe (`nlgrpo recipes` lists them), a .toml file with
+the keys below, or both; what is written here comes on top. --dry-run prints the plan and trains nothing.
+
+--rewards.NAME.function adds the reward NAME to those of the recipe. To train for others instead, begin at the recipe
+`blank`, or give a file with a [rewards] table, which replaces them; a weight of 0 keeps one in the log only."""
+
+
+def key_types(config: type) -> dict[str, Any]:
+    """Every key of a kind of configuration's sections as the command line has it, and its type."""
+    return {
+        dashed(f"--{section}.{key}"): kind
+        for section, keys in typing.get_type_hints(config).items()
+        if dataclasses.is_dataclass(keys)
+        for key, kind in typing.get_type_hints(keys).items()
+    }
+
+
+LISTS = {name for name, kind in key_types(Config).items() if typing.get_origin(kind) is tuple}
+
+
+def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:
+    """``config`` with ``--section.key value`` arguments laid over it (tyro).
+
+    ``--rewards.NAME.key`` adds the reward NAME where there is none. An unknown key ends the program with the nearest
+    known ones, as does ``--help`` with all of them.
+    """
+    rewards = dict(config.rewards)
+    for argument in arguments:
+        named = re.match(r"--rewards\.([^.=]+)\.", argument)
+        if named and dashed(named[1]) not in map(dashed, rewards):
+            rewards[named[1]] = RewardConfig()
+    if not rewards and {"-h", "--help"} & set(arguments):
+        rewards["NAME"] = RewardConfig()
+    return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=ABOUT)
+
+
+def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
+    """``config`` with ``[file.toml] [--section.key value ...]`` laid over it, called as the file is."""
+    rest = list(arguments)
+    if rest and not rest[0].startswith("-"):
+        file = rest.pop(0)
+        if not file.endswith(".toml"):
+            raise ValueError(f"expected a .toml file or --section.key value, got {file!r}")
+        config = read_toml(Path(file), dataclasses.replace(config, name=Path(file).stem))  # type: ignore[type-var]
+    return lay_over(config, rest, program=program, about=about)
+
+
+def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
+    """A configuration of any kind with ``--section.key value`` arguments laid over it."""
+    keys = key_types(type(config)).items()
+    return tyro.cli(
+        type(config),
+        default=config,
+        args=_written_as_tyro_does(arguments, {name for name, kind in keys if kind is bool}),
+        prog=program,
+        description=about,
+        config=(tyro.conf.SuppressFixed,),
+    )
+
+
+def _written_as_tyro_does(arguments: Sequence[str], switches: set[str]) -> list[str]:
+    """The arguments with ``--data.shuffle false`` (or ``=false``) as tyro writes it: ``--data.no-shuffle``."""
+    parts = [part for a in arguments for part in (a.split("=", 1) if dashed(a.split("=")[0]) in switches else [a])]
+    found: list[str] = []
+    for part in parts:
+        if found and dashed(found[-1]) in switches and part.lower() in ("true", "false"):
+            found[-1] = found[-1] if part.lower() == "true" else found[-1].replace(".", ".no-", 1)
+        else:
+            found.append(part)
+    return found

@@ -1,0 +1,159 @@
+"""Recipes: functions that return a whole configuration, by the name under which ``nlgrpo train NAME`` runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nlgrpo.config.overrides import override
+from nlgrpo.config.schema import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+    read_toml,
+)
+
+
+def length_bon() -> Config:
+    """Two conflicting length rewards, each under best-of-4 (IAMA, 6.1): the trained model writes short and long."""
+    return _length("length-bon", "bon:4")
+
+
+def length_mean() -> Config:
+    """The same two rewards in expectation, plain GRPO: the trained model writes lengths in the middle."""
+    return _length("length-mean", "mean")
+
+
+def _length(recipe: str, objective: str) -> Config:
+    """IAMA's L1 = 50, L2 = 150 of 256 tokens, halved for the embedded model's completions of 128; beta of Table 2."""
+    limit = 128
+    return Config(
+        recipe=recipe,
+        data=DataConfig(evaluation="story-evaluation"),
+        rollout=RolloutConfig(prompts=6, samples=8, max_new_tokens=limit),
+        rewards={
+            "short": RewardConfig(f"length(target=25, scale={limit})", objective, 0.5),
+            "long": RewardConfig(f"length(target=75, scale={limit})", objective, 0.5),
+        },
+        loss=LossConfig(beta=1e-4),
+        optim=OptimConfig(lr=3e-4, betas=(0.9, 0.98)),
+        train=TrainConfig(steps=400, checkpoint_every=200, samples_every=200),
+    )
+
+
+def story_mix() -> Config:
+    """Each reward has its own objective: joy in the best of 4, lengths in the worst of 4, unlike stories."""
+    plain = _length("story-mix", "mean")
+    return dataclasses.replace(
+        plain,
+        rewards={
+            "joy": RewardConfig(r"regex(pattern=r'\b(happy|glad|smiled|laughed|fun)\b')", "bon:4", 1.0),
+            "length": RewardConfig("length(target=60, scale=128)", "wor:4", 4.0),
+            "diversity": RewardConfig("ngrams(n=1, of='words')", "rao", 1.0),
+        },
+        loss=dataclasses.replace(plain.loss, beta=0.1),  # at 1e-4 the stories lose their words to be unlike others
+        train=dataclasses.replace(plain.train, steps=300),
+    )
+
+
+def helpful_harmless() -> Config:
+    """Helpful and harmless answers of a 7B model, each the best of 4, at a fixed KL; for 8 GPUs (IAMA, 6.2).
+
+    Table 2 and appendix I: M = 8, a prompt a rank, 1000 steps, the learning rate falling linearly from 1e-6, beta from
+    1e-2 by a controller that holds the KL per token at 0.1, no scaling of rewards; evaluated on the first 1000 prompts
+    of the test split. The weights of the two rewards are swept. Both are Qwen3 4B models that `nlgrpo reward-model
+    train` has made of hh-rlhf's helpful and harmless pairs. examples/helpful_harmless.toml is the same on a CPU.
+    """
+    source = "Anthropic/hh-rlhf"
+    return Config(
+        recipe="helpful-harmless",
+        model=ModelConfig("PKU-Alignment/alpaca-7b-reproduced", activation_checkpointing=True),
+        data=DataConfig(
+            source=source,
+            evaluation=source,
+            evaluation_split="test",
+            prompt_column="chosen",
+            cut_after="\n\nAssistant:",
+            max_prompt_tokens=512,
+        ),
+        rollout=RolloutConfig(prompts=8, samples=8, max_new_tokens=256),
+        rewards={
+            name: RewardConfig(f"classifier(path='runs/{name}/model', dtype='bfloat16', batch_size=16)", "bon:4", 0.5)
+            for name in ("helpful", "harmless")
+        },
+        loss=LossConfig(beta=1e-2, target_kl=0.1),
+        optim=OptimConfig(lr=1e-6, schedule="linear"),
+        train=TrainConfig(steps=1000, checkpoint_every=100, samples_every=100),
+        evaluation=EvaluationConfig(prompts=1000),
+    )
+
+
+def blank() -> Config:
+    """Nothing but defaults (IAMA's learning rate, Table 2): bring a model, data and rewards."""
+    return Config(data=DataConfig(source=""))
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "length-bon": length_bon,
+    "length-mean": length_mean,
+    "story-mix": story_mix,
+    "helpful-harmless": helpful_harmless,
+    "blank": blank,
+}
+DEFAULT = "length-bon"
+
+
+def recipe(name: str) -> Config:
+    """The recipe of this name. Raises ValueError, with the nearest one, where there is none."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"there are: {', '.join(RECIPES)}, or a file whose name ends in .toml"
+        )
+        raise ValueError(f"unknown recipe {name!r}; {hint}")
+    return RECIPES[name]()
+
+
+def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
+    """``[recipe] [file.toml] [--dry-run] [--section.key value ...]``, each laid over the one before.
+
+    A TOML file may name its recipe itself (``recipe = "length-bon"``); one that does not begins at ``blank`` and gives
+    the run its own name. Returns the configuration and whether only its plan is wanted.
+    """
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ValueError(f"{argument!r} is not valid UTF-8, which a configuration is written in")
+    dry_run = "--dry-run" in arguments
+    rest = [argument for argument in arguments if argument != "--dry-run"]
+    named: list[str] = []
+    while rest and not rest[0].startswith("-"):
+        named.append(rest.pop(0))
+    files = [Path(name) for name in named if name.endswith(".toml")]
+    names = [name for name in named if not name.endswith(".toml")]
+    if len(names) > 1 or len(files) > 1:
+        raise ValueError(f"expected one recipe and one .toml file at most, got {' '.join(named)}")
+    if files:
+        cfg = _of_file(files[0], names[0] if names else None)
+    else:
+        cfg = recipe(names[0] if names else DEFAULT)
+    return override(cfg, rest), dry_run
+
+
+def _of_file(path: Path, name: str | None) -> Config:
+    """The file laid over the recipe ``name``, over the one that it names itself, or over a blank one with its stem."""
+    cfg = read_toml(path, recipe(name) if name else dataclasses.replace(recipe("blank"), recipe=""))
+    if name and cfg.recipe != name:
+        raise ValueError(f"{path} begins at the recipe {cfg.recipe!r}, and {name!r} was named; name only one of them")
+    if name:
+        return cfg
+    return read_toml(path, recipe(cfg.recipe)) if cfg.recipe else dataclasses.replace(cfg, recipe=path.stem)

@@ -1,0 +1,255 @@
+"""The one place where a configuration is checked: values out of range, and values that do not go together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from nlgrpo.calibration import variational
+from nlgrpo.calibration.transforms import parse_transform
+from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
+from nlgrpo.objectives import aggregation, registry
+from nlgrpo.runtime import user_code
+
+SPLIT = "empty, because data.evaluation names no data"
+
+
+def check(config: Config, *, world: int = 1) -> None:
+    """Refuse values out of range. Raises ValueError with every fault: what was given and what is allowed."""
+    refuse(_faults(config, world))
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """ValueError with those faults that are not empty, if there are any."""
+    lines = [f"  {fault}" for fault in faults if fault]
+    if lines:
+        raise ValueError("\n".join(["the configuration cannot be run:", *lines]))
+
+
+def need_of(config: Any, name: str, allowed: str, good: bool) -> str:
+    """The fault of the key ``name`` ("section.key") unless it is ``good`` and finite; "" for none."""
+    value = attrgetter(name)(config)
+    numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
+    if good and all(abs(v) < 2**63 for v in numbers):  # no NaN or infinity is
+        return ""
+    return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
+
+
+def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> list[str]:
+    return [
+        need("optim.lr", ">= 0", optim.lr >= 0),
+        need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
+        need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
+        need("optim.eps", "> 0", optim.eps > 0),
+        need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
+        need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+    ]
+
+
+def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> list[str]:
+    micro_batch = train.micro_batch_tokens
+    return [
+        need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
+        need("train.micro_batch_tokens", ">= 1 or none", micro_batch is None or micro_batch >= 1),
+        need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
+        need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+    ]
+
+
+def _faults(config: Config, world: int) -> list[str]:
+    rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
+
+    need = partial(need_of, config)
+    words, limit, longest = config.data.first_words, config.data.limit, config.data.max_prompt_tokens
+    faults = [
+        need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
+        need("data.cut_after", "a text or none", config.data.cut_after != ""),
+        need("data.separator", "a text or none", config.data.separator != ""),
+        need("data.evaluation_split", SPLIT, bool(config.data.evaluation or not config.data.evaluation_split)),
+        need("data.limit", ">= 1 or none", limit is None or limit >= 1),
+        need("data.max_prompt_tokens", ">= 1 or none", longest is None or longest >= 1),
+        need("rollout.prompts", ">= 1", rollout.prompts >= 1),
+        need(
+            "rollout.samples",
+            ">= 2, because the baseline is the mean of the group; 1 with loss.baseline = 'none'",
+            rollout.samples >= (1 if loss.baseline == "none" or loss.offline else 2),
+        ),
+        need("rollout.max_new_tokens", ">= 1", rollout.max_new_tokens >= 1),
+        need("rollout.temperature", "> 0", rollout.temperature > 0),
+        need("rollout.top_k", ">= 0 (0: off)", rollout.top_k >= 0),
+        need("rollout.top_p", "in (0, 1]", 0 < rollout.top_p <= 1),
+        need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
+        need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
+        need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("calibration.samples", ">= 2", config.calibration.samples >= 2),
+        need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
+        need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
+        need("loss.eps_high", "> 0", loss.eps_high > 0),
+        need("loss.dual_clip", "> 1 + loss.eps_high", loss.dual_clip is None or loss.dual_clip > 1 + loss.eps_high),
+        need("loss.beta", ">= 0", loss.beta >= 0),
+        need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
+        need("loss.epochs", ">= 1", loss.epochs >= 1),
+        need("loss.minibatches", ">= 1", loss.minibatches >= 1),
+        *optim_faults(optim, need),
+        need("train.steps", ">= 0", train.steps >= 0),
+        *train_faults(train, need),
+        need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
+        need(
+            "evaluation.prompts",
+            f"0 (no evaluation) or >= {world}, a prompt a rank",
+            evaluation.prompts == 0 or evaluation.prompts >= world,
+        ),
+        need("evaluation.samples", ">= 1", evaluation.samples >= 1),
+        need(
+            "evaluation.ns",
+            f"between 1 and evaluation.samples = {evaluation.samples}",
+            all(1 <= n <= evaluation.samples for n in evaluation.ns) and len(evaluation.ns) > 0,
+        ),
+    ]
+    if rollout.prompts % world:
+        faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
+    if loss.offline:
+        faults += _offline_faults(config)
+    if loss.algorithm == "ppo":
+        faults += _critic_faults(config, need)
+    if loss.minibatches > max(1, rollout.prompts * rollout.samples):
+        faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
+    if loss.scale != "none" and not loss.offline and (loss.baseline == "none" or loss.algorithm == "ppo"):
+        instead = "critic.whiten does so" if loss.algorithm == "ppo" else "take a baseline, or the scale 'none'"
+        faults.append(
+            f"loss.scale = {loss.scale!r} divides the deviations from a baseline, which "
+            f"{'PPO' if loss.algorithm == 'ppo' else repr(loss.baseline)} does not have: {instead}"
+        )
+    if loss.dual_clip is not None and loss.surrogate != "ppo":
+        faults.append(f"loss.dual_clip bounds the clipped ratio of 'ppo', and loss.surrogate is {loss.surrogate!r}")
+    if loss.kl_importance and (loss.kl != "k3" or loss.kl_in != "loss"):
+        faults.append(f"loss.kl_importance weighs k3 in the loss, and here is {loss.kl} in the {loss.kl_in}")
+    if loss.target_kl is not None and loss.beta == 0:
+        faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
+    if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
+        faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
+    return faults + _reward_faults(config) + _aggregate_faults(config)
+
+
+def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[str]:
+    """Of a reward that is held against the reference's samples."""
+    beta, own, faults = config.loss.beta, config.calibration, []
+    try:
+        variational_bon = variational.parse(reward.transform)
+        if variational_bon is None:
+            parse_transform(reward.transform, beta=beta or 1.0, function=user_code.function)
+    except ValueError as error:
+        return [f"{name}.transform: {error}"]
+    if beta == 0:
+        faults.append(f"{name}.transform = {reward.transform!r}: loss.beta = 0 keeps no reference; expected > 0")
+    if variational_bon is not None and reward.objective != "mean":
+        faults.append(f"{name}.transform = {reward.transform!r} is for objective = 'mean', not {reward.objective!r}")
+    if registry.is_pairwise(reward.objective):
+        faults.append(f"{name}.transform: {reward.objective!r} is of kernels, which have no ranks")
+    if not own.rollouts and own.missing == "error":
+        faults.append(
+            f"{name}.transform = {reward.transform!r}: needs samples of the reference, calibration.rollouts "
+            "(a folder of `nlgrpo rollout`) or calibration.missing = 'draw'"
+        )
+    return faults
+
+
+def _offline_faults(config: Config) -> list[str]:
+    """Of an algorithm that learns from the reference's samples, with what it would pass over in silence."""
+    loss, own, samples = config.loss, config.offline, config.rollout.samples
+    name, least, faults = f"loss.algorithm = {loss.algorithm!r}", 2 if loss.paired else 1, []
+    if not config.calibration.rollouts:
+        faults.append(f"{name}: needs samples of the reference, calibration.rollouts (a folder of `nlgrpo rollout`)")
+    if not least <= own.n <= samples:
+        allowed = f"from {least} to rollout.samples = {samples}, the samples of a prompt that a step takes"
+        faults.append(f"offline.n = {own.n}: with {name} allowed is {allowed}")
+    if loss.algorithm == "bonbon" and own.rejected == "random" and own.n > 2:
+        faults.append(
+            "offline.rejected = 'random': bonbon's margin is that of the best and the worst of n; use 'worst'"
+        )
+    if not 0 <= own.alpha <= 1:
+        faults.append(f"offline.alpha = {own.alpha}: allowed is in [0, 1]")
+    if loss.algorithm in ("dpo", "ipo") and loss.beta == 0:
+        faults.append(f"loss.beta = 0: {name} has no optimum there; allowed is > 0")
+    if loss.epochs * loss.minibatches > 1:
+        several = f"loss.epochs = {loss.epochs}, loss.minibatches = {loss.minibatches}"
+        faults.append(f"{several}: with {name} a step is one of the optimiser, and train.steps says how many")
+    if loss.target_kl is not None:
+        faults.append(f"loss.target_kl follows the KL of completions that the policy draws, and {name} draws none")
+    if loss.aggregate != "sum":
+        faults.append(f"loss.aggregate = {loss.aggregate!r}: {name} chooses by the weighted sum of the rewards")
+    for reward, given in config.rewards.items():
+        if given.weight and registry.is_pairwise(given.objective):
+            faults.append(f"rewards.{reward}: {name} chooses by rewards, and {given.objective!r} is of kernels")
+    return faults
+
+
+def _critic_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+    critic = config.critic
+    faults = [
+        need("critic.lr", ">= 0", critic.lr >= 0),
+        need("critic.warmup_steps", ">= 0", critic.warmup_steps >= 0),
+        need("critic.gamma", "in [0, 1]", 0 <= critic.gamma <= 1),
+        need("critic.lam", "in [0, 1]", 0 <= critic.lam <= 1),
+        need("critic.coef", "> 0", critic.coef > 0),
+    ]
+    if not critic.clip > 0:
+        faults.append(f"critic.clip = {critic.clip}: allowed is > 0 (inf: no limit)")
+    if critic.trunk == "shared" and critic.path:
+        faults.append(f"critic.path = {critic.path!r}: a head on the policy has no model; leave it out")
+    if config.loss.level == "sequence":
+        faults.append(
+            "loss.level = 'sequence': with loss.algorithm = 'ppo' the tokens of a completion differ; use 'token'"
+        )
+    return faults
+
+
+def _aggregate_faults(config: Config) -> list[str]:
+    weights = [reward.weight for reward in config.rewards.values()]
+    if not any(weights) or not all(map(math.isfinite, weights)):
+        return []  # said already
+    try:
+        aggregation.parse(config.loss.aggregate, weights)
+    except ValueError as error:
+        return [f"loss.aggregate: {error}"]
+    return []
+
+
+def _reward_faults(config: Config) -> list[str]:
+    rewards, samples, faults = config.rewards, config.rollout.samples, list[str]()
+    if not rewards:
+        faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
+    if rewards and all(reward.weight == 0 for reward in rewards.values()):
+        faults.append("every reward has weight = 0, so there is nothing to train for")
+    if len({dashed(name) for name in rewards}) < len(rewards):
+        faults.append(
+            f"rewards {', '.join(rewards)}: two names differ in - and _ only, which are one on the command line"
+        )
+    for name, reward in rewards.items():
+        if not re.fullmatch(r"\w[\w-]*", name):
+            faults.append(f"rewards: {name!r} is no name; allowed are letters, digits, - and _")
+        if not math.isfinite(reward.weight):
+            faults.append(f"rewards.{name}.weight = {reward.weight}: allowed is a finite number")
+        if not 0 < abs(reward.scale) < math.inf:
+            faults.append(f"rewards.{name}.scale = {reward.scale}: allowed is a finite number other than 0")
+        if not reward.function:
+            faults.append(f"rewards.{name}.function is missing")
+        if reward.transform and not config.loss.offline:
+            faults += _transform_faults(f"rewards.{name}", reward, config)
+        if not reward.timeout > 0:
+            faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
+        try:
+            objective = registry.parse(reward.objective, user_code.function)
+            fewest = objective.fewest
+            if samples == 1 and fewest == 1 and not config.loss.offline and not registry.learns_from_one(objective):
+                fewest = 2
+        except ValueError as error:
+            faults.append(f"rewards.{name}.objective: {error}")
+        else:
+            if fewest > samples:
+                faults.append(f"rewards.{name}.objective = {reward.objective!r}: needs rollout.samples >= {fewest}")
+    return faults

@@ -1,0 +1,205 @@
+"""Models chunk by chunk: a policy draws what comes next behind every row, a value model reads it; rows branch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nlgrpo.engine.branching_cache import SharedCache
+from nlgrpo.engine.generation import Prefill, is_stop, not_finite, run_blocks, stop_tensor
+from nlgrpo.engine.sampling import Sampling, log_distribution, next_tokens, uniform_noise
+from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model.decoder import Decoder, Head, packed_positions
+from nlgrpo.model.reward_model import score as score_head
+from nlgrpo.model.value_model import as_values, kind_of
+
+
+class Rows:
+    """A model with a cache for every row: read what is new, branch."""
+
+    def __init__(self, model: Decoder, head: Head = F.linear) -> None:
+        self.model, self.head = model, head
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read the prompts, each a row; (P, V) of the head behind their last tokens."""
+        device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
+        packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last, self.head)
+        self.cache = SharedCache(attend.kv, lengths)
+        return out
+
+    def read(self, tokens: Tensor, select: Tensor) -> Tensor:
+        """Read n tokens of every row, (R, n); (R, V) of the head behind token ``select`` (R,) of each."""
+        rows, n = tokens.shape
+        positions = self.cache.positions(n)
+        at = torch.arange(rows, device=tokens.device) * n + select
+        out = run_blocks(self.model, tokens.flatten(), positions, self.model.rope(positions), self.cache, at, self.head)
+        self.cache.advance(n)
+        return out
+
+    def branch(self, rows: Sequence[int], tokens: int) -> None:
+        """Go on with these of the rows, for ``tokens`` that are read before the next branch."""
+        self.cache.branch(torch.tensor(rows, device=self.model.head_weight.device), tokens)
+
+
+class ModelValue:
+    """A value model with the policy's tokens: a decoder with one output, which reads each chunk once.
+
+    Its values are float32 at least, in whatever type it computes: in bfloat16 they would be equal too often.
+    """
+
+    def __init__(self, name: str, model: Decoder, room: int) -> None:
+        self.name, self.model, self.rows, self.room = name, model, Rows(model, score_head), room
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
+        if longest > context:
+            raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
+        self._check(prompts)
+        self.rows.begin(prompts)
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        self._check(chunks)
+        device, longest = self.model.head_weight.device, max(map(len, chunks))
+        self.rows.branch(rows, longest)
+        tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
+        last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
+        return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.model))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows.branch(rows, 0)
+
+    def _check(self, tokens: Sequence[Sequence[int]]) -> None:
+        """A policy may have more rows in its embedding than its tokenizer has tokens, and more than this model."""
+        largest, known = max(map(max, tokens)), self.model.shape.vocab
+        if largest >= known:
+            raise ValueError(f"{self.name} has a vocabulary of {known:,}, and has to read the token id {largest:,}")
+
+
+class Prefixes:
+    """The rows of a value that reads candidates whole: of each its prompt's number, and what was drawn behind it."""
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompts = prompts
+        self.rows: list[tuple[int, tuple[int, ...]]] = [(p, ()) for p in range(len(prompts))]
+
+    def grow(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> None:
+        """Row i becomes what row ``rows[i]`` was, with ``chunks[i]`` behind it."""
+        self.rows = [(self.rows[r][0], (*self.rows[r][1], *chunk)) for r, chunk in zip(rows, chunks, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+
+class Policy:
+    """The frozen model: draws the next chunk of every candidate."""
+
+    def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
+        self.rows, self.sampling, self.seed = Rows(model), sampling, seed
+        self.stops = stop_tensor(sampling, model.head_weight.device)
+
+    def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
+        self.logits = self.rows.begin(prompts)
+        self.index = torch.tensor(list(index), device=self.logits.device)
+
+    def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
+        """Go on with these of the rows, whose ``last`` tokens have been drawn and not been read."""
+        self.rows.branch(rows, 1)
+        tokens = torch.tensor(last, device=self.stops.device)
+        self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
+
+    def expand(
+        self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
+    ) -> list[Chunk]:
+        """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id.
+
+        These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
+        and the position: the draws have no other cause. ``likely``: token number ``likely[i]`` of row i by probability,
+        instead of a draw; its log-prob is -inf where fewer are possible.
+        """
+        cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
+        self.rows.branch(rows, tokens - 1)
+        logits, done = self.logits[source], torch.zeros_like(source, dtype=torch.bool)
+        drawn, logprobs = list[Tensor](), list[Tensor]()
+        positions = torch.arange(cache.column, cache.column + tokens, device=source.device)
+        place = torch.tensor(places, device=source.device)
+        noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
+        for t in range(tokens):
+            logp = log_distribution(logits, self.sampling)
+            token, chance = next_tokens(logp, noise[:, t], likely)
+            drawn.append(token)
+            logprobs.append(chance)
+            done |= is_stop(token, self.stops)
+            if t + 1 == tokens or bool(done.all()):
+                break
+            logits = self.rows.read(token[:, None], torch.zeros_like(token))
+        return _chunks(torch.stack(drawn, 1), torch.stack(logprobs, 1), self.sampling)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the cache."""
+        return self.rows.cache.nbytes
+
+
+class TransformersPolicy:
+    """`Policy` of a model that transformers runs, which reads candidates whole, at every chunk."""
+
+    nbytes = 0  # its caches do not outlive a chunk
+
+    def __init__(self, model: TransformersModel, sampling: Sampling, seed: int) -> None:
+        self.model, self.sampling, self.seed, self.prefixes = model, sampling, seed, Prefixes()
+
+    def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
+        self.prefixes.begin(prompts)
+        self.index, self.column = torch.tensor(list(index), device=self.model.device), 0
+
+    def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
+        self.prefixes.keep(rows)
+
+    def expand(
+        self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
+    ) -> list[Chunk]:
+        device, prompts = self.model.device, self.prefixes.prompts
+        self.prefixes.keep(rows)
+        whose = torch.tensor([p for p, _ in self.prefixes.rows], device=device)
+        positions = torch.arange(self.column, self.column + tokens, device=device)
+        noise = uniform_noise(self.seed, self.index[whose], torch.tensor(places, device=device), positions)
+        texts = [[*prompts[p], *drawn] for p, drawn in self.prefixes.rows]
+        found = _chunks(*self.model.extend(texts, noise, self.sampling, likely), self.sampling)
+        self.prefixes.grow(range(len(rows)), [chunk.tokens for chunk in found])
+        self.column += tokens
+        return found
+
+
+@dataclass(frozen=True)
+class Chunk:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ended: bool
+    """By a stop id."""
+
+
+def _chunks(tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> list[Chunk]:
+    """Of draws (R, n), each up to its first stop id. Raises ValueError for a log-prob that is NaN."""
+    found = []
+    for row, logp in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in sampling.stop_ids), None)
+        if any(map(math.isnan, logp[:end])):
+            raise ValueError(not_finite(sampling))
+        found.append(Chunk(tuple(row[:end]), tuple(logp[:end]), end is not None))
+    return found
+
+
+def policy_of(model: Decoder | TransformersModel, sampling: Sampling, seed: int) -> Policy | TransformersPolicy:
+    return (
+        TransformersPolicy(model, sampling, seed)
+        if isinstance(model, TransformersModel)
+        else Policy(model, sampling, seed)
+    )

@@ -1,0 +1,285 @@
+"""Generation: M completions of each prompt with a KV cache, token in, token out.
+
+A prompt is prefilled once and its keys are handed to its M rows; rows that have ended leave the batch. What is drawn
+for a row depends on (seed, prompt, sample, position) alone: neither the batch nor the number of ranks changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
+from nlgrpo.kernels import decode_attention, split_and_rotate
+from nlgrpo.model.attention import PackedAttention, Rope
+from nlgrpo.model.decoder import Attend, Decoder, Head, packed_positions
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """M completions for each of P prompts, padded with 0 to the longest; a stop id that ended one is part of it."""
+
+    prompt_ids: list[list[int]]
+    tokens: Tensor  # (P, M, L) int64
+    logprobs: Tensor  # (P, M, L) of the distribution that was sampled from
+    lengths: Tensor  # (P, M) int64
+    finished: Tensor  # (P, M) bool: ended by a stop id, not by the limit
+
+    def completion_ids(self) -> list[list[int]]:
+        """The P*M completions, prompt by prompt."""
+        flat, lengths = self.tokens.flatten(0, 1).tolist(), self.lengths.flatten().tolist()
+        return [ids[:n] for ids, n in zip(flat, lengths, strict=True)]
+
+    def finish_reasons(self) -> list[str]:
+        return ["stop" if stopped else "length" for stopped in self.finished.flatten().tolist()]
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    index: Sequence[int] | None = None,
+    max_rows: int = 256,
+) -> Rollout:
+    """Draw ``samples`` completions of every prompt.
+
+    ``index``: the number that keys each prompt's noise (its place in ``prompts`` by default); the same seed and index
+    give the same draws. ``max_rows`` bounds the rows that are decoded together, and with them the cache; at least one
+    prompt's samples are. The model's parameters must be whole (see ``fsdp.gathered``).
+
+    Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
+    ``sampling.max_new_tokens`` in the model's context.
+    """
+    if samples < 1:
+        raise ValueError(f"samples = {samples}: expected at least 1")
+    check_prompts(model.shape, prompts, sampling)
+    index = range(len(prompts)) if index is None else index
+    chunk = max(1, max_rows // samples)
+    with torch.inference_mode():
+        parts = [
+            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk])
+            for i in range(0, len(prompts), chunk)
+        ]
+    return rollout_of(prompts, parts, samples, sampling, model.head_weight.device)
+
+
+class Limits(Protocol):
+    """What a model reads: tokens of a sequence, and of its vocabulary."""
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+
+def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """ValueError for a prompt that a model cannot go on from with so many new tokens."""
+    room = limits.context - sampling.max_new_tokens
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty; it needs one token at least, such as the tokenizer's BOS")
+        if len(prompt) > room:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {sampling.max_new_tokens} passes "
+                f"the model's context of {limits.context}; shorten the prompt or lower max_new_tokens"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < limits.vocab:
+            raise ValueError(f"prompt {i} has a token id outside [0, {limits.vocab}), the model's vocabulary")
+
+
+def not_finite(sampling: Sampling) -> str:
+    return (
+        f"the model's logits, at temperature = {sampling.temperature:g}, are not finite: its weights hold NaN or too "
+        "large values, or the temperature is too close to 0"
+    )
+
+
+def rollout_of(
+    prompts: Sequence[Sequence[int]],
+    parts: Sequence[tuple[Tensor, Tensor]],
+    samples: int,
+    sampling: Sampling,
+    device: torch.device,
+) -> Rollout:
+    """From tokens and log-probs (r, l) of some rows after the others; what they drew behind a stop id goes.
+
+    Raises ValueError where a log-prob is not finite, of which no draw has come.
+    """
+    longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
+    empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
+    tokens = torch.cat([empty, *(F.pad(t, (0, longest - t.shape[1])) for t, _ in parts)])
+    logprobs = torch.cat([empty.float(), *(F.pad(p, (0, longest - p.shape[1])) for _, p in parts)])
+    rows = len(tokens)
+    stopped = is_stop(tokens, stop_tensor(sampling, tokens.device))
+    finished = stopped.any(-1)
+    first = stopped.int().argmax(-1) if longest else torch.zeros_like(finished, dtype=torch.int64)
+    lengths = torch.where(finished, first + 1, min(longest, sampling.max_new_tokens))
+    inside = torch.arange(longest, device=tokens.device) < lengths[:, None]
+    if not torch.where(inside, logprobs, 0.0).isfinite().all():
+        raise ValueError(not_finite(sampling))
+    shape = (rows // samples, samples)
+    return Rollout(
+        prompt_ids=[list(p) for p in prompts],
+        tokens=torch.where(inside, tokens, 0).view(*shape, longest),
+        logprobs=torch.where(inside, logprobs, 0.0).view(*shape, longest),
+        lengths=lengths.view(shape),
+        finished=finished.view(shape),
+    )
+
+
+class Prefill:
+    """Packed attention over prompts that keeps each layer's keys and values in ``kv``."""
+
+    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
+        self.attend = PackedAttention(lengths, device, dtype)
+        self.kv: list[Tensor] = []  # per layer (T, 2 Hk, d)
+
+    def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
+        q, k, v = split_and_rotate(qkv, rope, heads)
+        self.kv.append(torch.cat((k, v), dim=1))
+        return self.attend.attend(q, k, v, scale, window)
+
+
+class _Cache:
+    """Keys and values of R rows, whose prompts end at the same column and whose completions grow together.
+
+    ``kv (layers, R, 2 Hk, columns, d)``; ``first (R,)`` is where a row's prompt begins, None where all begin at 0. As
+    all rows stand at the same column, a step writes one slice and a window is a slice too.
+    """
+
+    def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
+        self.column = max(lengths)  # where the next token goes
+        _, heads, d = kv[0].shape
+        rows = len(lengths) * samples
+        self.kv = kv[0].new_zeros(len(kv), rows, heads, self.column + new_tokens, d)
+        start = 0
+        for i, n in enumerate(lengths):
+            prompt = torch.stack([x[start : start + n] for x in kv]).transpose(1, 2)  # (layers, 2 Hk, n, d)
+            self.kv[:, i * samples : (i + 1) * samples, :, self.column - n : self.column] = prompt[:, None]
+            start += n
+        self.first = None
+        if min(lengths) < self.column:
+            self.first = self.column - torch.tensor(lengths, device=self.kv.device).repeat_interleave(samples)
+
+    def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
+        cache = self.kv[layer]
+        return decode_attention(
+            qkv, rope, cache, self.column, heads=heads, scale=scale, first=self.first, window=window
+        )
+
+    def move(self, source: Tensor, target: Tensor, rows: int) -> None:
+        """Copy rows ``source`` over rows ``target`` and keep the first ``rows``."""
+        used = self.kv[:, :, :, : self.column]
+        used[:, target] = used[:, source]
+        self.kv = self.kv[:, :rows]
+        if self.first is not None:
+            self.first[target] = self.first[source]
+            self.first = self.first[:rows]
+
+
+class _Rows:
+    """The rows that are still growing: which of the R they are, their noise, and where they stand."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], samples: int, noise: Tensor) -> None:
+        self.number = torch.arange(len(noise), device=noise.device)
+        self.noise = noise
+        self.position = torch.tensor([len(p) for p in prompts], device=noise.device).repeat_interleave(samples)
+        self.token = torch.zeros_like(self.number)
+        self.done = torch.zeros_like(self.number, dtype=torch.bool)
+
+    def drop_finished(self, cache: _Cache) -> None:
+        """Let the finished rows leave once an eighth of them has: the last live rows take their places."""
+        alive = int((~self.done).sum())
+        if alive > len(self.done) * 7 // 8:
+            return
+        target = self.done[:alive].nonzero()[:, 0]
+        source = alive + (~self.done[alive:]).nonzero()[:, 0]
+        cache.move(source, target, alive)
+        for name, x in vars(self).items():
+            x[target] = x[source]
+            setattr(self, name, x[:alive])
+
+
+def _decode(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    index: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs (R, L) of the prompts' R = P * samples rows; behind a stop id they are not defined."""
+    device, limit = model.head_weight.device, sampling.max_new_tokens
+    keys = torch.tensor(list(index), device=device).repeat_interleave(samples)
+    sample = torch.arange(samples, device=device).repeat(len(prompts))
+    rows = _Rows(prompts, samples, uniform_noise(seed, keys, sample, torch.arange(limit, device=device)))
+    logits, cache = _prefill(model, prompts, samples, limit)
+    tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(len(keys), limit, dtype=torch.float32, device=device)
+    table, stops = model.rope(torch.arange(cache.column + limit, device=device)), stop_tensor(sampling, device)
+    look_every = 1 if device.type == "cpu" else 16  # on a GPU, asking how many rows have ended waits for the device
+    for t in range(limit):
+        log_probs = log_distribution(logits, sampling)
+        rows.token = draw(log_probs, rows.noise[:, t])
+        tokens[rows.number, t] = rows.token
+        logprobs[rows.number, t] = log_probs.gather(-1, rows.token[:, None])[:, 0].float()
+        rows.done |= is_stop(rows.token, stops)
+        if (t + 1) % look_every == 0:
+            rows.drop_finished(cache)
+        if t + 1 == limit or len(rows.done) == 0:
+            return tokens[:, : t + 1], logprobs[:, : t + 1]
+        rope = None if table is None else (table[0][rows.position], table[1][rows.position])
+        logits = run_blocks(model, rows.token, rows.position, rope, cache)
+        cache.column += 1
+        rows.position += 1
+    raise AssertionError("the loop returns at its limit")
+
+
+def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> tuple[Tensor, _Cache]:
+    """Run each prompt once; logits (R, V) of the first new token, and the cache of its R rows."""
+    weight, lengths = model.head_weight, [len(p) for p in prompts]
+    packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
+    positions = packed_positions(lengths, weight.device)
+    attend = Prefill(lengths, weight.device, weight.dtype)
+    last = torch.tensor(lengths, device=weight.device).cumsum(0) - 1
+    logits = run_blocks(model, packed, positions, model.rope(positions), attend, last)
+    return logits.repeat_interleave(samples, dim=0), _Cache(attend.kv, lengths, samples, new_tokens)
+
+
+def run_blocks(
+    model: Decoder,
+    tokens: Tensor,
+    positions: Tensor,
+    rope: Rope,
+    attend: Attend,
+    select: Tensor | None = None,
+    head: Head = F.linear,
+) -> Tensor:
+    """Logits of the selected tokens, or what ``head`` makes of them.
+
+    ``block.forward``, not ``block``: the hooks that shard the blocks must not run.
+    """
+    x = model.enter(tokens, positions)
+    for block in model.blocks:
+        x = block.forward(x, rope, attend)
+    x = model.norm(x if select is None else x[select])
+    return head(x, model.head_weight)
+
+
+def stop_tensor(sampling: Sampling, device: torch.device) -> Tensor:
+    """The stop ids, for `is_stop`."""
+    return torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+
+
+def is_stop(tokens: Tensor, stops: Tensor) -> Tensor:
+    """Of the shape of ``tokens``, bool."""
+    return (tokens[..., None] == stops).any(-1)

@@ -1,0 +1,31 @@
+"""Log-probabilities that a model gives to completions which are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.kernels import linear_logprob
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.packing import MicroBatch
+
+
+def logprobs(model: Decoder, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (S,) of the batch's targets, differentiable."""
+    head = partial(linear_logprob, targets=batch.targets, temperature=temperature)
+    return model(batch.tokens, batch.lengths, batch.select, head)
+
+
+@torch.no_grad()
+def completion_logprobs(model: Decoder, rollout: Rollout, batches: Sequence[MicroBatch], temperature: float) -> Tensor:
+    """Log-probs (R, L) of the rollout's R = P M completions, packed into ``batches``; 0 behind their ends."""
+    wide = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
+    out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=wide)
+    for batch in batches:
+        logprob, _ = logprobs(model, batch, temperature)
+        out[batch.row, batch.offset] = logprob.to(out)
+    return out

@@ -1,0 +1,170 @@
+"""Completions of some prompts, drawn and scored file by file, and kept: what evaluation and rollouts share."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo.config.schema import RewardConfig
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.rollouts.sampler import Sampler
+from nlgrpo.engine.rollouts.store import (
+    Store,
+    chunk_name,
+    digest_of_function,
+    digest_of_model,
+    digest_of_tokenizer,
+    digests_of_columns,
+    from_rollout,
+    score_name,
+    to_rollout,
+)
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.objectives.registry import Objective, per_completion
+from nlgrpo.rewards.reward_functions import Reward, RewardError
+
+READS = "texts behind their prompts"  # by `sampler.decode`; what was scored by another reading is scored again
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A reward of a configuration, with a digest of all that it does."""
+
+    reward: Reward
+    objective: Objective  # by which a kernel's similarities become a number of each completion
+    spec: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+
+def scorers(
+    asked: Mapping[str, RewardConfig], objectives: Mapping[str, Objective], rewards: Sequence[Reward]
+) -> list[Scorer]:
+    """Of the rewards that `builders.load_rewards` made from the configuration's."""
+    found = []
+    for reward in rewards:
+        own = asked[reward.name]
+        spec = f"{own.function} x {own.scale!r}" + f" in {own.objective}" * reward.pairwise
+        digest = digest_of_function(reward.function, own.function, f"{spec} of {READS}")
+        found.append(Scorer(reward, objectives[reward.name], spec, digest))
+    return found
+
+
+def refuse_pairwise(asked: Sequence[Scorer]) -> None:
+    """ValueError for a reward whose numbers depend on the other completions of a prompt."""
+    for scorer in asked:
+        if scorer.reward.pairwise:
+            raise ValueError(
+                f"rewards.{scorer.name} compares completions, and a search needs what each is worth by itself"
+            )
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What determines a model's completions of given prompts besides the noise: digests of its files and tokenizer."""
+
+    model: str
+    tokenizer: str
+    dtype: str
+    sampling: Sampling
+    guide: str = ""  # of the search and the value models that guide it; "" where the model draws by itself
+
+    @classmethod
+    def of(
+        cls, source: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sampling: Sampling
+    ) -> Provenance:  # fmt: skip
+        """Of the model in the directory ``source``, all of whose weights are read for it."""
+        return cls(digest_of_model(source), digest_of_tokenizer(tokenizer), str(dtype), sampling)
+
+
+def open_store(root: Path, origin: Provenance, sampler: Sampler, *, first: bool) -> Store:
+    """Where below the folder ``root`` these draws are kept; ``first``: see `Store.make`."""
+    own = {name: value for name, value in dataclasses.asdict(origin).items() if name != "guide" or value}
+    identity = own | {"samples": sampler.samples, "seed": sampler.seed}
+    return Store.make(root, identity, first=first)
+
+
+@dataclass(frozen=True)
+class RolloutCollector:
+    """What ``sampler`` (without rewards) draws from the model in ``source`` for the prompts of ``batch``.
+
+    The files are of ``per_file`` prompts each, which are drawn together: a file's bytes depend on its prompts alone,
+    whatever ranks there are and wherever the work was interrupted.
+    """
+
+    label: str  # of the model, for messages
+    source: Path
+    dtype: torch.dtype
+    batch: Batch
+    sampler: Sampler
+    per_file: int
+    store: Store
+
+    @cached_property
+    def chunks(self) -> list[Batch]:
+        """The prompts of each file."""
+        places = range(len(self.batch.ids))
+        return [self.batch.only(places[start : start + self.per_file]) for start in places[:: self.per_file]]
+
+    def load(self, device: torch.device) -> Decoder | TransformersModel:
+        return transformers_backend.load(self.source, dtype=self.dtype, device=device)
+
+    def drawn(self, chunk: Batch) -> bool:
+        """Whether the file of these prompts is there and whole."""
+        return self.store.has(chunk_name(chunk.index, chunk.ids))
+
+    def draw(self, model: Decoder | TransformersModel, chunk: Batch) -> Rollout:
+        rollout = self.sampler.draw(model, chunk)
+        self.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(rollout))
+        return rollout
+
+    def rollout(self, chunk: Batch) -> Rollout:
+        """The completions that `draw` has kept."""
+        tensors = self.store.read(chunk_name(chunk.index, chunk.ids))
+        if tensors is None:
+            raise ValueError(f"completions of {self.label} are no longer in {self.store.folder}; run it again")
+        return to_rollout(tensors, chunk.ids)
+
+    def scored(self, chunk: Batch, scorer: Scorer) -> bool:
+        return self.store.has(self._name(chunk, scorer))
+
+    def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
+        """Keep what each of the scorers gives, a number a completion; a reward's error becomes a ValueError."""
+        sampler = dataclasses.replace(self.sampler, rewards=[scorer.reward for scorer in missing])
+        try:
+            scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
+        except RewardError as error:
+            if error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            raise ValueError(
+                f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
+            ) from error
+        for scorer in missing:
+            values = per_completion(scorer.objective, scores.values[scorer.name])
+            self.store.write(self._name(chunk, scorer), {"values": values})
+
+    def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
+        """The (p, n) numbers that `score` has kept."""
+        tensors = self.store.read(self._name(chunk, scorer))
+        if tensors is None:
+            raise ValueError(f"scores of {self.label} are no longer in {self.store.folder}; run it again")
+        return tensors["values"]
+
+    def _name(self, chunk: Batch, scorer: Scorer) -> str:
+        columns = digests_of_columns(chunk.columns, len(chunk.ids))
+        return score_name(chunk_name(chunk.index, chunk.ids), scorer.digest, columns)

@@ -1,0 +1,305 @@
+"""From prompts to responses of a guided search: value models read, a search made, one of its candidates chosen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo.data.prompt_dataset import Prompt, encode
+from nlgrpo.data.retokenize import Retokenizer
+from nlgrpo.engine import guided_search
+from nlgrpo.engine.builders import load_tokenizer
+from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.guided_search import Candidate, Cost, Search, Value
+from nlgrpo.engine.rollouts.sampler import decode
+from nlgrpo.engine.rollouts.store import digest_of_model, digest_of_tokenizer, same_ids
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model import reward_model
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.packing import bins
+from nlgrpo.model.reward_model import score as score_head
+from nlgrpo.model.value_model import as_values, kind_of
+from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards.builtin import vote
+from nlgrpo.rewards.reward_functions import Reward, RewardError
+from nlgrpo.runtime import atomic_files
+
+VALUE, MAJORITY = "value", "majority"
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """How the response is chosen among the candidates of a prompt.
+
+    ``how``: "value", the largest V; "majority", the first candidate with the most frequent final answer (by the rule of
+    `builtin.vote`, such as what is ``\\boxed{}``); or a reward as a configuration names it, the largest
+    one. Of equals it is the first. Raises ValueError for a reward that does not exist.
+    """
+
+    how: str
+    reward: Reward | None = None
+
+    @classmethod
+    def of(cls, how: str, device: str | torch.device = "cpu") -> Chooser:
+        return cls(how, None if how in (VALUE, MAJORITY) else reward_functions.load("choose", how, device=device))
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
+        """Which candidate, and what it is worth: its V, its share of the votes, or its reward.
+
+        Raises ValueError where a reward fails or has nothing to say of any.
+        """
+        if self.how == MAJORITY:
+            return majority([vote(text) for text in texts], [candidate.places for candidate in candidates])
+        worth = [candidate.value for candidate in candidates]
+        if self.reward is not None:
+            worth = _rewards(self.reward, prompt, candidates, texts)
+        judged = [i for i, value in enumerate(worth) if not math.isnan(value)]
+        if not judged:
+            raise ValueError(f"{self.how} has nothing to say of the candidates of {prompt!r}")
+        best = max(judged, key=lambda i: worth[i])
+        return best, worth[best]
+
+
+def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
+    """The first candidate with the answer that weighs most, and its share; without any answer the first, with 0.
+
+    ``None`` votes for nothing. Of answers that weigh alike it is the one that came first (self-consistency, Wang et
+    al. 2023).
+    """
+    votes: Counter[Hashable] = Counter()
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            votes[answer] += weight  # type: ignore[assignment]
+    if not votes:
+        return 0, 0.0
+    winner, weight = max(votes.items(), key=lambda item: item[1])
+    return list(answers).index(winner), weight / sum(votes.values())
+
+
+def _rewards(reward: Reward, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> list[float]:
+    try:
+        found = reward_functions.score(
+            [reward],
+            prompts=[prompt] * len(candidates),
+            completions=list(texts),
+            completion_ids=[list(candidate.tokens) for candidate in candidates],
+            columns={},
+            samples=len(candidates),
+            step=0,
+            total_steps=0,
+        )
+    except RewardError as error:
+        raise ValueError(str(error)) from error
+    return [float(value) for value in found.values[reward.name][0]]
+
+
+# --- value models and how they guide ----------------------------------------------------------------------------------
+
+FILE = "guide.json"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """Value models with their betas, and the search that they guide; ``guide.json`` in the folder of `nlgrpo iro`."""
+
+    values: list[Path]
+    betas: list[float]
+    search: Search
+    compressed: Path | None = None
+    """One model for the sum of all values, where there is one."""
+
+    def digest(self) -> str:
+        """Of what it does to a model's completions."""
+        models = [digest_of_value(path) for path in self.values]
+        whole = json.dumps([models, self.betas, asdict(self.search)])
+        return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+    def write(self, folder: Path) -> None:
+        """Value models below ``folder`` are named from there, so that it may be moved."""
+
+        def named(path: Path) -> str:
+            return str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve())
+
+        whole = {"values": [*map(named, self.values)], "betas": self.betas, "search": asdict(self.search)}
+        whole |= {"compressed": self.compressed and named(self.compressed)}
+        atomic_files.atomic_write(folder / FILE, json.dumps(whole, indent=1) + "\n")
+
+
+def read_guide(folder: Path) -> Guide | None:
+    """What `nlgrpo iro` has learned in ``folder``, or a value model of such a loop by itself, in the loop's search.
+
+    None where ``folder`` is neither. That of an iteration is where its value model is.
+    Raises ValueError for a damaged file, and for a loop that has not come to its end.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        if (folder / "iteration-1").is_dir():
+            raise ValueError(f"{folder} is of an `nlgrpo iro` that has not come to its end; the same command goes on")
+        loop = next((above for above in folder.absolute().parents[:3] if (above / FILE).is_file()), None)
+        whole = loop and read_guide(loop)
+        own = folder / "value" if (folder / "value").is_dir() else folder
+        return Guide([own], [1.0], whole.search) if whole else None
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        betas = [float(beta) for beta in data["betas"]]
+        compressed = folder / data["compressed"] if data["compressed"] else None
+        return Guide([folder / name for name in data["values"]], betas, Search(**data["search"]), compressed)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo iro` writes it again") from error
+
+
+def folder_of(path: Path) -> Path:
+    """The Hugging Face directory of a value model, or of that of an iteration of `nlgrpo iro`.
+
+    ValueError where there is none, and for a checkpoint of a run.
+    """
+    own = path / "value"
+    folder, checkpoint = reward_model.locate(
+        str(own if own.is_dir() and not (path / "config.json").is_file() else path)
+    )
+    if checkpoint is not None:
+        raise ValueError(f"{path} is a checkpoint; finish its run, whose folder then is a value model")
+    return folder
+
+
+def digest_of_value(path: Path) -> str:
+    """Of what a value model gives: its weights, and its tokenizer, by which it may read texts."""
+    folder = folder_of(path)
+    return f"{digest_of_model(folder)}-{digest_of_tokenizer(load_tokenizer(folder))}"
+
+
+def load_values(
+    paths: Sequence[Path],
+    betas: Sequence[float],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> list[tuple[Value, float]]:
+    """The value models in ``paths`` (runs, directories or hub names) with their betas, 1 each where none are given.
+
+    ``tokenizer``, ``sampling``: the policy's. ``dtype``: what the models compute in; the values themselves are float32
+    at least. A model with another tokenizer reads texts (`note` says of which).
+    Raises ValueError for a model without a head of one output, and for betas that are not as many.
+    """
+    if betas and len(betas) != len(paths):
+        raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
+    found: list[tuple[Value, float]] = []
+    for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
+        folder = folder_of(path)
+        model, trained = reward_model.load(str(folder), dtype=dtype, device=device)
+        if not trained:
+            raise ValueError(f"{path} is no value model; it has no head of one output")
+        name, model, theirs = str(path), model.eval(), load_tokenizer(folder)
+        if same_ids(theirs, tokenizer):
+            found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
+        else:
+            found.append((TextValue(name, model, Retokenizer(tokenizer, theirs, sampling.stop_ids)), beta))
+    return found
+
+
+BY_TEXT = " (another tokenizer: reads the text of every candidate at every chunk, slower; its context's last tokens)"
+
+
+def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What to say of a value model in a Hugging Face directory that reads texts: its tokenizer is not the policy's."""
+    return "" if same_ids(load_tokenizer(folder), tokenizer) else BY_TEXT
+
+
+class TextValue(Prefixes):
+    """A value model with another tokenizer than the policy: it reads every candidate's text, whole, at every chunk.
+
+    Without caches, because the last tokens of a text may change with what comes behind it. A text that is longer than
+    the model's context loses its beginning: how many tokens another tokenizer makes of a response nobody knows before.
+    """
+
+    MICRO_BATCH = 16384  # tokens that are read together
+
+    def __init__(self, name: str, model: Decoder, retokenizer: Retokenizer) -> None:
+        self.name, self.model, self.retokenizer = name, model, retokenizer
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        self.grow(rows, chunks)
+        context = self.model.shape.context
+        texts = [self.retokenizer.whole(self.prompts[p], tokens)[-context:] for p, tokens in self.rows]
+        device = self.model.head_weight.device
+        found = torch.empty(len(texts), dtype=torch.promote_types(self.model.head_weight.dtype, torch.float32))
+        for part in bins(dict(enumerate(map(len, texts))), self.MICRO_BATCH):
+            lengths = [len(texts[i]) for i in part]
+            tokens = torch.tensor([token for i in part for token in texts[i]], device=device)
+            last = torch.tensor(lengths, device=device).cumsum(0) - 1
+            found[part] = as_values(self.model(tokens, lengths, last, score_head)[:, 0], kind_of(self.model)).cpu()
+        return found
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Response:
+    """The candidate that answers a prompt, and what it was chosen by."""
+
+    candidate: Candidate
+    text: str
+    worth: float
+
+
+def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
+    """The candidates of each prompt, as often as the places that they take; these are as many for every prompt."""
+    rows = [[one for one in own for _ in range(one.places)] for own in found]
+    flat, samples = [one for own in rows for one in own], len(rows[0])
+    rollout = padded(prompt_ids, [one.tokens for one in flat], samples)
+    for row, one in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
+        row[: len(one.tokens)] = torch.tensor(one.logprobs)
+    finished = torch.tensor([one.finished for one in flat]).view(-1, samples)
+    return replace(rollout, finished=finished)
+
+
+def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], samples: int) -> Rollout:
+    """``samples`` completions of each prompt, prompt by prompt, as the engine gives them; log-probs 0, none ended."""
+    lengths = torch.tensor([len(ids) for ids in completions])
+    tokens = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
+    for row, ids in zip(tokens, completions, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    shape = (-1, samples)
+    blank = torch.zeros(tokens.shape).unflatten(0, shape)
+    lengths = lengths.view(shape)
+    return Rollout([list(ids) for ids in prompt_ids], tokens.unflatten(0, shape), blank, lengths, lengths < 0)
+
+
+def respond(
+    model: Decoder | TransformersModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    how: Search,
+    sampling: Sampling,
+    values: Sequence[tuple[Value, float]],
+    chooser: Chooser,
+    *,
+    seed: int = 0,
+    max_rows: int = 256,
+) -> tuple[list[Response], Cost]:
+    """The response to every prompt, and the total cost. Raises ValueError as `search` and `Chooser.choose`."""
+    if chooser.how == VALUE and not values:
+        raise ValueError("without a value model nothing is chosen by value: name one, or another way to choose")
+    ids = encode(tokenizer, prompts)
+    valued = chooser.how == VALUE
+    found, cost = guided_search.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)
+    responses = []
+    for prompt, start, candidates in zip(prompts, ids, found, strict=True):
+        texts = decode(tokenizer, [start] * len(candidates), [c.tokens for c in candidates])
+        best, worth = chooser.choose(prompt, candidates, texts)
+        responses.append(Response(candidates[best], texts[best], worth))
+    return responses, cost

@@ -1,0 +1,135 @@
+"""From prompts to scored completions: what training and evaluation share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo.data.prompt_dataset import Batch, Prompt, plain_text
+from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.fsdp import gathered
+from nlgrpo.objectives.registry import Objective, per_completion
+from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.runtime.distributed import Ranks
+
+CONTEXT = 8  # tokens of a prompt's end that tell how its completion is written
+BROKEN = "\ufffd"  # stands for what is no whole character
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws M completions a prompt from a model and scores them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    samples: int
+    max_rows: int
+    seed: int
+    rewards: Sequence[reward_functions.Reward]
+
+    def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
+        with gathered(model):
+            return transformers_backend.generator(model)(
+                batch.ids,
+                self.samples,
+                self.sampling,
+                seed=self.seed,
+                index=batch.index,
+                max_rows=self.max_rows,
+            )
+
+    def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
+        """The P*M completions as texts, without special tokens: what goes on behind a text, or a message of its own."""
+        before = [ids if isinstance(p, str) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
+        repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
+        return decode(self.tokenizer, repeated, rollout.completion_ids())
+
+    def score(
+        self,
+        batch: Batch,
+        rollout: Rollout,
+        *,
+        step: int = 0,
+        total_steps: int = 0,
+        first_prompt: int = 0,
+    ) -> Scores:
+        """The rewards of ``rollout``; see `nlgrpo.rewards.reward_functions.score` for the errors."""
+        repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
+        texts = self.texts(batch.prompts, rollout)
+        return reward_functions.score(
+            self.rewards,
+            prompts=repeated,
+            completions=[_as_answer(p, text) for p, text in zip(repeated, texts, strict=True)],
+            completion_ids=rollout.completion_ids(),
+            columns={k: [v for v in values for _ in range(self.samples)] for k, values in batch.columns.items()},
+            samples=self.samples,
+            step=step,
+            total_steps=total_steps,
+            first_prompt=first_prompt,
+        )
+
+    def evaluate(
+        self,
+        model: Decoder,
+        batch: Batch,
+        ranks: Ranks,
+        objectives: Mapping[str, Objective],
+        weights: Mapping[str, float],
+    ) -> EvaluationSamples:
+        """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
+        mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
+        rollout = ranks.agree(lambda: self.draw(model, mine))
+        first = mine.index[0] if mine.index else 0
+        scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first), RewardError)
+        texts = self.texts(mine.prompts, rollout)
+        shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
+        values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}
+        own = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
+        parts = ranks.gather_objects(own)
+        return EvaluationSamples(
+            rewards={name: torch.cat([part[name] for part, *_ in parts]) for name in values},
+            lengths=torch.cat([lengths for _, lengths, *_ in parts]),
+            objectives={name: str(objective) for name, objective in objectives.items()},
+            weights=dict(weights),
+            max_length=self.sampling.max_new_tokens,
+            prompts=[p for *_, prompts, _ in parts for p in prompts][:8],
+            completions=[c for *_, completions in parts for c in completions][:8],
+        )
+
+
+def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+    """What TRL hands to reward functions: a text, or for a conversation the assistant's message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> list[str]:
+    """The texts of completions (ids) as they stand behind their prompts (ids), without special tokens.
+
+    A tokenizer of SentencePiece's kind drops the blank that begins a text. Behind a prompt it is none that begins one,
+    so what is decoded is the end of the prompt with the completion, less the end of the prompt.
+    """
+    if not completions:
+        return []  # of which transformers makes a text
+    ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
+    cut = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
+    ends = [list(prompt) if within else end for prompt, end, within in zip(prompts, ends, cut, strict=True)]
+    before = tokenizer.batch_decode(ends, skip_special_tokens=True)
+    rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
+    whole = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
+    # A character that the prompt only begins, or a blank that a decoder takes back: the completion by itself.
+    return [
+        text[len(start) :] if text.startswith(start) else by_itself
+        for start, text, by_itself in zip(before, whole, alone, strict=True)
+    ]

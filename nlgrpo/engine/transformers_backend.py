@@ -1,0 +1,200 @@
+"""Frozen models whose architecture nlgrpo's decoder does not know: transformers runs them, and we draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import logging as transformers_logging
+
+from nlgrpo.engine import generation
+from nlgrpo.engine.generation import Rollout, check_prompts, rollout_of
+from nlgrpo.engine.sampling import Sampling, log_distribution, next_tokens, uniform_noise
+from nlgrpo.model import decoder
+from nlgrpo.model.architectures import UnknownModel, shape_of
+from nlgrpo.model.decoder import Decoder
+
+UNBOUNDED = 1 << 30  # tokens of a model whose config knows no limit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`generation.Limits`, as a Hugging Face config says."""
+
+    context: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Any) -> Limits:
+        text = config.get_text_config()
+        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+        found = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
+        return cls(min(found, default=UNBOUNDED), text.vocab_size)
+
+
+class TransformersModel(nn.Module):
+    """A causal language model of transformers, whose tokens are drawn as those of our decoder are.
+
+    `transformers.GenerationMixin.generate` runs it, from the whole prefix each time; which token comes is decided by
+    `sampling` and the noise of (seed, prompt, sample, position), so that draws depend on nothing else.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.model.generation_config = GenerationConfig()  # its own may penalise, force or forbid tokens
+        self.shape = Limits.of(model.config)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    def extend(
+        self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens of every prefix and their log-probs, (R, n), for noise (R, n); or fewer, if all have ended.
+
+        Behind a stop id they are not defined. ``likely``: the token of this rank by log-prob in place of a draw.
+        Prefixes are read together where they are equally long: nothing is padded, which not every architecture bears.
+        """
+        tokens = torch.zeros(noise.shape, dtype=torch.int64, device=self.device)
+        logprobs, most = torch.zeros(noise.shape, device=self.device), 0
+        for length in sorted(set(map(len, prefixes))):
+            rows = [i for i, prefix in enumerate(prefixes) if len(prefix) == length]
+            drawn = _Draws(noise[rows], sampling, None if likely is None else [likely[i] for i in rows])
+            self._run(torch.tensor([prefixes[i] for i in rows], device=self.device), drawn, noise.shape[1], sampling)
+            tokens[rows, : len(drawn.tokens)] = torch.stack(drawn.tokens, 1)
+            logprobs[rows, : len(drawn.tokens)] = torch.stack(drawn.logprobs, 1)
+            most = max(most, len(drawn.tokens))
+        return tokens[:, :most], logprobs[:, :most]
+
+    @torch.inference_mode()
+    def gap(self) -> float:
+        """Mean distance of the log-probs of a few draws, in nats, from those that a forward over the whole text gives.
+
+        Some architectures of transformers lose their state between the steps of `generate`, or read texts otherwise.
+        """
+        ids = [i % self.shape.vocab for i in (1, 2, 3)]
+        draws = self.generate([ids], 8, Sampling(max_new_tokens=4))
+        tokens = draws.tokens[0]
+        texts = torch.cat([tokens.new_tensor(ids).expand(len(tokens), -1), tokens], 1)
+        at_once = self.model(texts).logits[:, 2:-1].float().log_softmax(-1)
+        return float((at_once.gather(2, tokens[:, :, None])[:, :, 0] - draws.logprobs[0]).abs().mean())
+
+    def _run(self, ids: Tensor, processor: LogitsProcessor, tokens: int, sampling: Sampling) -> None:
+        if ids.shape[1] == 1:  # a model that keeps its state in itself would take it for the next step of the last text
+            self.model(ids, use_cache=False)
+        self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList([processor]),
+            generation_config=GenerationConfig(
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=list(sampling.stop_ids) or None,
+                pad_token_id=0,
+            ),
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        index: Sequence[int] | None = None,
+        max_rows: int = 256,
+    ) -> Rollout:
+        """`engine.generate` of this model."""
+        check_prompts(self.shape, prompts, sampling)
+        if samples < 1:
+            raise ValueError(f"samples = {samples}: expected at least 1")
+        index, limit, found = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
+        keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
+        for begun in range(0, len(keys), max_rows):
+            part = keys[begun : begun + max_rows]
+            key = torch.tensor([index[p] for p, _ in part], device=self.device)
+            sample = torch.tensor([m for _, m in part], device=self.device)
+            noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
+            found.append(self.extend([prompts[p] for p, _ in part], noise, sampling))
+        return rollout_of(prompts, found, samples, sampling, self.device)
+
+
+class _Draws(LogitsProcessor):
+    """Leaves one token possible: the one that the noise draws."""
+
+    def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None) -> None:
+        self.noise, self.sampling, self.likely = noise, sampling, likely
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logp = log_distribution(scores, self.sampling)
+        token, chance = next_tokens(logp, self.noise[:, len(self.tokens)], self.likely)
+        self.tokens.append(token)
+        self.logprobs.append(chance)
+        return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
+
+
+# --- either kind ------------------------------------------------------------------------------------------------------
+
+
+def fault(config: Any) -> str:
+    """Why nlgrpo's decoder does not know it; "" where it does. ValueError where it would, and the config is broken."""
+    try:
+        shape_of(config)
+    except UnknownModel as error:
+        return str(error)
+    return ""
+
+
+def note(source: Path) -> str:
+    """What to say of a model, once, where it is slower than others."""
+    why = fault(decoder.read_config(source))
+    return f"; transformers runs it, which is slower ({why})" if why else ""
+
+
+def limits_of(config: Any) -> generation.Limits:
+    return Limits.of(config) if fault(config) else shape_of(config)
+
+
+def load(
+    source: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Decoder | TransformersModel:
+    """The decoder, or what transformers makes of another architecture, for a model that stays frozen.
+
+    Safetensors only, and no code of the directory is run. Raises ValueError for what transformers does not know either,
+    and where its `generate` does not draw from what the model gives to the same text at once.
+    """
+    if not fault(decoder.read_config(source)):
+        return decoder.load(source, dtype=dtype, device=device)
+    bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source} cannot be read by transformers: {error!r}") from error
+    finally:
+        if bar:
+            transformers_logging.enable_progress_bar()
+    found = TransformersModel(model.to(device))
+    if not (gap := found.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
+        raise ValueError(
+            f"{source} cannot be drawn from: log-probs of transformers' generate are {gap:.2g} nats from those that "
+            "the model gives to the same text at once"
+        )
+    return found
+
+
+def generator(model: Decoder | TransformersModel) -> Callable[..., Rollout]:
+    """`engine.generate` of a model of either kind."""
+    return model.generate if isinstance(model, TransformersModel) else partial(generation.generate, model)

@@ -1,0 +1,36 @@
+"""Is a model better where it will be used: estimators, results, figures, reports.
+
+`estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests); `results` makes the
+tables of ``nlgrpo evaluate``; `report` writes the HTML page from what `run_loader` reads, with `html_page` and the
+`*figures`. Imports `training` and the rooms below it. Read `estimators.py` first.
+"""
+
+from nlgrpo.evaluation.estimators import (
+    best_of_n,
+    bootstrap,
+    distinct_n,
+    maj_at_k,
+    paired_test,
+    pass_at_k,
+    procedure_value,
+    procedure_win_rate,
+    selected_value,
+    weighted_win_rate,
+    win_rate,
+    worst_of_n,
+)
+
+__all__ = [
+    "best_of_n",
+    "bootstrap",
+    "distinct_n",
+    "maj_at_k",
+    "paired_test",
+    "pass_at_k",
+    "procedure_value",
+    "procedure_win_rate",
+    "selected_value",
+    "weighted_win_rate",
+    "win_rate",
+    "worst_of_n",
+]

@@ -1,0 +1,74 @@
+"""Pictures of calibrated rewards: what transforms of them win, and rewards of the reference before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from nlgrpo.calibration.alignment import Curve, calibrate
+from nlgrpo.calibration.ecdf import ranks
+from nlgrpo.evaluation.figures import GREY, figure_of, legend, series_style
+
+PROMPTS = 10  # that are drawn
+DELTA = 0.05  # of the band that holds a prompt's whole curve with probability 1 - DELTA
+
+
+def alignment(curves: Mapping[str, Curve], reference: Curve) -> Figure:
+    """Win rate over KL of every transform: one sample, best-of-N and worst-of-N (InfAlign, Figs. 2 and 11).
+
+    ``reference``: what best-of-m of the reference, trained into one sample, wins for a few m.
+    """
+    n = reference.n
+    panels = {"One sample": "win_rate", f"Best of {n}": "bon_win_rate", f"Worst of {n}": "won_win_rate"}
+    figure = figure_of((11.4, 4.4))
+    every = figure.subplots(1, len(panels))
+    for axes, (title, column) in zip(every, panels.items(), strict=True):
+        for i, (name, curve) in enumerate(curves.items()):
+            order = curve.kl.argsort()
+            axes.plot(curve.kl[order], 100 * getattr(curve, column)[order], **series_style(i).line, label=name)
+        label = "best of 2, 4, 8 of the reference"
+        axes.plot(reference.kl, 100 * getattr(reference, column), "x", color=GREY, markersize=7, label=label)
+        axes.set_title(title)
+        axes.set_xlabel("KL to the reference (nats)")
+        axes.set_xlim(left=0)
+    every[0].set_ylabel("win rate (%)")
+    legend(figure, every)
+    return figure
+
+
+def calibration(rewards: Tensor) -> Figure:
+    """The reference's rewards (P, K) over their rank at the same prompt, before and after (InfAlign, Fig. 3).
+
+    After: the second half of each prompt's samples, calibrated by the first half, which shows how much K/2 samples
+    tell. Grey is y = x, with the band in which a prompt's points lie with probability 95% (Lemma 6, for each of the
+    two halves). Of more than 10 prompts, 10 at equal distances are drawn.
+
+    Raises ValueError for another shape, NaN, and K < 4.
+    """
+    if rewards.ndim != 2 or rewards.shape[1] < 4 or not len(rewards):
+        raise ValueError(f"expected rewards (P, K) of P >= 1 prompts with K >= 4 samples, got {tuple(rewards.shape)}.")
+    drawn = np.unique(np.linspace(0, len(rewards) - 1, PROMPTS).round().astype(int))
+    rewards = rewards.detach().double().cpu()[drawn]
+    half = rewards.shape[1] // 2
+    reference, others = rewards[:, :half], rewards[:, half:]
+    figure = figure_of((9.6, 4.2))
+    before, after = figure.subplots(1, 2)
+    for axes, x, y in ((before, ranks(rewards), rewards), (after, ranks(others), calibrate(others, reference))):
+        for i in range(len(drawn)):
+            axes.plot(
+                x[i], y[i], series_style(i).marker, color=series_style(i).colour, markersize=3.5, alpha=0.7, linewidth=0
+            )
+        axes.set_xlabel("rank among the prompt's samples")
+    line = np.linspace(0, 1, 101)
+    reach = sum(math.sqrt(math.log(2 / (DELTA / 2)) / (2 * part.shape[1])) for part in (reference, others))
+    after.plot(line, line, color=GREY, linewidth=1.2, zorder=1)
+    after.fill_between(line, (line - reach).clip(0), (line + reach).clip(max=1), color=GREY, alpha=0.15, linewidth=0)
+    before.set_title(f"Before: rewards of {rewards.shape[1]} samples, {len(drawn)} prompts")
+    before.set_ylabel("reward")
+    after.set_title(f"After: half of them, calibrated by {half}")
+    after.set_ylabel("calibrated reward")
+    return figure

@@ -1,0 +1,294 @@
+"""Pictures of what models are worth: against N, against KL, and one reward against another; from rows with intervals.
+
+All take the entries that a report has in its table (`evaluation_tables`), so that a picture shows what the table says.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from nlgrpo.evaluation.figures import GREY, NAMED, SeriesStyle, figure_of, legend, shortened
+from nlgrpo.evaluation.results import Entry, Estimate
+
+KLS = ("kl/k1", "kl/k3", "kl/training")  # what the distance is taken from, the best first
+KIND = re.compile(r"(bon|wor|maj@):?(\d+)(?::unbiased)?")
+KINDS = {"bon": "best of N", "wor": "worst of N", "maj@": "majority of N"}
+PANELS = 12
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model stands in a family of models: on which line, how far along it, and what it is called there."""
+
+    line: str
+    along: float = math.nan
+    text: str = ""
+
+
+def kind_and_n(procedure: str) -> tuple[str, int]:
+    """``"bon:4"`` -> ("bon", 4), also "wor" and "maj@"; N = 1 is the mean, which is in all; ("", 0) for others."""
+    if procedure == "mean":
+        return "bon", 1
+    found = KIND.fullmatch(procedure)
+    return (found[1], int(found[2])) if found else ("", 0)
+
+
+class Table:
+    """Entries by model, quantity and procedure."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.rows: dict[tuple[str, str], dict[tuple[str, int], Entry]] = {}
+        for entry in entries:
+            if not math.isnan(entry.estimate.value):
+                self.rows.setdefault((entry.model, entry.quantity), {})[kind_and_n(entry.procedure)] = entry
+        self.models = list(dict.fromkeys(model for model, _ in self.rows))
+
+    def quantities(self) -> list[str]:
+        """Those with a value under best-of-N for several N; what is judged by another's choice goes behind that."""
+        found = [q for (_, q), row in self.rows.items() if sum(kind == "bon" for kind, _ in row) > 1]
+        by_choice = {name: name.rpartition(" by choice of ")[2] for name in found}
+        first = {name: i for i, name in reversed(list(enumerate(found)))}
+        return sorted(first, key=lambda name: (first.get(by_choice[name], first[name]), first[name]))
+
+    def points(self, model: str, quantity: str, kind: str) -> list[tuple[int, Estimate]]:
+        """Value against N; worst-of-1 and the majority of one are the mean too."""
+        row = self.rows.get((model, quantity), {})
+        found = [(n, entry.estimate) for (its, n), entry in row.items() if its == kind or (n == 1 and its == "bon")]
+        return sorted(dict(found).items()) if len(dict(found)) > 1 else []
+
+    def of_kind(self, quantity: str, kind: str) -> dict[str, list[tuple[int, Estimate]]]:
+        found = {model: self.points(model, quantity, kind) for model in self.models}
+        return {model: points for model, points in found.items() if points}
+
+    def at(self, model: str, quantity: str, n: int) -> Entry | None:
+        """Best-of-n, or for diversity, of which nothing is chosen, its only entry."""
+        row = self.rows.get((model, quantity), {})
+        return row.get(("bon", n)) or (row.get(("bon", 1)) if len(row) == 1 else None)
+
+    def distance(self, model: str) -> Estimate | None:
+        for name in KLS:
+            for entry in self.rows.get((model, name), {}).values():
+                return entry.estimate
+        return None
+
+    def chosen_from(self) -> list[int]:
+        """1, and the N nearest to 4 that all have."""
+        ns = [{n for kind, n in row if kind == "bon"} for row in self.rows.values()]
+        ns = [several for several in ns if len(several) > 1]
+        common = set.intersection(*ns) - {1} if ns else set()
+        return [1, *([min(common, key=lambda n: abs(n - 4))] if common else [])]
+
+
+# --- against N --------------------------------------------------------------------------------------------------------
+
+
+def best_of_n(table: Table, looks: Mapping[str, SeriesStyle], *, narrow: bool = False) -> Figure:
+    """Every reward against N with intervals, under best-of-N, and where it was evaluated worst-of-N and majority."""
+    wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.of_kind(name, kind)][:PANELS]
+    figure, panels = _grid(len(wanted), narrow)
+    for axes, (name, kind) in zip(panels, wanted, strict=True):
+        found = table.of_kind(name, kind)
+        for model, points in found.items():
+            _against_n(axes, points, looks[model], model)
+        ns = sorted({n for points in found.values() for n, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ns, [str(n) for n in ns])
+        axes.minorticks_off()
+        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}")
+        axes.set_xlabel("N (samples to choose from)")
+        axes.set_ylabel("value")
+    legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
+    return figure
+
+
+def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], own: SeriesStyle, label: str) -> None:
+    ns = [n for n, _ in points]
+    value, low, high = np.array([[e.value, e.low, e.high] for _, e in points]).T
+    axes.fill_between(ns, low, high, color=own.colour, alpha=0.13, linewidth=0)
+    axes.plot(ns, value, **own.line, marker=own.marker, markersize=5, label=label)
+
+
+def _grid(count: int, narrow: bool, columns: int = 2, height: float = 3.3) -> tuple[Figure, list[Axes]]:
+    columns = 1 if narrow else min(columns, max(count, 1))
+    lines = math.ceil(count / columns)
+    size = (4.2, (height - 0.2) * lines + 0.5) if narrow else (9.6 if columns > 1 else 7.2, height * lines + 0.4)
+    figure = figure_of(size)
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+# --- against KL -------------------------------------------------------------------------------------------------------
+
+
+def has_win_rates(table: Table) -> bool:
+    """Whether a model has both a win rate and a distance."""
+    return bool(_won(table))
+
+
+def _won(table: Table) -> list[tuple[str, int]]:
+    """Rewards and N under which some model has a win rate and a distance; N = 1 and another, three rewards."""
+    known = [model for model in table.models if table.distance(model) is not None]
+    names = [q for q in table.quantities() if any(_win_rate(table, m, q, 1) for m in known)][:3]
+    pairs = [(name, n) for n in table.chosen_from() for name in names]
+    return [(name, n) for name, n in pairs if any(_win_rate(table, m, name, n) for m in known)]
+
+
+def _win_rate(table: Table, model: str, quantity: str, n: int) -> Estimate | None:
+    entry = table.at(model, quantity, n)
+    return None if entry is None else entry.win_rate
+
+
+def win_rates(
+    table: Table, looks: Mapping[str, SeriesStyle], places: Mapping[str, Place], *, narrow: bool = False
+) -> Figure:
+    """Win rate against the reference over the KL to it, with intervals; lines join models of one family.
+
+    In the panels of single completions, what best-of-N of the reference itself would reach (dashed): N/(N+1) at a KL of
+    log N - (N-1)/N, for rewards without ties.
+    """
+    wanted = _won(table)
+    figure, panels = _grid(len(wanted), narrow, columns=max(2, len({name for name, _ in wanted})))
+    for axes, (name, n) in zip(panels, wanted, strict=True):
+        found: dict[str, tuple[Estimate, Estimate]] = {}
+        for model in table.models:
+            won, distance = _win_rate(table, model, name, n), table.distance(model)
+            if won is not None and distance is not None:
+                found[model] = distance, won
+        if n == 1:
+            _reference_curve(axes, max(distance.value for distance, _ in found.values()))
+        _scatter(axes, found, looks, places, percent=True)
+        axes.axhline(50, color=GREY, linewidth=0.8)
+        axes.set_title(f"{name}: {'single completions' if n == 1 else f'best of {n} each'}")
+        axes.set_xlabel("KL to the reference (nats)")
+        axes.set_ylabel("win rate (%)")
+    legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
+    return figure
+
+
+def _reference_curve(axes: Axes, furthest: float) -> None:
+    n = np.geomspace(1, 64, 50)
+    distance = np.log(n) - (n - 1) / n
+    shown = distance <= max(furthest * 1.1, 0.5)
+    label = "best-of-N of the reference"
+    axes.plot(distance[shown], (100 * n / (n + 1))[shown], color=GREY, linestyle="--", linewidth=1.2, label=label)
+
+
+def _scatter(
+    axes: Axes,
+    found: Mapping[str, tuple[Estimate, Estimate]],
+    looks: Mapping[str, SeriesStyle],
+    places: Mapping[str, Place],
+    *,
+    percent: bool = False,
+    hollow: Iterable[str] = (),
+) -> None:
+    """Points with intervals in both directions; those of one family are joined in their order and have their text."""
+    scale, hollow = (100 if percent else 1), set(hollow)
+    families: dict[str, list[tuple[float, float, float]]] = {}
+    for model, (x, y) in found.items():
+        own, place = looks[model], places.get(model, Place(""))
+        (point, *_) = axes.errorbar(
+            x.value,
+            scale * y.value,
+            xerr=_reach(x),
+            yerr=_reach(y, scale),
+            color=own.colour,
+            marker=own.marker,
+            linestyle="none",
+            capsize=2,
+            elinewidth=1,
+            zorder=3,
+        )
+        axes.plot([], [], color=own.colour, marker=own.marker, linestyle="none", label=model)  # filled, in the legend
+        if model in hollow:
+            point.set_markerfacecolor("none")
+        if place.text and len(found) <= 3 * NAMED:
+            axes.annotate(
+                place.text,
+                (x.value, scale * y.value),
+                textcoords="offset points",
+                xytext=(6, 5),
+                fontsize=7.5,
+                color=own.colour,
+            )
+        if not math.isnan(place.along):
+            families.setdefault(place.line, []).append((place.along, x.value, scale * y.value))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
+    for i, (line, members) in enumerate(families.items()):
+        if len(members) > 1:
+            _, xs, ys = zip(*sorted(members), strict=True)
+            axes.plot(xs, ys, color=GREY, linestyle=("-", "--", ":", "-.")[i % 4], linewidth=1.2, label=line, zorder=1)
+
+
+def _reach(estimate: Estimate, scale: float = 1) -> list[list[float]] | None:
+    """Of an error bar; none where there is no interval."""
+    if math.isnan(estimate.low):
+        return None
+    low, high = estimate.value - estimate.low, estimate.high - estimate.value
+    return [[scale * max(0.0, low)], [scale * max(0.0, high)]]
+
+
+# --- one reward against another ---------------------------------------------------------------------------------------
+
+
+def fronts_of(table: Table, without: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of rewards, three at most, that three or more have in common, the reference among them."""
+    names = [q for q in dict.fromkeys(q for _, q in table.rows) if q not in set(without) and _is_reward(table, q)]
+    both = {
+        (a, b): [m for m in table.models if table.at(m, a, 1) and table.at(m, b, 1)] for a, b in combinations(names, 2)
+    }
+    return [pair for pair, models in both.items() if len(models) > 2][:3]
+
+
+def _is_reward(table: Table, quantity: str) -> bool:
+    procedures = {key for (_, q), row in table.rows.items() if q == quantity for key in row}
+    return ("bon", 1) in procedures and " by choice of " not in quantity
+
+
+def fronts(
+    table: Table,
+    pairs: Sequence[tuple[str, str]],
+    looks: Mapping[str, SeriesStyle],
+    places: Mapping[str, Place],
+    *,
+    narrow: bool = False,
+) -> Figure:
+    """Two rewards against each other, each as its own best of N: of single completions, and of N.
+
+    A hollow point is below another one in both.
+    """
+    ns = table.chosen_from()
+    figure, panels = _grid(len(pairs) * len(ns), narrow, height=4.0)
+    for axes, (a, b, n) in zip(panels, [(a, b, n) for a, b in pairs for n in ns], strict=True):
+        found = {}
+        for model in table.models:
+            x, y = table.at(model, a, n), table.at(model, b, n)
+            if x is not None and y is not None:
+                found[model] = x.estimate, y.estimate
+        _scatter(axes, found, looks, places, hollow=beaten(found))
+        axes.set_title("single completions" if n == 1 else f"best of {n}")
+        axes.set_xlabel(shortened(a, 40))
+        axes.set_ylabel(shortened(b, 40))
+    legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
+    return figure
+
+
+def beaten(found: Mapping[str, tuple[Estimate, Estimate]]) -> list[str]:
+    """Models of which another one is higher in both."""
+    return [
+        model
+        for model, (x, y) in found.items()
+        if any(a.value > x.value and b.value > y.value for a, b in found.values())
+    ]

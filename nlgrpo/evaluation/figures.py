@@ -1,0 +1,459 @@
+"""What the pictures show: lengths, rewards and curves of one run or of several; drawn with matplotlib."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+
+DPI = 150
+# Okabe and Ito's palette: told apart by colour-blind readers, and on white as on black
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A08000")
+MARKERS = "osD^vPh"
+DASHES = ((), (5, 2), (1, 1.5), (6, 2, 1, 2))
+GREY = "#8a929c"
+OVERLAID = 3  # histograms beside a reference; more have a row each
+NAMED = 8  # more models than this are named in no legend: the page has a table of them
+NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")  # which a name may hold, and a file of SVG must not
+POINTS = 400  # of a curve; no picture shows more
+POINTS_IN_ALL = 6000  # of all runs' curves in a panel, by which the page of many stays small
+
+
+@dataclass(frozen=True)
+class SeriesStyle:
+    """How a model looks in all pictures."""
+
+    colour: str = GREY
+    marker: str = "x"
+    dash: tuple[float, ...] = ()
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
+
+
+def series_style(place: int, again: int = 0) -> SeriesStyle:
+    """Of the model at a ``place``; ``again`` counts other evaluations of it, which have its colour."""
+    turn = place // len(COLOURS) + again
+    return SeriesStyle(
+        COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)]
+    )
+
+
+# --- histograms -------------------------------------------------------------------------------------------------------
+
+
+def lengths(
+    sampled: Mapping[str, EvaluationSamples],
+    looks: Mapping[str, SeriesStyle],
+    targets: Sequence[float],
+    *,
+    narrow: bool = False,
+) -> Figure:
+    """Length histograms of references and trained models, with the targets of length rewards."""
+    longest = max(s.max_length for s in sampled.values())
+    values = {label: s.lengths.flatten().clamp(1, longest).numpy() for label, s in sampled.items()}  # 0 goes with 1
+    figure, (axes,) = _panels(1, len(values), narrow)
+    _distribution(axes, values, looks, _edges(longest), per_bin=False)
+    _length_axes(axes, longest, targets, legend=len(values) <= 2)
+    if len(values) > OVERLAID + 1:
+        axes.set_ylabel("")
+    elif len(values) > 2:
+        legend(figure, [axes])
+    axes.set_title("How long the completions are")
+    return figure
+
+
+def rewards(
+    sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, SeriesStyle], *, narrow: bool = False
+) -> Figure:
+    """A histogram of every reward, up to six, of references and trained models."""
+    names = list(dict.fromkeys(name for s in sampled.values() for name in s.rewards))[:6]
+    figure, panels = _panels(len(names), len(sampled), narrow)
+    for axes, name in zip(panels, names, strict=True):
+        values = {label: _known(s.rewards[name]) for label, s in sampled.items() if name in s.rewards}
+        _distribution(axes, values, looks, _edges_of(np.concatenate(list(values.values()))), per_bin=True)
+        axes.set_title(name)
+        axes.set_xlabel("reward")
+        if len(values) <= OVERLAID + 1:
+            axes.set_ylabel("completions (%)")
+    legend(figure, panels)
+    return figure
+
+
+def _panels(count: int, rows: int, narrow: bool) -> tuple[Figure, list[Axes]]:
+    """A figure of ``count`` histograms, each of so many models."""
+    columns = 1 if narrow or count == 1 else 2
+    height = 3.9 if rows <= OVERLAID + 1 else 1.1 + 0.24 * rows
+    lines = math.ceil(count / columns)
+    width = 4.2 if narrow else 9.6 if columns == 2 else 7.2
+    figure = figure_of((width, height * lines))
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+def _known(values: Tensor) -> np.ndarray:
+    known: np.ndarray = values[~values.isnan()].double().numpy()
+    return known
+
+
+def _edges_of(values: np.ndarray) -> np.ndarray:
+    """Edges of bins: one for each value where these are few, as of a reward of 0 and 1, else 40 of equal width."""
+    different = np.unique(values)
+    if len(different) < 2:
+        middle = different[0] if len(different) else 0.0
+        return np.array([middle - 0.5, middle + 0.5])
+    if len(different) > 12:
+        return np.linspace(different[0], different[-1], 41)
+    between = (different[1:] + different[:-1]) / 2
+    return np.concatenate(([2 * different[0] - between[0]], between, [2 * different[-1] - between[-1]]))
+
+
+def _distribution(
+    axes: Axes, values: Mapping[str, np.ndarray], looks: Mapping[str, SeriesStyle], edges: np.ndarray, *, per_bin: bool
+) -> None:
+    """Histograms over each other, or where they are many a row for each, the darker the more."""
+    heights = {label: _percent(x, edges, per_bin) for label, x in values.items()}
+    if len(values) > OVERLAID + 1:
+        _rows(axes, heights, looks, edges)
+        return
+    for label, percent in heights.items():
+        own = looks[label]
+        axes.stairs(
+            percent, edges, fill=True, color=own.colour, alpha=0.35 if own == SeriesStyle() else 0.25, linewidth=0
+        )
+        axes.stairs(percent, edges, color=own.colour, linewidth=1.6, linestyle=own.line["linestyle"], label=label)
+
+
+def _percent(values: np.ndarray, edges: np.ndarray, per_bin: bool) -> np.ndarray:
+    counts = np.histogram(values, bins=edges)[0] * (100 / max(1, len(values)))
+    return counts if per_bin else counts / np.diff(edges)
+
+
+def _rows(axes: Axes, heights: Mapping[str, np.ndarray], looks: Mapping[str, SeriesStyle], edges: np.ndarray) -> None:
+    most = max(float(h.max()) for h in heights.values()) or 1.0
+    for i, (label, percent) in enumerate(heights.items()):
+        colours = np.array([[to_rgba(looks[label].colour)] * len(percent)])
+        colours[..., 3] = np.sqrt(percent / most)  # transparent, so that the page is seen, be it white or black
+        axes.pcolormesh(edges, [i - 0.45, i + 0.45], colours, rasterized=True)
+    axes.set_ylim(len(heights) - 0.4, -0.6)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.grid(axis="y", visible=False)
+    axes.set_yticks(range(len(heights)), [shortened(label) for label in heights], fontsize=8)
+
+
+def shortened(label: str, most: int = 24) -> str:
+    return label if len(label) <= most else f"{label[: most // 2]}…{label[-most // 2 + 1 :]}"
+
+
+def figure_of(size: tuple[float, float]) -> Figure:
+    """An empty one, of so many inches, with room between its panels."""
+    return Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.06))
+
+
+def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) -> None:
+    """One legend under all panels, of what is named in these."""
+    named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if 1 < len(named) <= NAMED + 3:
+        named = {label: named[label] for label in dict.fromkeys([*order, *named]) if label in named}
+        columns = max(1, round(figure.get_figwidth() / 2.4))
+        figure.legend(
+            named.values(), [shortened(label, 34) for label in named], loc="outside lower center", ncols=columns
+        )
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+Series = tuple[Sequence[Mapping[str, Any]], str, str, SeriesStyle]  # what was logged, the metric, its name, its look
+
+
+def curves(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, SeriesStyle], *, narrow: bool = False
+) -> Figure:
+    """Rewards, objectives, KL, beta where it changes, and length over the steps, or `CHOICES`; of one or several."""
+    wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
+    columns = 1 if narrow else 2
+    lines = math.ceil(len(wanted) / columns)
+    figure = figure_of((4.2 if narrow else 9.6, (2.5 if narrow else 3.0) * lines))
+    panels = list(figure.subplots(lines, columns, sharex=True, squeeze=False).flat)
+    most = min(POINTS, max(60, POINTS_IN_ALL // len(runs))) // 2
+    for axes, (title, ylabel, series) in zip(panels, wanted, strict=False):
+        axes.set_title(title)
+        axes.set_ylabel(ylabel)
+        drawn = [_curve(axes, *one, most=most, faint=len(runs) <= 2) for one in series]
+        if not any(drawn):
+            axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
+        elif len(series) > 1 and len(runs) == 1:
+            axes.legend()
+    for axes in panels[: len(wanted)][-columns:]:
+        axes.set_xlabel("step")
+        axes.tick_params(labelbottom=True)  # also of a panel above an empty place
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in panels[len(wanted) :]:
+        axes.set_axis_off()
+    if 1 < len(runs) <= NAMED:
+        legend(figure, panels[: len(wanted)], list(runs))
+    return figure
+
+
+CHOICES: list[tuple[str, str, dict[str, str]]] = [  # what runs on pairs and winners log, which draw no completions
+    ("Loss", "loss", {"loss": "loss"}),
+    ("Log-probs of completions", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    ("Margin of the implicit reward", "margin", {"rewards/margins": "margin"}),
+    ("Pairs in the right order", "share", {"rewards/accuracies": "share"}),
+]
+
+
+def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Series]]]:
+    """Panels by what is measured; a reward has one colour in all."""
+    names = sorted({name for entry in logged for name in entry})
+    found = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if re.match(r"rewards/.+/mean$", n)}
+    objectives = {n: n.removeprefix("objective/") for n in names if n.startswith("objective/")}
+    colours = {name: SeriesStyle(COLOURS[i % len(COLOURS)]) for i, name in enumerate(found.values())}
+    betas = {entry["beta"] for entry in logged if isinstance(entry.get("beta"), int | float)}
+    fixed = f", beta = {next(iter(betas)):g}" if len(betas) == 1 else ""
+    panels = [
+        ("Mean reward", "reward", found),
+        ("Objective (estimate of the batch)", "objective value", objectives),
+        (f"KL to the reference{fixed}", "KL (nats per token)", {"kl": "KL"}),
+        ("Completion length", "mean length (tokens)", {"completions/mean_length": "mean length"}),
+    ]
+    if len(betas) > 1:
+        panels.append(("Weight of the KL", "beta", {"beta": "beta"}))
+    if "logps/chosen" in names:
+        panels, colours = CHOICES[: 4 if "rewards/margins" in names else 2], {"rejected": SeriesStyle(COLOURS[1])}
+    return [
+        (title, ylabel, [(logged, name, label, colours.get(label, SeriesStyle())) for name, label in series.items()])
+        for title, ylabel, series in panels
+    ]
+
+
+def _of_several(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, SeriesStyle]
+) -> list[tuple[str, str, list[Series]]]:
+    """A panel for each metric; rewards up to six."""
+    names = {name for logged in runs.values() for entry in logged[-50:] for name in entry}
+    found = sorted(name for name in names if re.match(r"rewards/.+/mean$", name))[:6]
+    wanted = [(f"Mean reward: {name[8:-5]}", "reward", name) for name in found]
+    wanted.append(("Objective (estimate of the batch)", "objective value", "objective/aggregate"))
+    wanted.append(("KL to the reference", "KL (nats per token)", "kl"))
+    betas = {entry["beta"] for its in runs.values() for entry in its if isinstance(entry.get("beta"), int | float)}
+    wanted += [("Weight of the KL", "beta", "beta")] * (len(betas) > 1)
+    wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
+    if "logps/chosen" in names and not found:
+        wanted = [(title, ylabel, next(iter(series))) for title, ylabel, series in CHOICES]
+    return [
+        (title, ylabel, [(logged, name, label, looks[label]) for label, logged in runs.items()])
+        for title, ylabel, name in wanted
+    ]
+
+
+def _curve(
+    axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, its: SeriesStyle, *, most: int, faint: bool
+) -> bool:
+    """Draw one metric as a moving average, at ``most`` points, and ``faint`` as logged; false where it never was."""
+    points = [(entry["step"], entry[name]) for entry in logged if isinstance(entry.get(name), int | float)]
+    if not points:
+        return False
+    steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    width = max(1, len(points) // 20)
+    if width == 1:
+        axes.plot(steps, values, **its.line, label=label, marker="o" if len(points) < 8 else None, markersize=4)
+        return True
+    if faint:
+        axes.plot(*_extremes(steps, values), color=its.colour, alpha=0.25, linewidth=0.8)
+    # Divided by how many points each window holds, so that the ends are averages too.
+    smooth, count = (np.convolve(x, np.ones(width), mode="same") for x in (values, np.ones_like(values)))
+    some = np.unique(np.linspace(0, len(points) - 1, min(len(points), most)).round().astype(int))
+    axes.plot(steps[some], (smooth / count)[some], **its.line, label=label)
+    return True
+
+
+def _extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most `POINTS` of them: the lowest and the highest of every stretch, so that no spike is lost."""
+    if len(values) <= POINTS:
+        return steps, values
+    borders = np.linspace(0, len(values), POINTS // 2 + 1).round().astype(int)
+    kept = sorted(
+        {
+            int(start + pick)
+            for start, end in pairwise(borders)
+            for pick in (values[start:end].argmin(), values[start:end].argmax())
+        }
+    )
+    return steps[kept], values[kept]
+
+
+# --- the picture of `nlgrpo compare` ----------------------------------------------------------------------------------
+
+
+def comparison(
+    models: Mapping[str, EvaluationSamples],
+    values: Mapping[str, Sequence[Any]],
+    ns: Sequence[int],
+    targets: Sequence[float],
+) -> Figure:
+    """Left, length histograms of all models; right, ``values``, their best-of-N rewards against N, with intervals.
+
+    More than three trained models have a strip each, over the reference.
+    """
+    strips = max(1, len(models) - 1) if len(models) > 4 else 1
+    figure = Figure(figsize=(11, max(4.2, 0.95 * strips + 0.6)), layout="constrained")
+    grid = figure.add_gridspec(strips, 2, width_ratios=[1.35, 1], wspace=0.06)
+    _lengths_of_models(figure, [grid[i, 0] for i in range(strips)], models, targets)
+    right = figure.add_subplot(grid[:, 1])
+    for i, label in enumerate(models):
+        mean, low, high = (x.numpy() for x in values[label])
+        right.fill_between(ns, low, high, color=_colour(i), alpha=0.2, linewidth=0)
+        right.plot(
+            ns, mean, color=_colour(i), marker=MARKERS[(i - 1) % len(MARKERS)] if i else "x", markersize=5, label=label
+        )
+    right.set_xscale("log", base=2)
+    right.set_xticks(ns, [str(best_of) for best_of in ns])
+    right.minorticks_off()
+    right.set_xlabel("N (samples to choose from)")
+    right.set_ylabel("best-of-N reward, weighted sum")
+    right.set_title("What they are worth under best-of-N")
+    right.legend()
+    return figure
+
+
+def _lengths_of_models(
+    figure: Figure, places: Sequence[Any], models: Mapping[str, EvaluationSamples], targets: Sequence[float]
+) -> None:
+    max_length = max(s.max_length for s in models.values())
+    edges, labels = _edges(max_length), list(models)
+    panels = [figure.add_subplot(place) for place in places]
+    for i, (label, sampled) in enumerate(models.items()):
+        for axes in panels if i == 0 else [panels[(i - 1) % len(panels)]]:
+            _histogram(axes, sampled, edges, _colour(i), label, alpha=0.15 if i else 0.3)
+    for i, axes in enumerate(panels):
+        _length_axes(axes, max_length, targets, legend=len(panels) == 1)
+        if len(panels) > 1:
+            axes.set_ylabel("")
+            axes.text(0.99, 0.9, labels[i + 1], transform=axes.transAxes, ha="right", va="top", color=_colour(i + 1))
+            if axes is not panels[-1]:
+                axes.set_xlabel("")
+                axes.tick_params(labelbottom=False)
+    panels[0].set_title(
+        "How long the completions are" + " (% per token of length; grey: reference)" * (len(panels) > 1)
+    )
+
+
+def _colour(model: int) -> str:
+    """Of the reference, 0, and of the trained models."""
+    return COLOURS[(model - 1) % len(COLOURS)] if model else GREY
+
+
+def _edges(max_length: int) -> np.ndarray:
+    """Edges of about 40 bins of 1 to ``max_length`` tokens, halfway between whole lengths; the last may be narrower."""
+    width = max(1, math.ceil(max_length / 40))
+    return np.append(np.arange(0.5, max_length, width), max_length + 0.5)
+
+
+def _histogram(
+    axes: Axes, sampled: EvaluationSamples, edges: np.ndarray, colour: str, label: str, *, alpha: float
+) -> None:
+    counted = sampled.lengths.flatten().clamp(1, sampled.max_length).numpy()  # an empty one goes to the first bin
+    percent = 100 * np.histogram(counted, bins=edges, density=True)[0]
+    axes.stairs(percent, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
+    axes.stairs(percent, edges, color=colour, linewidth=1.6, label=label)
+
+
+def _length_axes(axes: Axes, max_length: int, targets: Sequence[float], *, legend: bool = True) -> None:
+    for i, target in enumerate(targets):
+        label = None if i else "length targets"
+        axes.axvline(target, color=mpl.rcParams["text.color"], linestyle="--", linewidth=1, label=label)
+    axes.set_xlim(0, max_length + 0.5)
+    axes.set_xlabel("completion length (tokens)")
+    axes.set_ylabel("completions (% per token of length)")
+    if legend:
+        axes.legend()
+
+
+def objective_label(sampled: EvaluationSamples) -> str:
+    """How a legend names a run: its objective, ``"bon:4"``, ``"mean (GRPO)"``, or each reward's own."""
+    objectives = sampled.objectives
+    if len(set(objectives.values())) > 1:
+        return ", ".join(f"{name} {objective}" for name, objective in objectives.items())
+    objective = next(iter(objectives.values()))
+    return "mean (GRPO)" if objective == "mean" else objective
+
+
+_PAGE = {False: ("#1f2328", "#ffffff", "#d8dee4"), True: ("#e6edf3", "#161b22", "#30363d")}  # ink, paper, line
+
+
+def _theme(dark: bool) -> Any:
+    ink, paper, line = _PAGE[dark]
+    texts = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
+    return dict.fromkeys(texts, ink) | {
+        "figure.facecolor": paper, "axes.facecolor": paper, "savefig.facecolor": paper,
+        "axes.edgecolor": line, "xtick.color": line, "ytick.color": line, "grid.color": line,
+        "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.7,
+        "axes.spines.top": False, "axes.spines.right": False,
+        "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "legend.fontsize": 9, "legend.framealpha": 0.9, "legend.edgecolor": "none",
+        "font.size": 10, "lines.linewidth": 1.8, "svg.hashsalt": "nlgrpo",
+        "text.parse_math": False,  # a run or a reward may have a dollar in its name
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One figure in all its forms: a file for a light page, and SVG for screens, wide and narrow."""
+
+    png: bytes
+    wide: str
+    narrow: str
+
+    def url(self, *, narrow: bool, dark: bool) -> str:
+        """As a data URL; the dark one differs in the colours of the theme alone."""
+        svg = self.narrow if narrow else self.wide
+        for light, other in zip(*(_PAGE[theme] for theme in (False, True)), strict=True) if dark else ():
+            svg = svg.replace(light, other)
+        return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def picture(draw: Callable[..., Figure]) -> Picture:
+    """Of the figures that ``draw()`` and ``draw(narrow=True)`` make."""
+    with mpl.rc_context(_theme(False)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script, which the page has as text
+        figure = draw()
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # it is laid out once for both forms, which is half of the work
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=DPI)
+        return Picture(png.getvalue(), _svg(figure), _svg(draw(narrow=True)))
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return NOT_XML.sub("", text.getvalue())
+
+
+def render(draw: Callable[[], Figure], *, form: str = "png", dark: bool = False) -> bytes:
+    """The figure that ``draw`` makes, as a file of this ``form`` ("png", "pdf", "svg"), for a light or a dark page."""
+    buffer = io.BytesIO()
+    with mpl.rc_context(_theme(dark)):
+        draw().savefig(buffer, format=form, dpi=DPI)
+    return buffer.getvalue()

@@ -1,0 +1,437 @@
+"""The report of runs, evaluations and sweeps: one HTML file and pictures; and several runs laid over each other.
+
+Everything is made from the files that a folder holds, so a report can be made again at any time, also of a run that was
+killed: what is missing is said in the report and the rest is shown (`findings`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nlgrpo import __version__
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
+from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader
+from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.evaluation.html_page import Cell
+from nlgrpo.evaluation.results import Entry, Estimate
+from nlgrpo.evaluation.run_loader import NS, REFERENCE, TRAINING_KL, ReportData
+from nlgrpo.evaluation.summary import WEIGHTED_SUM, Row, format_change, format_interval, summarize, weighted_best_of_n
+from nlgrpo.rewards.reward_functions import parse_spec
+from nlgrpo.runtime import atomic_files
+
+TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
+FILE = "report.html"
+PROMPTS = 8
+
+
+def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page and its pictures for one folder or for several; returns the page.
+
+    A folder is that of a run, of `nlgrpo evaluate` or of `nlgrpo sweep`. ``out`` is by default ``report.html`` in the
+    folder, for several in the current one. Pictures stand beside it, as ``lengths.png``, ``curves.png``,
+    ``rewards.png``, ``best_of_n.png``, ``win_rates.png`` and ``fronts.png``; beside another name than report.html they
+    begin with that. What is missing or damaged is left out and named in the page.
+
+    Raises ValueError for a folder that is none of these, and where ``out`` is no name of an HTML file.
+    """
+    given = [Path(folders)] if isinstance(folders, str | Path) else list(dict.fromkeys(map(Path, folders)))
+    if not given:
+        raise ValueError("no folder to report on; give one or more that `nlgrpo train`, `evaluate` or `sweep` wrote")
+    out = Path(out) if out is not None else (given[0] if len(given) == 1 else Path()) / FILE
+    out = out / FILE if out.is_dir() else out
+    if out.suffix not in (".html", ".htm"):
+        raise ValueError(f"cannot write {out}: the name must end in .html")
+    found = run_loader.read(given)
+    with atomic_files.into(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    name = ", ".join(folder.resolve().name for folder in given[:4]) + f" and {len(given) - 4} more" * (len(given) > 4)
+    atomic_files.atomic_write_bytes(out, _Report(found, out).html(name).encode(errors="replace"))
+    return out
+
+
+class _Report:
+    """What has been found, how it looks, and the sections that are made of it."""
+
+    def __init__(self, found: ReportData, out: Path) -> None:
+        self.found, self.out = found, out
+        self.one = (
+            found.models[0] if len(found.models) == 1 and found.models[0].settings == found.models[0].label else None
+        )
+        self.names = self._names()
+        self.looks = self._looks()
+        configs = {m.label: found.settings[m.settings].config for m in found.models if m.settings == m.label}
+        self.differing, self.places = config_diff.columns(configs), config_diff.places(configs)
+
+    def _names(self) -> dict[str, str]:
+        """How legends call what has a label."""
+        model = self.one
+        if model is None or model.sampled is None:
+            return {}
+        return {model.label: f"trained: {figures.objective_label(model.sampled)}"}
+
+    def _looks(self) -> dict[str, figures.SeriesStyle]:
+        """A model keeps its look in all pictures, and its colour in all evaluations of it."""
+        references = dict.fromkeys([*self.found.references, *(e.model for e in self.found.reference_entries)])
+        looks = {label: figures.SeriesStyle(dash=figures.DASHES[i % 4]) for i, label in enumerate(references)}
+        places: dict[str, list[str]] = {}
+        for model in self.found.models:
+            same = places.setdefault(model.name, [])
+            looks[model.label] = figures.series_style(list(places).index(model.name), len(same))
+            same.append(model.label)
+        return looks
+
+    def html(self, title: str) -> str:
+        pictures = self.pictures()
+        sections = {
+            "Result": _result(self.one.label, self.found) if self.one else "",
+            "Models": "" if self.one else self.models(),
+            **pictures,
+            "All numbers": self.numbers(),
+            "Samples": self.samples(),
+            "Settings": self.settings(),
+        }
+        parts = [html_page.notes(self.found.notes), *(html_page.section(name, part) for name, part in sections.items())]
+        return html_page.page(title, self.facts(), parts, [name for name, part in sections.items() if part])
+
+    def facts(self) -> list[str]:
+        models, facts = self.found.models, []
+        if len(models) != 1:
+            facts.append(f"{len(models)} models")
+        if any(model.logged for model in models) or self.one:
+            facts.append(f"{sum(len(model.logged) for model in models)} steps logged")
+        shapes = {tuple(s.lengths.shape) for s in self.found.sampled.values()}
+        sizes = [f"{p} prompts x {n} samples" for p, n in sorted(shapes)]
+        return facts + [f"evaluated on {' and '.join(sizes)}"] * bool(sizes)
+
+    # --- pictures ---
+
+    def pictures(self) -> dict[str, str]:
+        """Those for which there is something to show, by their titles."""
+        found, looks, places = self.found, self._renamed(self.looks), self._renamed(self.places)
+        renamed = [replace(entry, model=self.names.get(entry.model, entry.model)) for entry in found.entries]
+        table = evaluation_figures.Table(renamed)
+        sampled = self._renamed(found.sampled)
+        runs = self._renamed({model.label: model.logged for model in found.models if model.logged})
+        targets = length_targets([settings.config for settings in found.settings.values()])
+        pairs = evaluation_figures.fronts_of(table, [WEIGHTED_SUM])
+        drawn: dict[str, tuple[str, bool, Callable[..., Figure], str]] = {
+            "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
+            "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
+            "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
+            "Value under best-of-N": (
+                "best_of_n",
+                bool(table.quantities()),
+                partial(evaluation_figures.best_of_n, table, looks),
+                INTERVALS,
+            ),
+            "Win rate against KL": (
+                "win_rates",
+                evaluation_figures.has_win_rates(table),
+                partial(evaluation_figures.win_rates, table, looks, places),
+                self._about_kl(),
+            ),
+            "One reward against another": (
+                "fronts",
+                bool(pairs),
+                partial(evaluation_figures.fronts, table, pairs, looks, places),
+                "Hollow: another point is higher in both. " + INTERVALS,
+            ),
+        }
+        return {
+            title: self._picture(name, title, draw) + (html_page.soft(about) if about else "")
+            for title, (name, there, draw, about) in drawn.items()
+            if there
+        }
+
+    def _renamed(self, by_label: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.names.get(label, label): value for label, value in by_label.items()}
+
+    def _picture(self, name: str, title: str, draw: Callable[..., Figure]) -> str:
+        prefix = "" if self.out.name == FILE else f"{self.out.stem}-"
+        drawn = figures.picture(draw)
+        atomic_files.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), drawn.png)
+        return html_page.picture(drawn, title)
+
+    def _about_kl(self) -> str:
+        taken = {entry.quantity for entry in self.found.entries if entry.quantity.startswith("kl/")}
+        logged = "KL of runs: a token's in the last tenth of the steps, times the length. " * (TRAINING_KL in taken)
+        return f"{logged}Win rates are against each model's reference under the same procedure. {INTERVALS}"
+
+    # --- tables ---
+
+    def models(self) -> str:
+        """What is shown, how the pictures show it, and in what it differs; beyond 12 keys only the first."""
+        keys = list(self.differing)[:12]
+        rows = [
+            [self._named(label), html_page.text("reference"), html_page.text(""), *[html_page.text("")] * len(keys)]
+            for label in self.looks
+            if label not in {model.label for model in self.found.models}
+        ]
+        for model in self.found.models:
+            steps = html_page.number(len(model.logged) or math.nan, str(len(model.logged) or "-"))
+            values = [html_page.text(self.differing[key].get(model.label, "")) for key in keys]
+            rows.append([self._named(model.label), html_page.text(model.state), steps, *values])
+        about = "In the pictures, the models have these colours, lines and markers" * (len(rows) > figures.NAMED)
+        about += "; beyond 28 they come again" * (len(self.found.models) > 28)
+        table = html_page.table(["model", "state", "steps", *keys], rows, kind="sorts")
+        return table + (html_page.soft(f"{about}.") if about else "")
+
+    def _named(self, label: str) -> Cell:
+        name = html_page.text(label)
+        return Cell(html_page.swatch(self.looks[label]) + name.content, label)
+
+    def numbers(self) -> str:
+        """Every entry, which sorts by a click on a heading."""
+        heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
+        rows = [self._row(entry) for entry in self.found.entries]
+        about = (
+            "Means over prompts; intervals are 95%, by bootstrap over prompts. Win rates and changes are against the "
+            "reference on the same prompts; p is that of no change (permutation test)."
+        )
+        return html_page.table(heads, rows, filters=heads[:3], kind="sorts") + html_page.soft(about) if rows else ""
+
+    def _row(self, entry: Entry) -> list[Cell]:
+        e, p = entry.estimate, entry.p_value
+        return [
+            self._named(entry.model),
+            html_page.text(entry.quantity),
+            html_page.text(entry.procedure),
+            html_page.number(e.value, _number(e.value)),
+            html_page.number(e.low, "" if math.isnan(e.low) else f"[{e.low:.4f}, {e.high:.4f}]"),
+            _estimate(entry.win_rate, "{:.1f}", 100, "%"),
+            _estimate(entry.change, "{:+.4f}"),
+            html_page.number(p, "" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"),
+        ]
+
+    # --- samples and settings ---
+
+    def samples(self) -> str:
+        """The completions that were kept, of references and models side by side, with lengths and rewards."""
+        shown = {label: s for label, s in self.found.sampled.items() if s.prompts and s.completions}
+        each = 4 if len(shown) < 4 else 2 if len(shown) < 9 else 1
+        content = ""
+        prompts = list(dict.fromkeys(prompt for s in shown.values() for prompt in s.prompts[: len(s.completions)]))
+        for i, prompt in enumerate(prompts[:PROMPTS]):
+            columns = "".join(
+                self._column(label, s, s.prompts.index(prompt), each)
+                for label, s in shown.items()
+                if prompt in s.prompts[: len(s.completions)]
+            )
+            content += html_page.details(prompt, f'<div class="pair">{columns}</div>', opened=i == 0)
+        return content
+
+    def _column(self, label: str, sampled: EvaluationSamples, prompt: int, each: int) -> str:
+        when = {REFERENCE: "before training"}.get(label, "after training")
+        name = html_page.soft(when) if self.one else f"<p>{self._named(label).content}</p>"
+        return f"<div>{name}{''.join(_sample(sampled, prompt, j) for j in range(each))}</div>"
+
+    def settings(self) -> str:
+        """Every configuration, with the versions it ran with, and those that made this page."""
+        content = ""
+        for label, settings in self.found.settings.items():
+            versions = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
+            if settings.config:
+                whole = json.dumps(settings.config, indent=2, ensure_ascii=False, default=str)
+                content += html_page.details(f"{label}{f' ({versions})' * bool(versions)}", html_page.code(whole))
+        made = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
+        made["Python"] = platform.python_version()
+        return content + html_page.soft(
+            "This page: " + ", ".join(f"{name} {version}" for name, version in made.items())
+        )
+
+
+SMOOTHED = "Strong: moving average over a twentieth of the steps."
+INTERVALS = "Intervals: 95%, bootstrap over prompts."
+
+
+def length_targets(config: Any) -> list[float]:
+    """Targets of every ``length(target=..)`` reward that is named anywhere in a config, ascending."""
+    if isinstance(config, Mapping):
+        config = list(config.values())
+    if isinstance(config, list):
+        return sorted({target for item in config for target in length_targets(item)})
+    return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []
+
+
+def _result(label: str, found: ReportData) -> str:
+    """Of one run, every reward's mean and best-of-4 (fewer where there are fewer samples), before and after."""
+    model = found.models[0]
+    sampled = {"before": found.references.get(model.reference), "after": model.sampled}
+    known = {when: s for when, s in sampled.items() if s is not None}
+    if not known:
+        return ""
+    n = min(s.lengths.shape[1] for s in known.values())
+    summaries = {when: summarize(s, sorted({1, min(4, n)})) for when, s in known.items()}
+    some = next(iter(known.values()))
+    rows = []
+    for columns in zip(*summaries.values(), strict=True):
+        name = columns[0].reward
+        row = [Cell(html_page.stacked(name, some.objectives.get(name, ""))), html_page.text(columns[0].procedure)]
+        row += [html_page.number(x.value, *format_interval(x, gap="|").split("|")) for x in columns]
+        if len(columns) == 2:
+            row.append(html_page.number(columns[1].value - columns[0].value, format_change(*columns)))
+        rows.append(row)
+    heads = ["reward", "procedure", *summaries, *(["change"] if len(summaries) == 2 else [])]
+    return html_page.table(heads, rows, kind="wraps") + html_page.soft(
+        "In brackets: 95% intervals, bootstrap over prompts."
+    )
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4f}"
+
+
+def _estimate(estimate: Estimate | None, form: str, scale: float = 1, unit: str = "") -> Cell:
+    """A number with its interval beside it; an empty cell where there is none."""
+    if estimate is None or math.isnan(estimate.value):
+        return html_page.number(math.nan, "")
+    value, low, high = (form.format(scale * x) for x in (estimate.value, estimate.low, estimate.high))
+    return html_page.number(estimate.value, value + unit, "" if math.isnan(estimate.low) else f"[{low}, {high}]")
+
+
+def _sample(sampled: EvaluationSamples, prompt: int, j: int) -> str:
+    if j >= len(sampled.completions[prompt]):
+        return ""
+    scores = [f"{sampled.lengths[prompt, j]} tokens"]
+    for name, values in sampled.rewards.items():
+        value = values[prompt, j].item()
+        scores.append(f"{name} {'-' if math.isnan(value) else f'{value:.3f}'}")
+    return html_page.sample(sampled.completions[prompt][j], " · ".join(scores))
+
+
+# --- several runs -------------------------------------------------------------------------------------------------
+
+
+def compare(runs: Sequence[Path], out: Path) -> Path:
+    """Lay runs over each other in one picture and print their values; returns the file written (PNG, PDF or SVG).
+
+    Left, length histograms of the reference (of the first run) and of each trained model (IAMA, Fig. 3a); right, the
+    weighted sum of best-of-N rewards against N with 95% intervals. ``out`` may be a folder, for ``compare.png`` in it.
+
+    Raises ValueError for a folder that is no run or has no finished evaluation, where rewards or weights differ, and
+    where a model has no prompt on which no reward abstained.
+    """
+    out = Path(out) / "compare.png" if Path(out).is_dir() or not Path(out).suffix else Path(out)
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"cannot draw into {out}: the name must end in .png, .pdf or .svg")
+    if not runs:
+        raise ValueError("no run to compare; give one or more folders that `nlgrpo train` wrote")
+    folders = list({Path(run).resolve(): Path(run) for run in runs}.values())
+    evaluated = {run: _evaluated(run) for run in folders}
+    configs = {run: run_loader.read_config(run, []) for run in folders}
+    models = _comparable(evaluated, configs)
+    targets = sorted({t for config in configs.values() for t in length_targets(config)})
+    n = min(s.lengths.shape[1] for s in models.values())
+    ns = [best_of for best_of in NS if best_of <= n]
+    values = {label: _curve(label, s, ns) for label, s in models.items()}
+    drawn = figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:])
+    with atomic_files.into(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_files.atomic_write_bytes(out, drawn)
+    Console().print(_compare_table(values, ns))
+    return out
+
+
+def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int]) -> Any:
+    per_prompt = weighted_best_of_n(sampled, ns)
+    if not per_prompt.shape[-1]:
+        raise ValueError(f"{label}: on every prompt some reward abstained, so there is no sum of rewards to compare")
+    return bootstrap(per_prompt)
+
+
+def _evaluated(run: Path) -> dict[str, EvaluationSamples]:
+    if run_loader.kind_of(run) != "run":
+        raise ValueError(f"{run} is no run; nlgrpo report shows evaluations and sweeps, also several in one page")
+    if _table(run_loader.read_config(run, []), "evaluation").get("prompts") == 0:
+        raise ValueError(
+            f"{run} was trained with evaluation.prompts = 0; `nlgrpo evaluate {run} --evaluation.prompts 64` "
+            "measures its model"
+        )
+    sampled = read_evaluation(run)
+    if set(sampled) < {"before", "after"}:
+        raise ValueError(
+            f"{run} is evaluated only {', '.join(sampled) or 'never'}; finish it with the command that began it"
+        )
+    return sampled
+
+
+def _comparable(
+    evaluated: Mapping[Path, Mapping[str, EvaluationSamples]], configs: Mapping[Path, Mapping[str, Any]]
+) -> dict[str, EvaluationSamples]:
+    """Models by the label of the legend, the reference first; runs of the same objective are told apart by folder."""
+    first_run, first = next(iter(evaluated.items()))
+    models, taken = {REFERENCE: first["before"]}, set[str]()
+    labels = [figures.objective_label(sampled["after"]) for sampled in evaluated.values()]
+    for (run, sampled), label in zip(evaluated.items(), labels, strict=True):
+        after = sampled["after"]
+        if after.weights != first["after"].weights:
+            raise ValueError(
+                f"{run} has rewards {after.weights}, {first_run} has {first['after'].weights}; "
+                "only runs with the same rewards and weights can be compared"
+            )
+        own, others = (_table(configs[folder], "rewards") for folder in (run, first_run))
+        for name in own.keys() & others.keys():
+            if _meaning(_table(own, name)) != _meaning(_table(others, name)):
+                raise ValueError(
+                    f"the reward {name!r} of {run} is {_table(own, name)}, that of {first_run} {_table(others, name)}; "
+                    "only runs with the same rewards can be compared"
+                )
+        models[label if labels.count(label) == 1 else f"{label} · {run_loader.unique_label(run, taken)}"] = after
+    return models
+
+
+def _meaning(reward: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a reward computes, however it is written: target, arguments and scale, with paths as they are now."""
+    try:
+        target, arguments = parse_spec(reward.get("function", ""))
+    except ValueError:
+        target, arguments = str(reward.get("function")), {}
+    place, colon, name = target.rpartition(":") if target.rpartition(":")[0].endswith(".py") else (target, "", "")
+    return _place(place) + colon + name, {k: _place(v) for k, v in arguments.items()}, reward.get("scale", 1.0)
+
+
+def _place(value: Any) -> Any:
+    """A path as the file or folder that it names; what names none, or is no text, as it is."""
+    path = os.path.expanduser(value) if isinstance(value, str) else ""
+    return os.path.realpath(path) if path and os.path.exists(path) else value
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a configuration as it stands in a file, whoever wrote that."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Table:
+    """A column a model, or for more than three trained ones a line each, so that 80 columns are enough."""
+    table = Table(title="weighted sum of best-of-N rewards, 95% intervals", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("N", justify="right")
+    many = len(values) > 4
+    for label in ("model", "value") if many else values:
+        table.add_column(Text(label))
+    for i, best_of in enumerate(ns):
+        rows = [Row(label, "", *(x[i].item() for x in columns)) for label, columns in values.items()]
+        if many:
+            for row in rows:
+                table.add_row(str(best_of), Text(row.reward), Text(format_interval(row)))
+            table.add_section()
+        else:
+            table.add_row(str(best_of), *(Text(format_interval(row, "\n")) for row in rows))
+    return table

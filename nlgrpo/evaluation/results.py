@@ -1,0 +1,223 @@
+"""What an evaluation found, as rows with intervals and tests, and as tables.
+
+Every number is a mean over prompts with a 95% bootstrap interval; models are compared on the same prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from nlgrpo import __version__
+from nlgrpo.config.schema import Config, to_dict
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.evaluation import rewind
+from nlgrpo.evaluation.estimators import (
+    bootstrap,
+    maj_at_k,
+    paired_test,
+    procedure_value,
+    procedure_win_rate,
+    selected_value,
+    weighted_win_rate,
+)
+from nlgrpo.evaluation.rewind import RewindAndRepeat
+from nlgrpo.objectives.registry import BestOfN, Objective, is_pairwise, parse
+from nlgrpo.runtime import user_code
+from nlgrpo.runtime.atomic_files import atomic_write
+
+FILE = "results.json"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and its interval; NaN where nothing was measured."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, per_prompt: Tensor) -> Estimate:
+        there = per_prompt[~per_prompt.isnan()]
+        return cls(*(x.item() for x in bootstrap(there))) if len(there) else cls(math.nan, math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model under one procedure, or one quantity of it (procedure "")."""
+
+    model: str
+    quantity: str  # a reward's name, "reward by choice of another", "kl/k1", "length", "distinct/2"
+    procedure: str
+    estimate: Estimate
+    win_rate: Estimate | None = None  # against the reference under the same procedure
+    change: Estimate | None = None  # from the reference, prompt by prompt
+    p_value: float = math.nan  # of no change
+
+
+def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> list[Entry]:
+    """All numbers of an evaluation, model by model; the first one is the reference."""
+    name, reference = next(iter(found.items()))
+    base: dict[tuple[str, str], Tensor] = {}
+    rows = []
+    for label, sampled in found.items():
+        for quantity, procedure, values, wins in _measured(sampled, reference, procedures, gold):
+            if label == name:
+                base[quantity, procedure] = values
+                rows.append(Entry(label, quantity, procedure, Estimate.of(values)))
+            else:
+                rows.append(compared(label, quantity, procedure, values, wins, base.get((quantity, procedure))))
+    return rows
+
+
+def compared(
+    label: str, quantity: str, procedure: str, values: Tensor, wins: Tensor | None, base: Tensor | None
+) -> Entry:
+    """The entry of a model that is held against the reference's values ``base`` (P,), where it has some."""
+    estimate, won = Estimate.of(values), None if wins is None else Estimate.of(wins)
+    both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
+    if base is None or not both.any():
+        return Entry(label, quantity, procedure, estimate, won)
+    mean, low, high, p = paired_test(values[both], base[both])
+    return Entry(label, quantity, procedure, estimate, won, Estimate(mean, low, high), p)
+
+
+Measured = Iterator[tuple[str, str, Tensor, Tensor | None]]
+
+
+def _measured(
+    sampled: EvaluationSamples, reference: EvaluationSamples, procedures: Sequence[str], gold: Sequence[str]
+) -> Measured:
+    """Quantity, procedure, its value at every prompt, NaN where it has none, and the win rate there."""
+    for name, rewards in sampled.rewards.items():
+        if is_pairwise(sampled.objectives[name]):
+            yield name, "mean", rewards.nanmean(1), None
+            continue
+        for text in procedures:
+            again = rewind.parse(text)
+            if again is not None:
+                yield from _rewound(name, again, rewards, reference.rewards[name])
+            else:
+                yield name, text, *_under(rewards, reference.rewards[name], parse(text, user_code.function))
+        if name in sampled.answers:
+            yield from _majorities(name, rewards, sampled.answers[name], procedures)
+        for judge in gold if name not in gold else ():
+            for text in (text for text in procedures if rewind.parse(text) is None):
+                objective = parse(text, user_code.function)
+                yield f"{judge} by choice of {name}", text, _chosen(rewards, sampled.rewards[judge], objective), None
+    for kind, values in sampled.kl.items():
+        yield f"kl/{kind}", "", values.mean(1), None
+    yield "length", "", sampled.lengths.double().mean(1), None
+    for n, values in sampled.distinct.items():
+        yield f"distinct/{n}", "", values, None
+
+
+def _under(rewards: Tensor, theirs: Tensor, objective: Objective) -> tuple[Tensor, Tensor | None]:
+    there = ~rewards.isnan().any(1)
+    values = _at(there, procedure_value(rewards[there], objective))
+    both = there & ~theirs.isnan().any(1)
+    try:
+        return values, _at(both, procedure_win_rate(rewards[both], theirs[both], objective))
+    except ValueError:  # it chooses no response
+        return values, None
+
+
+def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, theirs: Tensor) -> Measured:
+    """The answer's reward and how many draws it took, on the prompts where the reference has rewards too."""
+    both = ~(rewards.isnan().any(1) | theirs.isnan().any(1))
+    if not both.any():
+        return
+    ours, base = rewards[both], theirs[both]
+    chances, draws = again.chosen(ours, base)
+    won = weighted_win_rate(ours, chances, base, again.chosen(base, base)[0])
+    yield name, str(again), _at(both, (chances * ours).sum(1)), _at(both, won)
+    yield f"draws until {name}", str(again), _at(both, draws), None
+
+
+def _majorities(name: str, rewards: Tensor, answers: Tensor, procedures: Sequence[str]) -> Measured:
+    there = ~rewards.isnan().any(1)
+    for text in (text for text in procedures if rewind.parse(text) is None):
+        objective = parse(text, user_code.function)
+        if isinstance(objective, BestOfN):
+            yield (
+                name,
+                f"maj@{objective.n}",
+                _at(there, maj_at_k(rewards[there], answers[there], [objective.n])[0]),
+                None,
+            )
+
+
+def _chosen(rewards: Tensor, judged: Tensor, objective: Objective) -> Tensor:
+    there = ~(rewards.isnan() | judged.isnan()).any(1)
+    return _at(there, selected_value(rewards[there], judged[there], objective))
+
+
+def _at(where: Tensor, values: Tensor) -> Tensor:
+    """(P,), NaN where ``values`` says nothing."""
+    out = torch.full(where.shape, math.nan, dtype=torch.float64)
+    out[where] = values.double().cpu()
+    return out
+
+
+def write(
+    found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str], cfg: Config, folder: Path
+) -> None:
+    """``results.json``: every entry, the configuration and the versions."""
+    rows = [asdict(entry) for entry in entries(found, procedures, gold)]
+    content = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg), "results": rows}
+    atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
+
+
+def _no_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _no_nan(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_no_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tables(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> Iterator[Table]:
+    """One table a quantity: a line a procedure, a column a model, with win rates against the reference."""
+    every = entries(found, procedures, gold)
+    prompts, n = next(iter(found.values())).lengths.shape
+    for quantity in dict.fromkeys(entry.quantity for entry in every if entry.procedure):
+        rows = [entry for entry in every if entry.quantity == quantity]
+        yield _table(f"{quantity} ({prompts} prompts x {n} samples)", rows, list(found), "procedure")
+    rows = [entry for entry in every if not entry.procedure]
+    yield _table("how far they went", [Entry(e.model, "", e.quantity, e.estimate) for e in rows], list(found), "")
+
+
+def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column(heading, no_wrap=True)
+    for label in models:
+        table.add_column(Text(label))
+    for procedure in dict.fromkeys(entry.procedure for entry in rows):
+        by_model = {entry.model: entry for entry in rows if entry.procedure == procedure}
+        table.add_row(procedure, *(Text(_cell(by_model.get(label))) for label in models))
+    return table
+
+
+def _cell(entry: Entry | None) -> str:
+    if entry is None or math.isnan(entry.estimate.value):
+        return "-"
+    e = entry.estimate
+    lines = [f"{e.value:.4f}" + ("" if math.isnan(e.low) else f" [{e.low:.4f}, {e.high:.4f}]")]
+    if entry.win_rate is not None:
+        lines.append(f"wins {100 * entry.win_rate.value:.1f}%" + _stars(entry.p_value))
+    return "\n".join(lines)
+
+
+def _stars(p: float) -> str:
+    """How sure it is that there is a difference at all."""
+    return "" if math.isnan(p) else f", p {p:.2g}" if p >= 0.001 else ", p < 0.001"

@@ -1,0 +1,388 @@
+"""What a report shows: runs, evaluations and sweeps, read from their folders into one form.
+
+A folder may be of a run that still goes on or was killed, and files may be damaged: what cannot be read is said in
+``notes``, and the rest is there. Shapes: P prompts, n samples a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nlgrpo.engine.rollouts.evaluation_samples import FILE, EvaluationSamples, read_evaluation
+from nlgrpo.evaluation import results
+from nlgrpo.evaluation.results import Entry, Estimate, compared
+from nlgrpo.evaluation.summary import WEIGHTED_SUM, weighted_best_of_n
+from nlgrpo.objectives.rank_based import OfN
+from nlgrpo.objectives.registry import is_pairwise, parse
+from nlgrpo.training import metrics, sweep_state
+
+CONFIGS = ("config.json", "config.toml")
+NS = (1, 2, 4, 8, 16)
+REFERENCE = "reference"
+TRAINING_KL = "kl/training"
+LOGGED = re.compile(
+    r"step|reward|rewards/.+/mean|objective/.+|kl|beta|completions/mean_length|loss|rewards/(margins|accuracies)|logps/.+"
+)
+
+
+@dataclass
+class Model:
+    """One trained model: what it was made with, what was logged, what it is worth; empty where that is not known."""
+
+    label: str
+    name: str  # of its folder, or in its evaluation: the same model keeps its colour in both
+    settings: str  # where the configuration is, in `ReportData.settings`
+    state: str = ""
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    sampled: EvaluationSamples | None = None
+    reference: str = ""  # label of the one that it is held against
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass
+class Settings:
+    """A configuration, and the versions of what it ran with."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ReportData:
+    """All that was found; every name is in it once."""
+
+    models: list[Model] = field(default_factory=list)
+    references: dict[str, EvaluationSamples] = field(default_factory=dict)
+    reference_entries: list[Entry] = field(default_factory=list)
+    settings: dict[str, Settings] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Of the references, then of every model."""
+        return self.reference_entries + [entry for model in self.models for entry in model.entries]
+
+    @property
+    def sampled(self) -> dict[str, EvaluationSamples]:
+        """Samples by label, the references first."""
+        return self.references | {m.label: m.sampled for m in self.models if m.sampled is not None}
+
+    def reference_label(self, sampled: EvaluationSamples, of: str) -> tuple[str, bool]:
+        """The label of a reference, and whether it is a new one: runs from one model have it in common."""
+        for label, known in self.references.items():
+            if _same(known, sampled):
+                return label, False
+        label = f"{REFERENCE} of {of}" if self.references else REFERENCE
+        self.references[label] = sampled
+        return label, True
+
+
+def read(folders: Sequence[Path]) -> ReportData:
+    """Read runs, evaluations and sweeps. Raises ValueError for a folder that is none of them."""
+    found, taken = ReportData(), set[str]()
+    several = len(folders) > 1
+    for folder in folders:
+        kind = kind_of(folder)
+        if kind == "sweep":
+            _read_sweep(found, folder, taken)
+        elif kind == "evaluation":
+            _read_evaluation(found, folder, unique_label(folder, taken), taken)
+        else:
+            _read_run(found, folder, unique_label(folder, taken), name=several)
+    _add_weighted_sums(found)
+    return found
+
+
+def kind_of(folder: Path) -> str:
+    """ "run", "evaluation" or "sweep". Raises ValueError for a folder that is neither."""
+    if (folder / sweep_state.FILE).is_file():
+        return "sweep"
+    files = (*CONFIGS, metrics.FILE, FILE)
+    if not any((folder / name).is_file() for name in files[:-1]) and _is_evaluation(folder):
+        return "evaluation"
+    if not any((folder / name).is_file() for name in files):
+        what = "has none of " + ", ".join(files) if folder.is_dir() else "is not a folder"
+        raise ValueError(
+            f"{folder} {what}; give the folder that `nlgrpo train` wrote, such as runs/default, "
+            "or that of `nlgrpo evaluate` or `nlgrpo sweep`"
+        )
+    return "run"
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether it holds results, or samples of models, of which the reference comes first."""
+    if (folder / results.FILE).is_file():
+        return True
+    start = f'{{"{REFERENCE}"'
+    return (folder / FILE).is_file() and (folder / FILE).read_bytes()[: len(start)] == start.encode()
+
+
+def unique_label(folder: Path, taken: set[str]) -> str:
+    """The folder's name, with those above it as far as others have the same; then it is taken."""
+    parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name need not be text
+    labels = ["/".join(parts[-k:]).lstrip("/") or "/" for k in range(1, len(parts) + 1)]
+    labels += [f"{labels[0]} ({k})" for k in range(2, len(taken) + 3)]
+    label = next(label for label in labels if label not in taken)
+    taken.add(label)
+    return label
+
+
+def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
+    """Whether both are samples of one model on the same prompts, with the same scores."""
+    return (
+        torch.equal(a.lengths, b.lengths)
+        and a.rewards.keys() == b.rewards.keys()
+        and all(torch.equal(x.nan_to_num(), b.rewards[name].nan_to_num()) for name, x in a.rewards.items())
+    )
+
+
+def _comparable(sampled: Sequence[EvaluationSamples]) -> bool:
+    """Whether all have as many prompts and the same rewards."""
+    return len({(len(s.lengths), *sorted(s.rewards)) for s in sampled}) == 1
+
+
+# --- runs and sweeps --------------------------------------------------------------------------------------------------
+
+
+def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state: str = "") -> None:
+    """Add the run in ``folder``; notes begin with its label where ``name`` is set."""
+    notes: list[str] = []
+    logged = _read_curves(folder / metrics.FILE)
+    found.settings[label] = Settings(read_config(folder, notes), _versions(folder))
+    if not logged:
+        notes.append(f"{metrics.FILE} has no steps yet, so there are no curves.")
+    sampled = _read_samples(folder, notes)
+    model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
+    if len(sampled) == 2 and not _comparable(list(sampled.values())):
+        notes.append(f"{FILE} has other prompts or rewards after training than before, so they are not compared.")
+        sampled.pop("before")
+    _evaluate_run(found, model, sampled)
+    found.models.append(model)
+    found.notes += [f"{label}: {note}" if name else note for note in notes]
+
+
+def _read_curves(path: Path) -> list[dict[str, Any]]:
+    """What pictures show of every logged step; the rest is dropped, which of many runs fills the memory."""
+    wanted: dict[str, bool] = {}
+    kept = []
+    for entry in metrics.read_jsonl(path):
+        for key in entry.keys() - wanted.keys():
+            wanted[key] = LOGGED.fullmatch(key) is not None
+        kept.append({key: value for key, value in entry.items() if wanted[key]})
+    return kept
+
+
+def read_config(run: Path, notes: list[str]) -> dict[str, Any]:
+    """The configuration of a run, empty with a note where there is none that can be read."""
+    for name, load in zip(CONFIGS, (json.loads, tomllib.loads), strict=True):
+        if (run / name).is_file():
+            try:
+                config = load((run / name).read_text("utf-8"))
+                if isinstance(config, dict):
+                    return config
+                notes.append(f"{name} cannot be read (it holds no table).")
+            except ValueError as error:
+                notes.append(f"{name} cannot be read ({error}).")
+            return {}
+    notes.append(f"{' or '.join(CONFIGS)} is missing, so the settings are not shown.")
+    return {}
+
+
+def _versions(run: Path) -> dict[str, str]:
+    """What the newest checkpoint was written with."""
+    known = sorted(run.glob("checkpoints/*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    try:
+        versions = json.loads(known[-1].read_text("utf-8"))["versions"] if known else {}
+        return {str(name): str(version) for name, version in versions.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a checkpoint that is damaged or being removed
+        return {}
+
+
+def _read_samples(run: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
+    try:
+        sampled = read_evaluation(run)
+    except ValueError as error:
+        notes.append(f"{error}.")
+        return {}
+    notes += [f"The model {when} training is not evaluated yet." for when in ("before", "after") if when not in sampled]
+    return sampled
+
+
+def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
+    return "finished" if "after" in sampled else "not finished" if (run / metrics.FILE).is_file() else "not begun"
+
+
+def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
+    """Add what the model is worth, and its reference if that is a new one."""
+    if "before" in sampled:
+        model.reference, new = found.reference_label(sampled["before"], model.label)
+        if new:
+            kept = {model.reference: sampled["before"]}
+            found.reference_entries += results.entries(kept, _procedures(kept), ())
+    if "after" not in sampled:
+        return
+    both = {model.label: sampled["after"]}
+    if "before" in sampled:
+        both = {model.reference: sampled["before"]} | both
+    rows = results.entries(both, _procedures(both), ())
+    model.entries = [entry for entry in rows if entry.model == model.label]
+    distance = _training_kl(model.logged)
+    if not math.isnan(distance):
+        model.entries.append(Entry(model.label, TRAINING_KL, "", Estimate(distance, math.nan, math.nan)))
+
+
+def _procedures(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
+    """Best-of-N, worst-of-N if that was trained for, and what else was, as far as the samples go."""
+    n = min(s.lengths.shape[1] for s in sampled.values())
+    trained = [text for s in sampled.values() for text in s.objectives.values() if not is_pairwise(text)]
+    names = ["mean", *(f"bon:{best_of}" for best_of in NS if 1 < best_of <= n)]
+    if any(text.startswith("wor:") for text in trained):
+        names += [f"wor:{worst_of}" for worst_of in NS if 1 < worst_of <= n]
+    return list(dict.fromkeys(names + [text for text in trained if _can_be_shown(text, n)]))
+
+
+def _can_be_shown(text: str, n: int) -> bool:
+    try:
+        objective = parse(text)  # without functions: a report runs no code of a run
+    except ValueError:
+        return False
+    return not (isinstance(objective, OfN) and (objective.n > n or text.count(":") > 1))
+
+
+def _training_kl(logged: Sequence[Mapping[str, Any]]) -> float:
+    """KL of a completion, nats: KL a token times tokens, over the last tenth of the steps; NaN where not logged."""
+    last = logged[-max(1, len(logged) // 10) :]
+    pairs = [(entry.get("kl"), entry.get("completions/mean_length")) for entry in last]
+    known = [a * b for a, b in pairs if isinstance(a, int | float) and isinstance(b, int | float)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _read_sweep(found: ReportData, folder: Path, taken: set[str]) -> None:
+    try:
+        points = sweep_state.read_sweep_state(folder)
+    except ValueError as error:
+        found.notes.append(f"{error}.")
+        return
+    for point in points:
+        label = unique_label(point.folder, taken)
+        if any((point.folder / name).is_file() for name in (*CONFIGS, metrics.FILE, FILE)):
+            _read_run(found, point.folder, label, name=True, state=point.state)
+        else:
+            found.settings[label] = Settings()
+            found.models.append(Model(label, point.name, label, point.state))
+        if point.state == "failed":
+            found.notes.append(f"{label} failed: {point.error or 'its log says why'}")
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str]) -> None:
+    """Add the models of an `nlgrpo evaluate`; those that have the label of another get the folder's in addition."""
+    notes: list[str] = []
+    rows, settings = _read_results(folder, notes)
+    found.settings[label] = settings
+    sampled = _read_samples_of_models(folder, notes)
+    if not rows and sampled and _comparable(list(sampled.values())):
+        rows = results.entries(sampled, _procedures(sampled), ())
+    names = list(dict.fromkeys([*sampled, *(entry.model for entry in rows)]))
+    held_against = ""
+    for i, name in enumerate(names):
+        if i == 0:
+            held_against = _reference_of_evaluation(found, sampled.get(name), label)
+            found.reference_entries += [replace(e, model=held_against) for e in rows if e.model == name]
+            continue
+        its = f"{name} · {label}" if name in taken else name
+        taken.add(its)
+        own = [replace(entry, model=its) for entry in rows if entry.model == name]
+        state = "evaluated" if own or name in sampled else "not evaluated"
+        found.models.append(Model(its, name, label, state, [], sampled.get(name), held_against, own))
+    found.notes += [f"{label}: {note}" for note in notes]
+
+
+def _reference_of_evaluation(found: ReportData, sampled: EvaluationSamples | None, label: str) -> str:
+    if sampled is None:
+        return f"{REFERENCE} of {label}" if found.references else REFERENCE
+    own, new = found.reference_label(sampled, label)
+    if not new:  # its numbers are of this evaluation's own procedures
+        found.reference_entries = [entry for entry in found.reference_entries if entry.model != own]
+    return own
+
+
+def _read_results(folder: Path, notes: list[str]) -> tuple[list[Entry], Settings]:
+    path = folder / results.FILE
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        rows = [_entry(row) for row in content["results"]]
+        versions = {name: str(content[name]) for name in ("nlgrpo", "torch") if name in content}
+        config = content.get("config")
+        return rows, Settings(config if isinstance(config, dict) else {}, versions)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        notes.append(f"{path.name} cannot be read ({error!r}), so numbers are made of the samples alone.")
+        return [], Settings()
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    """A row of results.json, where null stands for NaN and for what was not measured."""
+    estimates = {name: _estimate(row[name]) for name in ("estimate", "win_rate", "change")}
+    p = math.nan if row["p_value"] is None else float(row["p_value"])
+    estimate = estimates["estimate"] or Estimate(math.nan, math.nan, math.nan)
+    model, quantity, procedure = (str(row[name]) for name in ("model", "quantity", "procedure"))
+    return Entry(model, quantity, procedure, estimate, estimates["win_rate"], estimates["change"], p)
+
+
+def _estimate(data: Mapping[str, float | None] | None) -> Estimate | None:
+    if data is None:
+        return None
+    numbers = [math.nan if data[name] is None else float(data[name] or 0) for name in ("value", "low", "high")]
+    return Estimate(*numbers)
+
+
+def _read_samples_of_models(folder: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
+    try:
+        return read_evaluation(folder)
+    except ValueError as error:
+        notes.append(f"{error}; histograms and completions are left out.")
+        return {}
+
+
+# --- the weighted sum of all rewards ----------------------------------------------------------------------------------
+
+
+def _add_weighted_sums(found: ReportData) -> None:
+    """Entries of ``sum_i w_i BoN_i``, where there are several rewards, of the same weights for all models."""
+    every = list(found.sampled.values())
+    if not every or len(every[0].weights) < 2 or any(s.weights != every[0].weights for s in every):
+        return
+    ns = [n for n in NS if n <= min(s.lengths.shape[1] for s in every)]
+    values = {label: _weighted(sampled, ns) for label, sampled in found.sampled.items()}
+    names = ["mean" if n == 1 else f"bon:{n}" for n in ns]
+    for label in found.references:
+        rows = zip(names, values[label], strict=True)
+        found.reference_entries += [Entry(label, WEIGHTED_SUM, name, Estimate.of(row)) for name, row in rows]
+    for model in found.models:
+        if model.sampled is not None:
+            base = values.get(model.reference)
+            for i, name in enumerate(names):
+                its, theirs = values[model.label][i], None if base is None else base[i]
+                if theirs is not None and theirs.shape != its.shape:
+                    theirs = None
+                model.entries.append(compared(model.label, WEIGHTED_SUM, name, its, None, theirs))
+
+
+def _weighted(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
+    """(len(ns), P), NaN at prompts on which a reward abstains."""
+    scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
+    out = torch.full((len(ns), len(scored)), math.nan, dtype=torch.float64)
+    out[:, scored] = weighted_best_of_n(sampled, ns)
+    return out

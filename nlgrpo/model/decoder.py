@@ -1,0 +1,252 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3, GPT-NeoX/Pythia and GPT-2, on packed tokens.
+
+The families differ in the norm, the feed-forward, where biases stand, how positions enter and whether attention and
+feed-forward run in parallel; ``Shape`` names these choices and ``architectures.py`` reads them off a Hugging Face
+config. Attention itself is handed in (``attend``), so that training (packed, differentiable), prefill and cached
+decoding run the same blocks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from nlgrpo.kernels import rms_norm, swiglu
+from nlgrpo.model import hf_weights
+from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
+from nlgrpo.model.attention import PackedAttention, Rope
+
+Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> what the caller wants of them
+Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x^2 + eps) * weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(shape: Shape) -> nn.Module:
+    return RMSNorm(shape.width, shape.eps) if shape.norm == "rms" else nn.LayerNorm(shape.width, shape.eps)
+
+
+class Block(nn.Module):
+    """A transformer layer with fused projections: ``qkv`` holds q, k, v heads in this order, ``up`` gate then up."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.shape, self.layer = shape, layer
+        d, heads = shape.head_dim, shape.heads + 2 * shape.kv_heads
+        self.norm1 = make_norm(shape)
+        self.qkv = nn.Linear(shape.width, heads * d, bias=shape.qkv_bias)
+        if shape.qk_norm:
+            self.q_norm = nn.Parameter(torch.ones(d))
+            self.k_norm = nn.Parameter(torch.ones(d))
+        self.out = nn.Linear(shape.heads * d, shape.width, bias=shape.out_bias)
+        self.norm2 = make_norm(shape)
+        self.up = nn.Linear(shape.width, shape.ffn * (2 if shape.gated else 1), bias=shape.mlp_bias)
+        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        if self.shape.parallel:
+            return x + self.attention(self.norm1(x), rope, attend) + self.mlp(self.norm2(x))
+        x = x + self.attention(self.norm1(x), rope, attend)
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        shape = self.shape
+        qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
+        if shape.qk_norm:
+            qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
+            weight = torch.cat((self.q_norm.expand(shape.heads, -1), self.k_norm.expand(shape.kv_heads, -1)))
+            qkv = torch.cat((F.rms_norm(qk, (shape.head_dim,), eps=shape.eps) * weight, v), dim=1)
+        scale, window = shape.scales[self.layer], shape.windows[self.layer]
+        seen = attend(qkv, rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
+        return self.out(seen.flatten(1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        act = ACTIVATIONS[self.shape.activation]
+        if not self.shape.gated:
+            return self.down(act(hidden))
+        if self.shape.activation == "silu":
+            return self.down(swiglu(hidden))
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.down(act(gate) * up)
+
+
+class Decoder(nn.Module):
+    """A causal language model on packed tokens.
+
+    ``config`` is the Hugging Face config that it was read from; it travels along so that the model can be written back.
+    """
+
+    inv_freq: Tensor | None
+
+    def __init__(
+        self,
+        shape: Shape,
+        inv_freq: Tensor | None = None,
+        rope_scale: float = 1.0,
+        config: PretrainedConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.config = shape, config
+        self.embed = nn.Embedding(shape.vocab, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width) if shape.rotary_dim == 0 else None
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = make_norm(shape)
+        self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab, bias=False)
+        self.rope_scale = rope_scale
+        self.activation_checkpointing = False
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, D); the embedding itself where it is tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def rope(self, positions: Tensor) -> Rope:
+        """cos and sin (T, r/2) for ``positions (T,)``, made in float32 as transformers does; None: learned."""
+        if self.positions is not None:
+            return None
+        assert self.inv_freq is not None
+        angle = positions[:, None].float() * self.inv_freq.float()
+        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        dtype = self.embed.weight.dtype
+        return cos.to(dtype), sin.to(dtype)
+
+    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings (T, D)."""
+        x = self.embed(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Last hidden states (T, D), normed: what the head multiplies."""
+        x, rope = self.enter(tokens, positions), self.rope(positions)
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, attend, use_reentrant=False)
+            else:
+                x = block(x, rope, attend)
+        return self.norm(x)
+
+    def forward(
+        self, tokens: Tensor, lengths: list[int], select: Tensor | None = None, head: Head | None = None
+    ) -> Any:
+        """Packed sequences ``tokens (T,)`` with ``lengths`` (their sum is T).
+
+        Without ``head``: logits (T, V). With it: ``head(hidden (S, D), weight (V, D))`` of the hidden states at
+        ``select (S,)``, such as `nlgrpo.kernels.linear_logprob` with its targets; no logits of all tokens are made. It
+        runs in here, and not in the caller, so that FSDP2 gathers the weight.
+        """
+        if sum(lengths) != len(tokens):
+            raise ValueError(f"the sequence lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens")
+        attend = PackedAttention(lengths, tokens.device, self.embed.weight.dtype)
+        hidden = self.hidden(tokens, packed_positions(lengths, tokens.device), attend)
+        if head is None:
+            return F.linear(hidden, self.head_weight)
+        return head(hidden if select is None else hidden[select], self.head_weight)
+
+
+def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
+    """(T,) position of each token in its own sequence."""
+    return torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)]).to(device, non_blocking=True)
+
+
+def build(config: PretrainedConfig) -> Decoder:
+    """A decoder with uninitialised weights for a Hugging Face config; ValueError for an unknown architecture."""
+    return allocate(blueprint(config))
+
+
+def blueprint(config: PretrainedConfig) -> Decoder:
+    """The same without memory: its parameters have shapes only (the meta device)."""
+    with torch.device("meta"):
+        return Decoder(shape_of(config), config=config)
+
+
+def allocate(model: Decoder, device: str | torch.device = "cpu") -> Decoder:
+    """Memory for a blueprint, in place. Rotary frequencies stay float32 whatever the type of the weights is."""
+    assert model.config is not None
+    model.to_empty(device=device)
+    inv_freq, model.rope_scale = rotary_frequencies(model.config, model.shape)
+    model.inv_freq = None if inv_freq is None else inv_freq.to(device)
+    return model
+
+
+def load(
+    path_or_name: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Callable[[Decoder], object] | None = None,
+) -> Decoder:
+    """Read a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
+
+    Only safetensors are read, tensor by tensor, and no code of the directory is run. ``shard`` shards a blueprint in
+    place, so that no rank ever holds more than its part and one whole tensor. Raises ValueError for an architecture
+    that the decoder does not know (the message lists those it does), a missing or misshapen tensor, or a directory that
+    is none.
+    """
+    folder = hf_weights.locate(path_or_name)
+    model = blueprint(read_config(folder)).to(dtype)
+    if shard is not None:
+        shard(model)
+    allocate(model, device)
+    places = tensor_map(model.shape)
+    hf_weights.Checkpoint(folder).check_embedding(places["embed.weight"].names[0], model.shape.tied)
+    hf_weights.read_into(dict(model.named_parameters()), folder, model.shape, places)
+    return model
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The directory's config; ValueError, with the known architectures, where transformers itself does not know it."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers' checks of a config raise many kinds
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder reads: {known}") from error
+
+
+def save(
+    model: Decoder,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    parameters: dict[str, Tensor] | None = None,
+    like: Path | None = None,
+) -> None:
+    """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
+
+    ``parameters``: full tensors to write instead of the model's own (a sharded model's, gathered). ``like``: the
+    directory it was read from, whose generation_config.json (stop ids of chat models) goes along.
+
+    Raises ValueError for a decoder without a Hugging Face config.
+    """
+    if model.config is None:
+        raise ValueError("this decoder was made without a Hugging Face config; use model.load or model.build")
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = parameters or dict(model.named_parameters())
+    state = hf_weights.state_for_export(parameters, model.shape, tensor_map(model.shape))
+    model.config.dtype = next(iter(state.values())).dtype
+    model.config.save_pretrained(folder)
+    huggingface_hub.save_torch_state_dict(state, folder, max_shard_size="5GB")
+    if like is not None and (like / "generation_config.json").is_file():
+        shutil.copy(like / "generation_config.json", folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

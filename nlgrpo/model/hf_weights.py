@@ -1,0 +1,202 @@
+"""Hugging Face model directories: finding one, reading its safetensors shards into our tensors, and writing it back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from nlgrpo.model.architectures import Shape, Source
+
+# Names that the same tensor has in other checkpoints of its family: Pythia's head, GPT-2 saved without its prefix,
+# and a tied matrix stored under the name of the head.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "embed_out.weight": ("lm_head.weight",),
+    "model.embed_tokens.weight": ("lm_head.weight",),
+    "gpt_neox.embed_in.weight": ("embed_out.weight", "lm_head.weight"),
+    "transformer.wte.weight": ("wte.weight", "lm_head.weight"),
+}
+
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def locate(path_or_name: str | Path) -> Path:
+    """The directory of a model: a local one, an embedded one (``"story-lm"``), or a hub name, which is downloaded.
+
+    Raises ValueError, saying what was looked for, when there is no such directory or the hub has no such model.
+    """
+    path = Path(os.path.expanduser(path_or_name))
+    if os.path.isfile(path / "config.json"):  # unlike Path's methods, these know no name too long or user too unknown
+        if begun_from(path) is not None:
+            raise ValueError(f"{path} is the folder of a run; its model, once it is done, is {path / 'model'}")
+        return path
+    if os.path.isdir(path):
+        raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
+    embedded = Path(str(files("nlgrpo.data"))) / "assets" / str(path_or_name)
+    if os.path.isfile(embedded / "config.json"):
+        return embedded
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=wanted))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor to be had from the Hugging Face "
+            f"hub ({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def begun_from(folder: Path) -> str | None:
+    """What the run in ``folder`` began from; None where there is no run."""
+    file = folder / "config.json"
+    if not os.path.isfile(file):
+        return None
+    try:
+        found = json.loads(file.read_text("utf-8"))["model"]["path"]
+    except (ValueError, KeyError, TypeError):  # Hugging Face's config.json has none
+        return None
+    return str(found)
+
+
+class Checkpoint:
+    """The tensors of a directory's ``model.safetensors``, or of the shards that its index names, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            try:
+                shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{index} is not an index of shards ({error!r})") from error
+        elif single.is_file():
+            shards = [single.name]
+        else:
+            raise ValueError(
+                f"{folder} holds no model.safetensors (nor an index of shards); only safetensors are read: convert "
+                "other formats with transformers, model.save_pretrained(folder)"
+            )
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{index.name} of {folder} names shards that are not there: {', '.join(missing)}")
+        self.files = {}
+        for name in shards:
+            try:
+                opened = safe_open(folder / name, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from error
+            self.files.update(dict.fromkeys(opened.keys(), opened))
+
+    def resolve(self, name: str) -> str | None:
+        """The name under which this checkpoint holds the tensor ``name``; None when it does not."""
+        unprefixed = name.removeprefix("transformer.")
+        return next((n for n in (name, unprefixed, *ALIASES.get(name, ())) if n in self.files), None)
+
+    def read(self, source: Source) -> Tensor:
+        parts = []
+        for name in source.names:
+            resolved = self.resolve(name)
+            if resolved is None:
+                raise ValueError(f"{self.folder} has no tensor {name!r}")
+            found = self.get(resolved)
+            if not found.is_floating_point() or found.dtype.itemsize < 2:
+                raise ValueError(
+                    f"{resolved} of {self.folder} is of {found.dtype}: quantised weights are not read; write the model "
+                    "dequantised, with transformers' model.dequantize() and save_pretrained(folder)"
+                )
+            parts.append(found)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def check_embedding(self, name: str, tied: bool) -> None:
+        """ValueError where the stored ``name``, and the head beside it, are not as the config's ``tied`` says."""
+        heads = [n for n in ALIASES[name] if n.endswith(HEADS) and n in self.files]
+        stored = self.resolve(name)
+        if stored in heads and not tied:
+            raise ValueError(
+                f"{self.folder} has no tensor {name!r}, and its config.json does not tie the embeddings to the head"
+            )
+        for head in heads:
+            if tied and stored != head and not torch.equal(self.get(head), self.get(str(stored))):
+                raise ValueError(
+                    f"config.json of {self.folder} ties {head!r} to {name!r}, and both are stored and differ; set "
+                    "tie_word_embeddings to false there if both are meant, or remove the one that is not"
+                )
+
+    def get(self, name: str) -> Tensor:
+        found: Tensor = self.files[name].get_tensor(name)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the largest share of its tensors has."""
+        kinds = [self.files[n].get_slice(n).get_dtype() for n in self.files]
+        return {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}.get(
+            max(set(kinds), key=kinds.count), torch.float32
+        )
+
+
+def _heads_together(x: Tensor, shape: Shape) -> Tensor:
+    """GPT-NeoX rows (H, 3, d) -> ours (3, H, d)."""
+    return x.unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+def _heads_apart(x: Tensor, shape: Shape) -> Tensor:
+    return x.unflatten(0, (3, shape.heads, shape.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+IN: dict[str, Callable[[Tensor, Shape], Tensor]] = {
+    "rows": lambda x, shape: x,
+    "transposed": lambda x, shape: x.T,
+    "interleaved": _heads_together,
+}
+OUT = IN | {"interleaved": _heads_apart}
+
+
+def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, places: Mapping[str, Source]) -> None:
+    """Fill ``parameters`` in place from the directory; of a sharded one, this rank's rows.
+
+    Raises ValueError for a tensor that is missing or has another shape than the config implies.
+    """
+    checkpoint = Checkpoint(folder)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            source = places[name]
+            found = IN[source.layout](checkpoint.read(source), shape)
+            if found.shape != parameter.shape:
+                raise ValueError(
+                    f"{' + '.join(source.names)} of {folder} gives {tuple(found.shape)}, but its config.json implies "
+                    f"{tuple(parameter.shape)}"
+                )
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(_rows_of_rank(found, parameter.device_mesh))
+            else:
+                parameter.copy_(found)
+
+
+def _rows_of_rank(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """FSDP2 cuts dimension 0 as ``torch.chunk`` does; the last ranks may get nothing."""
+    parts = whole.chunk(mesh.size())
+    rank = mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def state_for_export(parameters: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]) -> dict[str, Tensor]:
+    """Our tensors under their Hugging Face names and in its layouts."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        source = places[name]
+        value = OUT[source.layout](parameter.detach(), shape)
+        rows = source.rows if len(source.names) > 1 else (len(value),)
+        parts = (x.clone(memory_format=torch.contiguous_format) for x in value.split(rows))  # one storage each
+        state.update(zip(source.names, parts, strict=True))
+    return state

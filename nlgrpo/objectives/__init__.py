@@ -1,0 +1,46 @@
+"""What training maximises: functionals of the policy for a procedure at inference time, and their first variations.
+
+One file for each family: `rank_based` (best-of-N, worst-of-N, CVaR, any distortion), `tilted` (soft best-of-N, entropic
+risk), `diversity` (Rao, DPP). `registry.parse` reads a name such as ``"bon:4"``; `aggregation` joins several objectives
+into one; `advantages` subtracts a baseline. Pure tensor functions: imports `nlgrpo.kernels` only. Read `base.py` first.
+"""
+
+from nlgrpo.objectives.registry import (
+    BestOfN,
+    BestOfPoisson,
+    CVaR,
+    Distortion,
+    DPPDiversity,
+    EntropicRisk,
+    Mean,
+    Objective,
+    RankBased,
+    RaoDiversity,
+    Smoothed,
+    SoftBestOfN,
+    WorstOfN,
+    linearize_present,
+    parse,
+    present,
+    value_present,
+)
+
+__all__ = [
+    "BestOfN",
+    "BestOfPoisson",
+    "CVaR",
+    "DPPDiversity",
+    "Distortion",
+    "EntropicRisk",
+    "Mean",
+    "Objective",
+    "RankBased",
+    "RaoDiversity",
+    "Smoothed",
+    "SoftBestOfN",
+    "WorstOfN",
+    "linearize_present",
+    "parse",
+    "present",
+    "value_present",
+]

@@ -1,0 +1,368 @@
+"""Rank-based objectives: procedures that reweight a response by the rank of its reward among those of the policy.
+
+Legend: P prompts, M samples a prompt; C the cumulative distribution of the reward under the policy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nlgrpo import kernels
+from nlgrpo.kernels import reference
+from nlgrpo.objectives.advantages import Baseline, centre
+from nlgrpo.objectives.base import Objective, is_number
+
+
+class RankBased(Objective):
+    """Procedures that reweight a response by the rank of its reward: T[pi](y) = f(C(r(y))) pi(y).
+
+        R[pi] = sum_k r_(k) [F(C_k) - F(C_{k-1})],  F' = f, F(0) = 0;      dR/dpi(y) = -int_{r(y)}^{r_max} f(C(r)) dr
+
+    On a group C_k = k/M, and the second is one sort and one suffix sum with the weights w_k = f(k/M)
+    (`nlgrpo.kernels.linearize`). A member of the family gives f and F; equal rewards need no care.
+    """
+
+    @abstractmethod
+    def _f(self, z: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _integral(self, z: Tensor) -> Tensor:
+        """F(z), the integral of f from 0 to z."""
+
+    def _masses(self, cdf: Tensor) -> Tensor:
+        """F(C_k) - F(C_{k-1}) for C_0 = 0 .. C_M, (.., M + 1) -> (.., M)."""
+        return self._integral(cdf).diff(dim=-1)
+
+    def weights(self, M: int) -> Tensor:
+        """w_k = f(k/M) for k = 1 .. M, (M,) in float64."""
+        return self._f(_steps(M)[1:])
+
+    def masses(self, M: int) -> Tensor:
+        """Share of the k-th smallest of M rewards in R, F(k/M) - F((k-1)/M) for k = 1 .. M, (M,) in float64."""
+        return self._masses(_steps(M))
+
+    def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        if probs is None:
+            return kernels.linearize(rewards, self.weights(rewards.shape[1]).to(rewards))
+        order = rewards.argsort(dim=-1, stable=True)
+        return reference.linearize(rewards, self._f(_cdf(probs.gather(-1, order))))
+
+    def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        ordered, order = rewards.sort(dim=-1, stable=True)
+        if probs is None:
+            cdf = _steps(rewards.shape[1]).to(rewards.device)
+        else:
+            cdf = torch.nn.functional.pad(_cdf(probs.gather(-1, order)), (1, 0))
+        chosen = self._masses(cdf).to(rewards)
+        return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # an infinite reward may have no mass
+
+    def _uncentred(self, rewards: Tensor) -> Tensor:
+        """f(1) r_max - int_{r(y)}^{r_max} f(C(r)) dr: the reward itself for f = 1."""
+        at_best = self.weights(rewards.shape[1])[-1].item()
+        linear = self._linearize(rewards, None)
+        return linear + at_best * rewards.amax(-1, keepdim=True) if at_best else linear
+
+
+@dataclass(frozen=True)
+class Mean(RankBased):
+    """Expected reward of one sample, R[pi] = E r: f = 1, and the linearised reward is r - max r, plain GRPO."""
+
+    @property
+    def name(self) -> str:
+        return "mean"
+
+    def _f(self, z: Tensor) -> Tensor:
+        return torch.ones_like(z)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return z
+
+
+@dataclass(frozen=True)
+class OfN(RankBased):
+    """What `BestOfN` and `WorstOfN` share: n samples are drawn, and a group is one of M >= n or, by plug-in, of any M.
+
+    ``estimator="plugin"`` takes the group's CDF for C: biased at order 1/M, any n, also n > M. ``"unbiased"`` has the
+    mean over all subsets of n of the M samples as its value, which is unbiased, and as its `advantage`
+
+        M / (M - n) (r~_j - mean r~),   w_k as in `BestOfN` and `WorstOfN`
+
+    whose policy gradient is that of R in expectation (the leave-one-out estimator of max@k), as without a baseline;
+    M / (M - n) undoes the share that the baseline takes. For n = M only the chosen sample has one, n times its distance
+    to the next. Atoms with ``probs`` are no samples: both are R itself there. With n = 1 it is REINFORCE with a
+    leave-one-out baseline.
+
+    Raises ValueError for an n that is no integer >= 1, for an unknown estimator, and in use for n > M with "unbiased".
+    """
+
+    n: int
+    estimator: Literal["plugin", "unbiased"] = "plugin"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
+            raise ValueError(f"{name}(n={self.n!r}): expected an integer >= 1, the number of samples to choose from.")
+        if self.estimator not in ("plugin", "unbiased"):
+            raise ValueError(f"{name}(estimator={self.estimator!r}): expected 'plugin' or 'unbiased'.")
+
+    @property
+    def fewest(self) -> int:
+        return self.n if self.estimator == "unbiased" else 1
+
+    @abstractmethod
+    def shares(self, M: int) -> Tensor:
+        """How often the k-th smallest of M is chosen from a subset of n, for k = 1 .. M, (M,)."""
+
+    def _gap_shares(self, M: int) -> Tensor:
+        """w_k / M of the gap above the k-th smallest, (M,)."""
+        return self.shares(M)
+
+    @abstractmethod
+    def _of_all(self, rewards: Tensor) -> Tensor:
+        """The advantage of n = M >= 2 samples."""
+
+    def weights(self, M: int) -> Tensor:
+        """w_k, (M,) in float64: f(k/M), or those of the subsets of the M samples."""
+        if self.estimator == "plugin":
+            return super().weights(M)
+        self._check_samples(M)
+        return M * self._gap_shares(M)
+
+    def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
+        M = rewards.shape[-1] if rewards.ndim else 0
+        if self.estimator == "plugin" or baseline not in ("mean", "loo") or M < 2:
+            return super().advantage(rewards, baseline)
+        linear = self.linearize(rewards)
+        return self._of_all(rewards.detach().to(linear)) if self.n == M else M / (M - self.n) * centre(linear)
+
+    def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        if self.estimator == "plugin" or probs is not None:
+            return super()._value(rewards, probs)
+        self._check_samples(rewards.shape[1])
+        shares = self.shares(rewards.shape[1]).to(rewards)
+        return torch.where(shares == 0, 0.0, shares * rewards.sort(dim=-1).values).sum(-1)
+
+    def _check_samples(self, M: int) -> None:
+        if self.n > M:
+            raise ValueError(f"{self}: {self.n} of {M} samples cannot be drawn without bias; expected M >= {self.n}.")
+
+
+@dataclass(frozen=True)
+class BestOfN(OfN):
+    """Expected reward of the best of ``n`` samples, and its first variation.
+
+    R[pi] = E max(r_1, .., r_n);   dR/dpi(y) = -int_{r(y)}^{r_max} n C(r)^(n-1) dr      (IAMA, Prop. 4.2, Alg. 3)
+
+    ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(k-1, n-1) / C(M-1, n-1). Estimators and errors: `OfN`.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"bon:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
+
+    def _f(self, z: Tensor) -> Tensor:
+        return self.n * z ** (self.n - 1)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return z**self.n
+
+    def shares(self, M: int) -> Tensor:
+        return order_weights(M, self.n)
+
+    def _of_all(self, rewards: Tensor) -> Tensor:
+        best, where = rewards.topk(2, dim=-1)
+        lead = torch.where(best[:, :1] == best[:, 1:], 0.0, best[:, :1] - best[:, 1:])
+        return torch.zeros_like(rewards).scatter(-1, where[:, :1], self.n * lead)
+
+
+@dataclass(frozen=True)
+class WorstOfN(OfN):
+    """Expected reward of the worst of ``n`` samples: robustness against who draws until something goes wrong.
+
+    R[pi] = E min(r_1, .., r_n);   f(z) = n (1 - z)^(n-1);   F(z) = 1 - (1 - z)^n      (InfAlign, Lemma 5)
+
+    It is -`BestOfN` of -r, and ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(M-k-1, n-1) / C(M-1, n-1).
+    Estimators and errors: `OfN`.
+    """
+
+    @property
+    def name(self) -> str:
+        return f"wor:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
+
+    def _f(self, z: Tensor) -> Tensor:
+        return self.n * (1 - z) ** (self.n - 1)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return 1 - (1 - z) ** self.n
+
+    def shares(self, M: int) -> Tensor:
+        return order_weights(M, self.n).flip(0)
+
+    def _gap_shares(self, M: int) -> Tensor:
+        mirrored = order_weights(M, self.n)[:-1].flip(0)  # the gap above the k-th smallest is that below the k-th best
+        return torch.nn.functional.pad(mirrored, (0, 1))
+
+    def _of_all(self, rewards: Tensor) -> Tensor:
+        return -BestOfN(self.n, self.estimator)._of_all(-rewards)
+
+    def _uncentred(self, rewards: Tensor) -> Tensor:
+        return -BestOfN(self.n, self.estimator)._uncentred(-rewards)
+
+
+@dataclass(frozen=True)
+class BestOfPoisson(RankBased):
+    """Expected reward of the best of a Poisson number of samples of mean ``rate``, 0 where none is drawn.
+
+        R[pi] = E[max(r_1, .., r_K); K >= 1],  K ~ Poisson(rate)
+        f(z) = rate e^{rate (z-1)};   F(z) = e^{rate (z-1)} - e^{-rate}      (IAMA, 5.3)
+
+    f integrates to 1 - e^{-rate}, because zero draws happen: R moves with a constant added to the rewards
+    by that share of it, its first variation does not. rate -> 0 is rate times `Mean`. On a group it is a plug-in
+    estimate, biased at order 1/M.
+
+    Raises ValueError for a rate that is not positive and finite.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.rate) and self.rate > 0):
+            raise ValueError(f"BestOfPoisson(rate={self.rate!r}): expected a finite number > 0, the mean of draws.")
+
+    @property
+    def name(self) -> str:
+        return f"bop:{self.rate!r}"
+
+    def _f(self, z: Tensor) -> Tensor:
+        return self.rate * (self.rate * (z - 1)).exp()
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return (self.rate * (z - 1)).exp() - torch.exp(torch.tensor(-self.rate, dtype=torch.float64)).to(z)
+
+
+@dataclass(frozen=True)
+class CVaR(RankBased):
+    """Expected reward of the worst share ``alpha`` of responses, the conditional value at risk of the lower tail.
+
+    R[pi] = 1/alpha int_0^alpha C^{-1}(z) dz;   f(z) = 1[z <= alpha] / alpha;   F(z) = min(z, alpha) / alpha   (IAMA, C)
+
+    alpha = 1 is `Mean`, alpha -> 0 the minimum. On M samples, w_k is the average of f over the cell ((k-1)/M, k/M]:
+    f(k/M) itself is 0 for every k, and the gradient with it, where alpha M < 1. Biased at order 1/M. With ``probs``,
+    which are exact, f is taken at C_k, which gives the first variation itself.
+
+    Raises ValueError for an alpha that is not in (0, 1].
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.alpha) and 0 < self.alpha <= 1):
+            raise ValueError(f"CVaR(alpha={self.alpha!r}): expected a number in (0, 1], the share of the lower tail.")
+
+    @property
+    def name(self) -> str:
+        return f"cvar:{self.alpha!r}"
+
+    def weights(self, M: int) -> Tensor:
+        """M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
+        return M * self.masses(M)
+
+    def _f(self, z: Tensor) -> Tensor:
+        return (z <= self.alpha).to(z.dtype) / self.alpha
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return z.clamp(max=self.alpha) / self.alpha
+
+
+@dataclass(frozen=True)
+class Distortion(RankBased):
+    """Any other member of the family: ``f``, a function of ranks z in [0, 1] or a table of its values.
+
+    A function gets a float tensor of any shape and returns one of that shape; its integral need not be 1, nor f >= 0.
+    R takes it over each atom's share of [0, 1] by Gauss-Legendre of 32 nodes, exact for polynomials up to degree 63 and
+    less so where f jumps or is steep without end, as the root of z at 0. A table of K numbers is a step function,
+    f(z) = table_k for (k-1)/K < z <= k/K; with K = M it is the weights w_k themselves. Biased at order 1/M on a group,
+    for a smooth f.
+
+    ``named`` is what `name` calls a function, its own name unless given; a table is called by its numbers.
+
+    Raises ValueError for a table that is empty or not finite, and for a function that does not return what it should.
+    """
+
+    f: Callable[[Tensor], Tensor] | Sequence[float]
+    named: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.f):
+            table = tuple(self.f)
+            if not table or not all(map(is_number, table)):
+                raise ValueError(f"Distortion(f={self.f!r}): expected a function, or a table of finite numbers.")
+            object.__setattr__(self, "f", tuple(map(float, table)))
+        self._f(torch.linspace(0, 1, 5, dtype=torch.float64))
+
+    @property
+    def name(self) -> str:
+        if not callable(self.f):
+            return f"distortion:{','.join(map(repr, self.f))}"
+        return f"distortion:{self.named or getattr(self.f, '__qualname__', type(self.f).__name__)}"
+
+    def _f(self, z: Tensor) -> Tensor:
+        if not callable(self.f):
+            table, rounding = torch.tensor(self.f, dtype=z.dtype, device=z.device), 4 * torch.finfo(z.dtype).eps
+            step = ((z - rounding) * len(table)).ceil().long()  # k/M of a table of M is its step k, not the next one
+            return table[(step - 1).clamp(0, len(table) - 1)]
+        with torch.no_grad():
+            found = self.f(z)
+        if not isinstance(found, Tensor) or found.shape != z.shape or not found.isfinite().all():
+            raise ValueError(
+                f"Distortion: f of a tensor {tuple(z.shape)} in [0, 1] must be a finite tensor of that shape, got "
+                f"{tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__}."
+            )
+        return found.to(z)
+
+    def _integral(self, z: Tensor) -> Tensor:
+        return self._masses(torch.stack((torch.zeros_like(z), z), -1))[..., 0]
+
+    def _masses(self, cdf: Tensor) -> Tensor:
+        if not callable(self.f):
+            K = len(self.f)
+            steps = torch.tensor((0.0, *np.cumsum(self.f)), dtype=cdf.dtype, device=cdf.device) / K
+            low = (cdf * K).floor().clamp(max=K - 1)
+            share = cdf * K - low
+            low = low.long()
+            return (steps[low] + share * (steps[low + 1] - steps[low])).diff(dim=-1)
+        nodes, weights = np.polynomial.legendre.leggauss(32)
+        begin, width = cdf[..., :-1, None], cdf.diff(dim=-1)
+        at = begin + width[..., None] * (torch.from_numpy(nodes).to(cdf) + 1) / 2
+        return width * (self._f(at) * torch.from_numpy(weights).to(cdf)).sum(-1) / 2
+
+
+def order_weights(n: int, best_of: int) -> Tensor:
+    """Probability that the k-th smallest of ``n`` samples is the largest of N = ``best_of`` drawn from them, (n,).
+
+    w_k = C(k-1, N-1) / C(n, N), k = 1..n
+
+    From the top by w_n = N/n, w_(k-1) = w_k (k-N)/(k-1): no factorial overflows, and what underflows is far below the
+    weights that matter (relative error about n eps, where lgamma has log C(n, N) eps).
+    """
+    k = torch.arange(n, 1, -1, dtype=torch.float64)
+    ratios = torch.cat([torch.ones(1, dtype=torch.float64), ((k - best_of) / (k - 1)).clamp(min=0)])
+    return (best_of / n * ratios.cumprod(0)).flip(0)
+
+
+def _steps(M: int) -> Tensor:
+    """C_0 = 0, C_1 = 1/M, .., C_M = 1, (M + 1,) in float64."""
+    return torch.arange(M + 1, dtype=torch.float64) / M
+
+
+def _cdf(masses: Tensor) -> Tensor:
+    """Running sum of the last dimension, ending on 1 exactly, as f and F may be steep there."""
+    total = masses.cumsum(-1)
+    return total / total[..., -1:]

@@ -1,0 +1,449 @@
+"""Checkpoints of a run: model, optimiser, state and random generators, whole or not there.
+
+A folder of checkpoints belongs to one run, and all ranks see it. ``step-00000012`` holds
+
+    *.distcp, .metadata    tensors of the model and the optimiser, by torch.distributed.checkpoint, sharded as they were
+    state.json             the run's state, and the optimiser's settings by parameter group
+    rng-00000.json ..      random generators of each rank
+    manifest.json          size and SHA-256 of every other file
+
+It is written beside its place, as ``.step-00000012.partial``, synced to the disk and renamed, so a kill at any moment
+leaves each checkpoint whole or absent. A hidden name never counts as a checkpoint:
+
+    .partial    being written        removed by the next save or load
+    .old        being replaced       renamed back if its successor is not there, otherwise removed
+    .gone       being deleted        removed
+
+What is read: tensors with ``weights_only``, the rest as JSON. The one exception is ``.metadata``, which
+torch.distributed.checkpoint keeps as a pickle: load a checkpoint only from someone whose program you would run.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import nlgrpo
+from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime.seeding import random_state, set_random_state
+
+log = logging.getLogger("nlgrpo")
+
+Value = TypeVar("Value")
+Tensors = dict[str, torch.Tensor]
+
+_NAME = re.compile(r"step-(\d{8,})")
+_HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|old|gone)")
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write checkpoint ``step`` and return its path; every rank calls it.
+
+    ``state`` is JSON with text keys, the same on every rank (rank 0's is written). One of the same step is replaced.
+    Afterwards the newest ``keep`` up to this step are kept; a later one, as a damaged one may be, is not touched.
+
+    Neither model, optimiser nor a random generator is changed: an optimiser that has not stepped stays as it is.
+    Raises ValueError on every rank where one of them cannot write; earlier checkpoints are then as they were.
+    """
+    if step < 0 or keep < 1:
+        raise ValueError(f"save(step={step}, keep={keep}): step is 0 or more, keep 1 or more.")
+    folder, rank = Path(folder), _rank()
+    target = folder / f"step-{step:08d}"
+    partial = folder / f".{target.name}.partial"
+    tensors = _all_tensors(model, optimizer)
+    text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer)})
+    try:
+        _on_all(folder, lambda: _begin(partial) if rank == 0 else None)
+        _on_all(folder, lambda: _save_tensors(partial, tensors))
+        _on_all(folder, lambda: _write_beside(partial, text))
+        digests = _on_all(folder, lambda: _digests(partial))
+        _on_all(folder, lambda: _finish(partial, target, digests, keep) if rank == 0 else None)
+    except ValueError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way of going on
+        raise
+    return target
+
+
+def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Put the newest whole checkpoint into ``model``, ``optimizer`` and the random generators; every rank calls it.
+
+    Returns the state that was saved, or None if the folder holds no checkpoint. The number of ranks may be another one
+    than at the save; a rank that was not there then keeps the random generators as they are.
+
+    Gradients are dropped. Raises ValueError if there are checkpoints and none is whole, and if the newest whole one
+    does not fit the model or the optimiser; the model is then unchanged.
+    """
+    path = newest(folder)
+    if path is None:
+        return None
+    saved = json.loads((path / "state.json").read_text())
+    _restore(path, model, optimizer, saved["param_groups"])
+    _restore_random_state(path)
+    return saved["state"]
+
+
+def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
+    """Fill ``parameters`` (whole tensors, by name) in place from one checkpoint; the names that were read.
+
+    No collective, and nothing but the model is read. The one named ``optional`` is left as it is where the checkpoint
+    does not hold it in this shape. Raises ValueError for a damaged checkpoint and for one of another model.
+    """
+    damage = verify(path)
+    if damage is not None:
+        raise ValueError(f"checkpoint {path} is damaged: {damage}")
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    beside_critic = any(name.startswith("model/policy.") for name in tensors)
+    prefix = "model/policy." if beside_critic else "model/"
+    stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
+    shapes = {name: tuple(entry.size) for name, entry in stored.items()}
+    taken = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
+    wrong = [name for name in parameters if name not in taken and name != optional]
+    if wrong:
+        here = tuple(parameters[wrong[0]].shape)
+        raise ValueError(f"{path} does not fit: {wrong[0]} is {shapes.get(wrong[0])} there and {here} here")
+    read = {f"{prefix}{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in taken.items()}
+    with _single_process_is_fine():
+        dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with torch.no_grad():
+        for name, parameter in taken.items():
+            parameter.copy_(read[f"{prefix}{name}"])
+    return set(taken)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, None if there is none; a damaged one is reported and the one before it taken."""
+    folder = Path(folder)
+    if _rank() == 0 and folder.is_dir():
+        _tidy(folder)
+    found = [folder / f"step-{step:08d}" for step in _gather(_steps(folder) if _rank() == 0 else [])[0]]
+    damages = []
+    for path in reversed(found):
+        # The ranks share the work of hashing; the first complaint stands for all.
+        damage = next(filter(None, _gather(verify(path, _rank(), _ranks()))), None)
+        if damage is None:
+            return path
+        damages.append(damage)
+        if _rank() == 0:
+            log.warning("Checkpoint %s is damaged and left out: %s", path.name, damage)
+    if damages:
+        raise ValueError(
+            f"No checkpoint in {folder} is whole:\n  " + "\n  ".join(damages) + "\n"
+            "  Remove the folder, or name another one, to start anew."
+        )
+    return None
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint's files (of every ``parts``-th file, from ``part``); None if nothing is."""
+    manifest = path / "manifest.json"
+    try:
+        files = json.loads(manifest.read_text())["files"]
+        for name in sorted(files)[part::parts]:
+            size, digest = files[name]["bytes"], files[name]["sha256"]
+            if (path / name).stat().st_size != size:
+                return f"{path / name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
+            if _digest(path / name)["sha256"] != digest:
+                return f"{path / name} does not have the SHA-256 that manifest.json says"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{manifest} is not readable ({error})"
+    return None
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(value: Value) -> list[Value]:
+    """Every rank's value, on every rank; with it, all have come this far.
+
+    One rank alone calls no collective, here and in DCP: gloo runs them in threads of its own, and their OpenMP workers
+    would halve the speed of everything that follows on as many cores as there are threads.
+    """
+    values: list[Any] = [value] * _ranks()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _on_all(folder: Path, work: Callable[[], Value]) -> list[Value]:
+    """Every rank's result of its own ``work``, and on every rank the ValueError of the first that cannot write."""
+    result: list[Value] = []
+    fault = ""
+    try:
+        with atomic_files.into(folder):
+            result = [work()]
+    except ValueError as error:
+        fault = str(error)
+    done = _gather((result, fault))
+    first = next((fault for _, fault in done if fault), None)
+    if first is not None:
+        raise ValueError(first)
+    return [value for part, _ in done for value in part]
+
+
+@contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _begin(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    _tidy(partial.parent)
+    partial.mkdir()
+
+
+def _save_tensors(partial: Path, tensors: Tensors) -> None:
+    try:
+        with _single_process_is_fine():
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=_ranks() == 1)
+    except dcp.CheckpointException as error:
+        fault, _ = next(iter(error.failures.values()))
+        if isinstance(fault, OSError) or "inline_container" not in str(fault):
+            raise fault from None
+        # PyTorch's writer of tensors knows only that its file did not become as long as it should be.
+        free = shutil.disk_usage(partial).free
+        raise OSError(errno.ENOSPC, f"a file was written in part only; {free:,} bytes are free") from error
+
+
+def _write_beside(partial: Path, text: str) -> None:
+    _write(partial / f"rng-{_rank():05d}.json", _to_json(random_state()))
+    if _rank() == 0:
+        _write(partial / "state.json", text)
+
+
+def _digests(partial: Path) -> dict[str, Any]:
+    """Of the files that this rank has written."""
+    return {path.name: _digest(path) for path in sorted(partial.iterdir()) if _writer(path.name) == _rank()}
+
+
+def _finish(partial: Path, target: Path, digests: list[dict[str, Any]], keep: int) -> None:
+    _write_manifest(partial, {name: digest for part in digests for name, digest in part.items()})
+    _publish(partial, target)
+    _prune(target.parent, int(target.name.removeprefix("step-")), keep)
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in ``folder``, ascending, damaged ones included."""
+    matches = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _tidy(folder: Path) -> None:
+    """Finish or undo what a killed save left behind; see the module's table of hidden names."""
+    for path in sorted(folder.iterdir()):
+        match = _HIDDEN.fullmatch(path.name)
+        if match and match[2] == "old" and not (folder / match[1]).exists():
+            os.replace(path, folder / match[1])
+        elif match:
+            atomic_files.remove(path)
+    _sync(folder)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():  # a folder cannot be renamed onto one with content
+        os.replace(target, old)
+    os.replace(partial, target)
+    _sync(target.parent)
+    if old.exists():
+        atomic_files.remove(old)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    for outdated in [found for found in _steps(folder) if found <= step][:-keep]:
+        path = folder / f"step-{outdated:08d}"
+        gone = path.with_name(f".{path.name}.gone")
+        os.replace(path, gone)  # so that a half-deleted one is never taken for a checkpoint
+        atomic_files.remove(gone)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new names in ``folder`` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file, from its name: ``__3_0.distcp`` and ``rng-00003.json`` are rank 3's."""
+    match = re.match(r"(?:__|rng-)(\d+)", name)
+    return int(match[1]) if match else 0
+
+
+def _write_manifest(partial: Path, files: dict[str, Any]) -> None:
+    versions = {"nlgrpo": nlgrpo.__version__, "torch": torch.__version__}
+    _write(partial / "manifest.json", json.dumps({"versions": versions, "ranks": _ranks(), "files": files}, indent=1))
+    _sync(partial)
+
+
+def _to_json(value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(
+            f"A checkpoint's state holds texts, numbers, lists and dicts with text keys: {error}."
+        ) from error
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _model_tensors(model: nn.Module) -> Tensors:
+    return _only_tensors({f"model/{name}": value for name, value in get_model_state_dict(model).items()})
+
+
+def _optimizer_tensors(states: dict[str, Any]) -> Tensors:
+    """``{parameter: {"exp_avg": ..}}`` with flat names."""
+    named = {f"optimizer/{name}/{key}": value for name, entry in states.items() for key, value in entry.items()}
+    return _only_tensors(named)
+
+
+def _only_tensors(named: dict[str, Any]) -> Tensors:
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):  # PyTorch would read it back as a pickle
+            raise ValueError(f"{name} is a {type(value).__name__}; a checkpoint holds tensors only.")
+    return named
+
+
+def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    if not optimizer.state:  # get_optimizer_state_dict would make one by a step of size 0, which AdamW counts as a step
+        return _model_tensors(model)
+    states: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    return _model_tensors(model) | _optimizer_tensors(states["state"])
+
+
+def _param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimiser's settings by group, with the parameters' names, in which wrappers leave no trace."""
+    wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+    names = {parameter: wrappers.sub("", name) for name, parameter in model.named_parameters()}
+    if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("The optimiser holds a parameter that is not one of the model's; both are saved together.")
+    return [
+        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        | {"params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    moments = {name: entry for name, entry in stored.items() if name.startswith("optimizer/")}
+    tensors = _model_tensors(model)
+    _check_fit(path, tensors, {name: entry for name, entry in stored.items() if name not in moments})
+    if [group["params"] for group in _param_groups(model, optimizer)] != [group["params"] for group in groups]:
+        raise ValueError(f"{path} has other parameter groups in its optimiser; resume with the same ones.")
+    states = _blank_states(model, optimizer, {name.split("/")[1] for name in moments})
+    _check_fit(path, _optimizer_tensors(states["state"]), moments)
+    with _single_process_is_fine():
+        everything = tensors | _optimizer_tensors(states["state"])
+        dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=_ranks() == 1)
+    set_model_state_dict(model, {name.removeprefix("model/"): value for name, value in tensors.items()})
+    if moments:
+        set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(strict=False))
+    _restore_settings(optimizer, groups)
+
+
+def _blank_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> dict[str, Any]:
+    """A state to load into, for the parameters that had one: without a gradient so far, a parameter has none."""
+    optimizer.state.clear()
+    optimizer.zero_grad(set_to_none=True)  # PyTorch makes no blank state while there are gradients
+    states: dict[str, Any] = get_optimizer_state_dict(model, optimizer) if names else {"state": {}}
+    return {**states, "state": {name: entry for name, entry in states["state"].items() if name in names}}
+
+
+def _restore_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)  # a compiled step holds on to this tensor
+            elif key != "params":
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _check_fit(path: Path, ours: Tensors, stored: dict[str, Any]) -> None:
+    """Same names, shapes and types: a run that resumes with others is another run."""
+    for only, where in ((ours.keys() - stored.keys(), "this run"), (stored.keys() - ours.keys(), "the checkpoint")):
+        if only:
+            raise ValueError(
+                f"{path} does not fit: {min(only)} is only in {where} (one of {len(only)}).\n"
+                "  Resume with the model and optimiser that it was written with, or name another folder to start anew."
+            )
+    for name, tensor in ours.items():
+        there, here = _form(stored[name]), f"{tensor.dtype} {tuple(tensor.shape)}"
+        if there != here:
+            raise ValueError(f"{path} does not fit: {name} is {there} in the checkpoint and {here} in this run.")
+
+
+def _form(entry: TensorStorageMetadata | BytesStorageMetadata) -> str:
+    if isinstance(entry, BytesStorageMetadata):
+        return "a pickle"
+    return f"{entry.properties.dtype} {tuple(entry.size)}"
+
+
+def _restore_random_state(path: Path) -> None:
+    file = path / f"rng-{_rank():05d}.json"
+    if file.exists():
+        set_random_state(json.loads(file.read_text()))
+    else:
+        log.warning("%s was written by fewer ranks: rank %d keeps its own random generators.", path.name, _rank())

@@ -1,0 +1,164 @@
+"""The groups of a step on all ranks: values of the objectives, linearised rewards, and what is logged of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nlgrpo.data.prompt_dataset import Batch, plain_text
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_size
+from nlgrpo.objectives.registry import Objective, linearize_present, per_completion, present, value_present
+from nlgrpo.rewards.reward_functions import Scores
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training.metrics import Sample, rollout_metrics
+from nlgrpo.training.reference_rewards import CalibratedReward
+
+RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # metrics that not every run, or not every step, has
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Rewards and lengths of the global batch, the same on every rank; ``own`` are the prompts of this one.
+
+    Everything that depends on the whole batch is computed from here on every rank alike, so that there is no average of
+    averages: P x M numbers are cheap to gather.
+    """
+
+    # (P, M) float64, of kernels (P, M, M); NaN where the reward abstained and in the groups that are dropped
+    rewards: dict[str, Tensor]
+    calibrated: dict[str, CalibratedReward]  # against the reference's samples, of those rewards that have a transform
+    lengths: Tensor  # (P, M)
+    finished: Tensor  # (P, M)
+    dropped: Tensor  # (P,)
+    own: slice
+    tokens: int  # of prompts and completions
+    logged: dict[str, float]  # what rewards logged, the mean over their calls on all ranks
+    extra: dict[str, list[Any]]  # columns that rewards logged, of this rank's completions
+
+    @classmethod
+    def gather(
+        cls, ranks: Ranks, scores: Scores, rollout: Rollout, calibrated: Mapping[str, CalibratedReward] | None = None
+    ) -> GlobalBatch:
+        """From each rank's share, all of the same size."""
+        device, count = ranks.device, len(rollout.lengths)
+        prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
+        tokens = ranks.sum(rollout.lengths.sum() + prompts)
+
+        def gather(values: Tensor) -> Tensor:
+            return ranks.gather(values.to(device))
+
+        kept = {name: values.clone() for name, values in scores.values.items()}
+        for values in kept.values():
+            values[scores.skipped] = torch.nan
+        return cls(
+            rewards={name: gather(values) for name, values in kept.items()},
+            calibrated={name: own.without(scores.skipped).map(gather) for name, own in (calibrated or {}).items()},
+            lengths=ranks.gather(rollout.lengths),
+            finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
+            dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
+            own=slice(ranks.rank * count, (ranks.rank + 1) * count),
+            tokens=int(tokens),
+            logged=_mean_over(ranks.gather_objects(scores.metrics)),
+            extra=scores.extra,
+        )
+
+    def objective_inputs(self) -> dict[str, Tensor]:
+        """What the objectives see of each reward."""
+        return self.rewards | {name: own.values for name, own in self.calibrated.items()}
+
+    def values(self, objectives: Mapping[str, Objective]) -> Tensor:
+        """(m, P) R_i at each prompt; NaN where the reward was not given."""
+        return torch.stack([value_present(objectives[name], r) for name, r in self.objective_inputs().items()])
+
+    def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
+        """(m, P, M) first variation of every R_i at its group, less its baseline; 0 where the reward abstained."""
+        return torch.stack(
+            [linearize_present(objectives[name], r, baseline) for name, r in self.objective_inputs().items()]
+        )
+
+    def has_reward(self, objectives: Mapping[str, Objective], weights: Mapping[str, float]) -> Tensor:
+        """(P, M) bool: whether a reward that has a weight says something of the completion; not in dropped groups."""
+        objective_inputs = {name: r for name, r in self.objective_inputs().items() if weights[name] != 0}
+        return torch.stack([present(objectives[name], r) for name, r in objective_inputs.items()]).any(0)
+
+    def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
+        """(P, M) of every reward, for people: of a kernel, each completion's share in the diversity of its group."""
+        return {name: per_completion(objectives[name], r) for name, r in self.rewards.items()}
+
+    def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
+        """(P, M) from linearised rewards that have their baselines.
+
+        0 in the groups that are dropped, which a scale of the batch does not see.
+        """
+        out = torch.zeros_like(linear)
+        out[~self.dropped] = advantages(linear[~self.dropped], scale=scale, baseline="none")
+        return out
+
+    def metrics(
+        self,
+        value: Tensor,
+        values: Tensor,
+        scores: Mapping[str, Tensor],
+        weights: Mapping[str, float],
+        advantages: Tensor,
+    ) -> dict[str, float]:
+        """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient.
+
+        ``scores`` are those of the method. ``value`` is that of the aggregate: a scalar, or (P,) one for each prompt.
+        """
+        means = values.nanmean(-1)
+        out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
+        out["objective/aggregate"] = float(value.nanmean())
+        out |= {f"win_rate/{name}": float(own.ranks.nanmean()) for name, own in self.calibrated.items()}
+        out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
+        out["rewards/dropped_groups"] = float(self.dropped.sum())
+        return out | rollout_metrics(scores, weights, self.lengths, self.finished)
+
+    def with_logged(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """``stats`` and what rewards logged; what is named like the run's own comes as ``logged/NAME``."""
+        own = {*RUN_METRICS, *(name.partition("/")[0] for name in stats)}
+        new = {f"logged/{name}" if name.partition("/")[0] in own else name: x for name, x in self.logged.items()}
+        return {**stats, **new}
+
+    def samples(
+        self,
+        batch: Batch,
+        texts: Sequence[str],
+        scores: Mapping[str, Tensor],
+        linear: Tensor,
+        advantages: Tensor,
+        shown: int = 4,
+    ) -> list[Sample]:
+        """The first completions of this rank's first prompt with their rewards, linearised rewards and advantages."""
+        first, rows = self.own.start, range(min(shown, self.lengths.shape[1]))
+        return [
+            Sample(
+                prompt=plain_text(batch.prompts[0]),
+                completion=texts[j],
+                rewards={name: float(r[first, j]) for name, r in scores.items()},
+                linearized={name: float(x[first, j]) for name, x in zip(scores, linear, strict=True)},
+                advantage=float(advantages[first, j]),
+                extra={name: _plain(column[j]) for name, column in self.extra.items()},
+            )
+            for j in rows
+        ]
+
+
+def _plain(value: object) -> object:
+    """What a file of samples can hold of a logged value."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The mean of each name's values in all parts."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    found = {name: [value for part in parts for value in part.get(name, ())] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}

@@ -1,0 +1,327 @@
+"""``nlgrpo value``: fit a value model to what completions came to (``train``), or to a sum of others (``compress``).
+
+On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli value train values.toml``.
+
+Legend: S states (`nlgrpo.model.value_model`) in a batch, whose rows are those of the examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor
+
+from nlgrpo.config.value_config import ValueConfig, check, from_arguments
+from nlgrpo.engine.builders import compute_dtype, load_tokenizer
+from nlgrpo.engine.rollouts.store import same_ids
+from nlgrpo.model import decoder, reward_model
+from nlgrpo.model.architectures import shape_of
+from nlgrpo.model.attention import implementation
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.fsdp import shard
+from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
+from nlgrpo.model.value_model import as_values, kind_of, outputs, set_kind
+from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training.losses.gae import lambda_returns
+from nlgrpo.training.scalar_heads import trainer, value_dataset
+from nlgrpo.training.scalar_heads.value_dataset import Outcomes
+
+PARTS = 5  # of a completion, whose values are looked at by themselves
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A value model that another learns from, and its beta."""
+
+    path: str
+    model: Decoder
+    beta: float
+
+
+@dataclass(kw_only=True)
+class ValueTrainer(trainer.Trainer):
+    """Everything that the loop works with."""
+
+    config: ValueConfig
+    outcomes: Outcomes
+    held_out: Outcomes | None
+    teachers: list[Teacher]
+
+    RESULTS = "value.json"
+    SHOWN = (("loss", "loss {:.4f}"), ("explained_variance", "explained {:.3f}"),
+             ("held_out/explained_variance", "held out {:.3f}"), ("perf/tokens_per_s", "{:,.0f} tok/s"))  # fmt: skip
+    WATCHED = ("mse", "explained_variance")
+
+    @property
+    def examples(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def per_step(self) -> int:
+        return self.config.train.completions
+
+    @property
+    def tested(self) -> bool:
+        return self.held_out is not None
+
+    def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
+        """This rank's share of ``rows``, packed with all their states; as many micro-batches on every rank."""
+        own, device = rows[self.ranks.share(len(rows))], self.ranks.device
+        packed = pack(outcomes.prompts, outcomes.open_ended, own, self.micro_batch_tokens, device)
+        return self.pad_micro_batches(packed, empty_micro_batch)
+
+    def totals(self) -> _Totals:
+        return _Totals(self.ranks)
+
+    def losses(self, rows: Sequence[int], totals: _Totals) -> Iterator[Tensor]:
+        """The loss of a step is the mean over the states of its completions (Eq. 7, Eq. 49)."""
+        states = sum(len(self.outcomes.completions[i]) + 1 for i in rows)
+        for batch in self.batches(self.outcomes, rows):
+            raw = outputs(self.model, batch)
+            found = as_values(raw.detach(), self.config.loss.kind)
+            targets = self.targets(self.outcomes, batch, found, self.config.loss.lam)
+            if self.config.loss.kind == "bce":
+                each = F.binary_cross_entropy_with_logits(raw, targets.to(raw), reduction="none")
+            else:
+                each = (raw - targets.to(raw)).square()
+            yield each.sum() / states
+            totals.add(each.detach(), found, targets, batch)
+
+    def targets(self, outcomes: Outcomes, batch: MicroBatch, values: Tensor, lam: float) -> Tensor:
+        """(S,) float64 that the states' ``values`` (S,) are to become.
+
+        `lambda_returns` of the rewards; of a compressed model, the sum of the teachers' values (Eq. 10). Collective, as
+        the teachers are sharded: each reads every batch, an empty one too.
+        """
+        if self.teachers:
+            with torch.no_grad():
+                each = [values_of(batch, t.model).double() / t.beta for t in self.teachers]
+            return torch.stack(each).sum(0)
+        gamma, rewards, device = self.config.loss.gamma, outcomes.rewards, values.device
+        if not len(values) or lam == gamma == 1:  # the reward itself, whatever the values are
+            return rewards[batch.row.cpu()].to(device)
+        known, place = batch.row.unique(return_inverse=True)
+        own, lengths = rewards[known.cpu()].to(device), outcomes.lengths[known.cpu()].to(device)
+        grid = torch.zeros(len(known), int(lengths.max()) + 1, dtype=torch.float64, device=device)
+        grid[place, batch.offset] = values.double()
+        return lambda_returns(grid, own, lengths, gamma=gamma, lam=lam)[place, batch.offset]
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """How well values predict the discounted rewards of held-out completions (or the sum of the teachers' values).
+
+        Whatever lambda values are fitted with: what they are fitted to moves with them.
+        """
+        if self.held_out is None:
+            return {}
+        sums = torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=self.ranks.device)
+        for batch in self.batches(self.held_out, range(len(self.held_out))):
+            found = values_of(batch, self.model)
+            sums += _sums_by_part(self.held_out, batch, found, self.targets(self.held_out, batch, found, 1.0))
+        return evaluated(self.ranks.sum(sums))
+
+    def plan(self) -> Table:
+        return plan(self)
+
+    def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table:
+        return results_table(before, after)
+
+
+def values_of(batch: MicroBatch, model: Decoder) -> Tensor:
+    """(S,) of the states of a batch."""
+    return as_values(outputs(model, batch), kind_of(model))
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+SUMS = ("states", "target", "target_squared", "residual_squared")
+
+
+class _Totals:
+    """Sums over micro-batches, reduced over ranks once at the end of a step."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.sums = torch.zeros(len(SUMS) + 3, dtype=torch.float64, device=ranks.device)
+
+    def add(self, losses: Tensor, values: Tensor, targets: Tensor, batch: MicroBatch) -> None:
+        if len(losses):
+            more = [losses.double().sum(), values.double().sum(), losses.new_tensor(float(len(batch.tokens))).double()]
+            self.sums += torch.cat([_sums(values, targets), torch.stack(more)])
+
+    def metrics(self) -> dict[str, float]:
+        *sums, loss, value, tokens = self.ranks.sum(self.sums).tolist()
+        found = dict(zip(SUMS, sums, strict=True))
+        states = found["states"]
+        return {
+            "loss": loss / states,
+            "value_mean": value / states,
+            "target_mean": found["target"] / states,
+            "explained_variance": _explained(found) or 0.0,
+            "tokens": tokens,
+        }
+
+
+def _sums(values: Tensor, targets: Tensor) -> Tensor:
+    values, targets = values.double(), targets.double()
+    count = targets.new_tensor(float(len(targets)))
+    return torch.stack([count, targets.sum(), targets.square().sum(), (targets - values).square().sum()])
+
+
+def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, targets: Tensor) -> Tensor:
+    """(PARTS, 4) sums of the states in each part of their completions."""
+    if not len(batch.row):
+        return torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=values.device)
+    length = outcomes.lengths[batch.row.cpu()].to(values.device)
+    length = length.clamp(min=1)  # of a completion without a token all is one part
+    part = (batch.offset * PARTS // length).clamp(max=PARTS - 1)
+    return torch.stack([_sums(values[part == i], targets[part == i]) for i in range(PARTS)])
+
+
+def _explained(sums: dict[str, float]) -> float | None:
+    """1 - residual / variance; None where all targets are one."""
+    spread = sums["target_squared"] - sums["target"] ** 2 / sums["states"] if sums["states"] else 0.0
+    return 1 - sums["residual_squared"] / spread if spread > 1e-12 * max(sums["target_squared"], 1e-300) else None
+
+
+def evaluated(sums: Tensor) -> dict[str, Any]:
+    """From sums (PARTS, 4) over states: mean squared error and explained variance, of all and part by part."""
+
+    def worth(found: Tensor) -> dict[str, Any]:
+        named = dict(zip(SUMS, found.tolist(), strict=True))
+        states = int(named["states"])
+        error = named["residual_squared"] / states if states else None
+        return {"states": states, "mse": error, "explained_variance": _explained(named)}
+
+    return worth(sums.sum(0)) | {"parts": [worth(part) for part in sums]}
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
+    """Read tokenizer, rollouts and weights. Raises ValueError for whatever of the configuration cannot be run."""
+    check(cfg)
+    source = reward_model.locate(cfg.model.path)[0]
+    tokenizer = load_tokenizer(source)
+    longest = trainer.max_length(cfg.model.path, cfg.data.max_length)
+    outcomes = value_dataset.load(
+        cfg.data.rollouts,
+        tokenizer,
+        rewards=cfg.data.rewards,
+        weights=cfg.data.weights,
+        max_length=longest,
+        judged=not cfg.compress.values,
+    )
+    if not outcomes.rewards.square().sum().isfinite():
+        raise ValueError(f"rewards of up to {outcomes.rewards.abs().max().item():g} are too large to be squared")
+    if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
+        low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
+        raise ValueError(f"loss.kind = 'bce' is for rewards in [0, 1], and these are in [{low:g}, {high:g}]")
+    known, largest, held_out = shape_of(decoder.read_config(source)).vocab, outcomes.largest, None
+    if largest >= known:
+        raise ValueError(f"{cfg.model.path} has a vocabulary of {known:,}, and rollouts have the token id {largest:,}")
+    if cfg.evaluation.prompts:
+        outcomes, rest = outcomes.split(cfg.evaluation.prompts)
+        held_out = rest if len(rest) else None
+        if not len(outcomes):
+            raise ValueError(
+                f"there is nothing to learn from beside what is held out, {rest!r}; see evaluation.prompts"
+            )
+    run = ValueTrainer(
+        outcomes=outcomes, held_out=held_out, teachers=[], **trainer.begin(cfg, ranks, tokenizer, longest)
+    )
+    set_kind(run.model, cfg.loss.kind)
+    betas = cfg.compress.betas or (1.0,) * len(cfg.compress.values)
+    run.teachers = [_teacher(path, beta, run) for path, beta in zip(cfg.compress.values, betas, strict=True)]
+    return run
+
+
+def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
+    compute = compute_dtype(run.config.model.dtype, run.ranks.device)
+    model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device)
+    if not trained:
+        raise ValueError(f"compress.values: {path} is no value model; it has no head of one output")
+    if not same_ids(load_tokenizer(reward_model.locate(path)[0]), run.tokenizer):
+        raise ValueError(f"compress.values: {path} has another tokenizer than {run.config.model.path}")
+    if model.shape.vocab < run.model.shape.vocab or model.shape.context < run.max_length:
+        raise ValueError(
+            f"compress.values: {path} has a vocabulary of {model.shape.vocab:,} and a context of "
+            f"{model.shape.context:,} tokens, and has to read texts of up to {run.max_length:,} in a vocabulary of "
+            f"{run.model.shape.vocab:,}"
+        )
+    return Teacher(path, shard(model.requires_grad_(False), run.ranks, compute), beta)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``value train ...``, ``value compress ...``; see `trainer.command`."""
+
+    def launch(rest: Sequence[str], dry_run: bool, *, compress: bool) -> None:
+        trainer.launch(from_arguments(rest, compress=compress), build, dry_run=dry_run)
+
+    modes = {
+        "train": lambda rest, dry_run: launch(rest, dry_run, compress=False),
+        "compress": lambda rest, dry_run: launch(rest, dry_run, compress=True),
+    }
+    return trainer.command(arguments, "value", modes)
+
+
+def plan(run: ValueTrainer) -> Table:
+    """What is going to happen; what ``--dry-run`` prints."""
+    cfg, shape = run.config, run.model.shape
+    count = sum(p.numel() for p in run.model.parameters())
+    head = "its own head" if run.trained else f"a new head, seed {cfg.train.seed}"
+    rows = {
+        "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
+        f"{str(run.compute).removeprefix('torch.')})",
+        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, attention by "
+        f"{implementation(run.ranks.device.type, run.compute)}",
+        "data": f"{run.outcomes!r}",
+        "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
+        "target": _target(run),
+        "loss": "cross-entropy of sigmoid(V)" if cfg.loss.kind == "bce" else "(V - target)^2",
+        "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.completions} completions, "
+        f"{cfg.train.epochs:g} epochs; learning rate {cfg.optim.lr:g} {cfg.optim.schedule}",
+        "folder": str(run.folder),
+    }
+    return named_lines("plan", rows)
+
+
+def _target(run: ValueTrainer) -> str:
+    if run.teachers:
+        return " + ".join(f"{teacher.path} / {teacher.beta:g}" for teacher in run.teachers)
+    data, loss = run.config.data, run.config.loss
+    weights = data.weights or (1.0,) * len(data.rewards)
+    named = (
+        " + ".join(f"{w:g} {name}" for name, w in zip(data.rewards, weights, strict=True)) or "the sum of all rewards"
+    )
+    plain = loss.lam == loss.gamma == 1
+    return named if plain else f"{named}, lambda-return of lambda {loss.lam:g} and gamma {loss.gamma:g}"
+
+
+def results_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """The table that ends a run: how much of the held-out rewards values explain, part by part of the completions."""
+    table = Table(title=f"{after['states']:,} prefixes held out", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("mean squared error", *(f"{x['mse']:.4f}" for x in (before, after)))
+    table.add_row("explained variance", *(_share(x["explained_variance"]) for x in (before, after)))
+    for i, parts in enumerate(zip(before["parts"], after["parts"], strict=True)):
+        span = f"  {100 * i // PARTS}% to {100 * (i + 1) // PARTS}% of the tokens"
+        table.add_row(span, *(_share(part["explained_variance"]) for part in parts))
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3f}"

@@ -1,0 +1,89 @@
+"""The manifest of a sweep, ``sweep.json``: what has become of every point of the grid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from nlgrpo import __version__
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.runtime.atomic_files import atomic_write
+
+FILE = "sweep.json"
+State = Literal["waiting", "running", "done", "failed", "stopped"]
+
+
+@dataclass
+class Point:
+    """One run of a sweep: its values of what varies, its folder, and what has become of it."""
+
+    overrides: dict[str, Any]
+    folder: Path
+    state: State = "waiting"
+    status: int | None = None  # exit status, negative for the signal that killed it
+    seconds: float = 0.0  # of all its processes that ended under the sweep's eyes
+    error: str = ""  # the last line of it
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder.parent / "logs" / f"{self.name}.log"
+
+    def finished(self) -> bool:
+        """Whether its folder holds the evaluation that ends a run."""
+        try:
+            return "after" in read_evaluation(self.folder)
+        except ValueError:
+            return False
+
+
+@dataclass
+class SweepState:
+    """What ``sweep.json`` holds: ``base`` is the configuration without what varies."""
+
+    folder: Path
+    base: dict[str, Any]
+    points: list[Point]
+
+    def write(self) -> None:
+        points = [{**vars(point), "folder": point.name} for point in self.points]
+        whole = {"nlgrpo": __version__, "base": self.base, "points": points}
+        atomic_write(self.folder / FILE, json.dumps(whole, indent=1) + "\n")
+
+
+def read_sweep_state(folder: Path) -> list[Point]:
+    """The points of the sweep in ``folder``. Raises ValueError where its sweep.json is missing or damaged."""
+    return read(Path(folder)).points
+
+
+def read(folder: Path) -> SweepState:
+    """The whole manifest; errors as in `read_sweep_state`."""
+    path = folder / FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; give the folder that `nlgrpo sweep` wrote")
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        points = [_point(folder, values) for values in data["points"]]
+        if not points or not isinstance(data["base"], dict):
+            raise ValueError("it holds no points, or no base")
+        return SweepState(folder, data["base"], points)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); sweep into another folder") from error
+
+
+def _point(folder: Path, values: Mapping[str, Any]) -> Point:
+    name = values["folder"]
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+        raise ValueError(f"{name!r} is no name of a folder")
+    point = Point(**{**values, "folder": folder / name})
+    if point.state not in get_args(State) or not isinstance(point.overrides, dict):
+        raise ValueError(f"{name} is in the state {point.state!r}, with the values {point.overrides!r}")
+    if not isinstance(point.seconds, int | float) or not isinstance(point.error, str):
+        raise ValueError(f"{name} took {point.seconds!r} s and ended with {point.error!r}")
+    return point

@@ -1,0 +1,122 @@
+"""The table of Kolmogorov-Smirnov tests against SciPy's, against their nominal level, and against a printed one."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom, ks_2samp
+
+from nlgrpo.calibration.kolmogorov_smirnov import COLUMNS, ks_table
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_choices_are_of_the_prompts_own_samples():
+    """Which samples were taken is not told: the mean distance must be one that some choice of them has."""
+    rewards = normal(4, 8).round(decimals=1)  # with ties
+    (row,) = ks_table(rewards, (3, 8), nested=True)
+    seen = [[ks_2samp(three, x).statistic for three in itertools.combinations(x, 3)] for x in rewards.tolist()]
+    sums = {round(sum(choice), 9) for choice in itertools.product(*map(set, seen))}
+    assert round(4 * row.distance, 9) in sums
+    (same,) = ks_table(rewards[:, :1].expand(4, 12), (6, 6))
+    assert (same.rejected, same.distance) == (0, 0)
+
+
+def test_rows_are_those_of_scipy(monkeypatch):
+    """With the samples left in their order, the test of each prompt is SciPy's."""
+    monkeypatch.setattr("nlgrpo.calibration.kolmogorov_smirnov._shuffled", lambda rewards, seed: rewards)
+    rewards = normal(60, 90)
+    rewards[:, :25] += torch.linspace(0, 1.5, 60)[:, None]
+    rewards[::3] = rewards[::3].round()
+    rows = ks_table(rewards, (50, 25, 40), 0.1)
+    assert [(row.smaller, row.larger) for row in rows] == [(25, 40), (25, 50), (40, 50)]
+    for row in rows:
+        m, n = row.smaller, row.larger
+        truth = [ks_2samp(x[:m], x[m : m + n], method="exact") for x in rewards.numpy()]
+        few = [t for t in truth if t.pvalue <= 0.1]
+        assert row.rejected == len(few) > 0
+        assert row.rate == len(few) / 60
+        assert row.statistic == pytest.approx(np.mean([t.statistic for t in few]))
+        assert row.p_value == pytest.approx(np.mean([t.pvalue for t in few]), rel=1e-9)
+        assert row.distance == pytest.approx(np.mean([t.statistic for t in truth]))
+
+
+def exact_level(m, n, alpha):
+    """The rate at which a test of this level rejects, by counting orders of m + n samples that keep the CDFs near.
+
+    An order is a path from (0, 0) to (m, n); its distance is a multiple of 1/lcm(m, n), so that p-values have steps.
+    """
+    orders, least = math.comb(m + n, n), math.lcm(m, n)
+    for distance in range(least + 1):
+        near = [[1] + n * [0] for _ in range(m + 1)]
+        for i, j in itertools.product(range(m + 1), range(n + 1)):
+            if i + j:
+                ways = (near[i - 1][j] if i else 0) + (near[i][j - 1] if j else 0)
+                near[i][j] = ways if abs(i * n - j * m) * least < distance * m * n else 0
+        level = 1 - near[m][n] / orders
+        if level <= alpha:
+            return level
+
+
+def test_samples_of_one_distribution_are_rejected_at_the_level():
+    P = 3000
+    rewards = normal(P, 90)
+    for alpha in (0.05, 0.2):
+        (row,) = ks_table(rewards, (30, 60), alpha)
+        level = exact_level(30, 60, alpha)
+        assert alpha / 2 < level <= alpha
+        assert binom.ppf(1e-4, P, level) <= row.rejected <= binom.ppf(1 - 1e-4, P, level)
+
+
+def test_samples_that_are_not_alike_are_seen():
+    drifting = normal(200, 100) + torch.linspace(0, 3, 100)
+    (row,) = ks_table(drifting, (50, 50))
+    assert row.rate <= 0.1  # taken at random, they are of one mixture
+    assert row.distance < 0.25
+
+
+@pytest.mark.parametrize(("M", "printed"), [(20, 0.0402), (100, 0.0114), (200, 0.0006)])
+def test_part_of_the_samples_against_all_of_them_is_the_table_of_the_paper(M, printed):
+    """5,000 prompts whose rewards are noise have the rejection rates that vBoN prints in Table 1, M of 600."""
+    (row,) = ks_table(normal(5000, 600).float(), (M, 600), nested=True)
+    arithmetic = 2 * math.exp(-2 * 1.358**2 * (600 + M) / (600 - M))
+    assert row.rate == pytest.approx(printed, abs=4 * math.sqrt(2 * arithmetic / 5000))
+    assert row.rate == pytest.approx(arithmetic, abs=4 * math.sqrt(arithmetic / 5000))
+
+
+def test_choice_of_samples_depends_on_the_seed_alone():
+    rewards = normal(50, 30)
+    first, again, other = (ks_table(rewards, (10, 15), seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert ks_table(rewards.float(), (10, 15)) == ks_table(rewards.float(), (15, 10))
+
+
+def test_cells():
+    rows = ks_table(torch.arange(40.0).view(2, 20), (3, 20), nested=True)
+    assert len(rows[0].cells()) == len(COLUMNS)
+    assert rows[0].cells()[:6] == ("3", "20", "0 of 2", "0.00%", "-", "-")
+    far = ks_table(normal(400, 40), (20, 20), 0.3)[0]
+    assert far.cells()[2:4] == (f"{far.rejected} of 400", f"{far.rejected / 4:.2f}%")
+    assert far.cells()[4:6] == (f"{far.statistic:.2f}", f"{far.p_value:.3f}")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "says"),
+    [
+        (normal(3), {"sizes": (1, 1)}, r"\(P, K\), .* got \(3,\)"),
+        (normal(3, 0), {"sizes": (1, 1)}, r"got \(3, 0\)"),
+        (torch.tensor([[0.0, 1.0], [2.0, math.nan]]), {"sizes": (1, 1)}, r"rewards\[1, 1\] is NaN"),
+        (normal(2, 9), {"sizes": (5,)}, "two or more"),
+        (normal(2, 9), {"sizes": (0, 5)}, "at least 1"),
+        (normal(2, 9), {"sizes": (4, 6)}, "4 against 6 needs 10 samples of a prompt, got 9; .* nested=True"),
+        (normal(2, 9), {"sizes": (4, 10), "nested": True}, "4 against 10 needs 10 .* got 9; draw more"),
+        (normal(2, 9), {"sizes": (4, 4), "alpha": 5}, "alpha=5"),
+    ],
+)
+def test_refused(rewards, options, says):
+    with pytest.raises(ValueError, match=says):
+        ks_table(rewards, **options)

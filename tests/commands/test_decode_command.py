@@ -1,0 +1,418 @@
+"""``nlgrpo decode``: every way against the engine, the search or a loop over transformers' model; what is kept."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from helpers import EOS, tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from nlgrpo import cli
+from nlgrpo.commands import decode as decoding
+from nlgrpo.commands import decode_methods
+from nlgrpo.engine import guided_search
+from nlgrpo.engine.generation import generate
+from nlgrpo.engine.guided_search import Search
+from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.rollouts.store import digest_of_prompt
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import decoder, reward_model
+from nlgrpo.rewards.builtin import final_answer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [f"w{i} w{(3 * i + 1) % 28}" for i in range(10)]
+HELD = PROMPTS[-3:]
+LENGTH = 6
+SEED = 1 << 62
+REWARDS = """
+def low(completion_ids, **_):
+    return [sum((7 * i) % 11 for i in ids) / 6 for ids in completion_ids]
+
+def begins(prompts, completions, **_):
+    return [float(c.split()[:1] == p.split()[:1]) for p, c in zip(prompts, completions)]
+
+def silent(completion_ids, **_):
+    return [None for _ in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "policy", "gpt2", scale=0.3)
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    for seed, name in enumerate(("one", "two")):
+        tiny_model(root / "base", "gpt2", seed=seed + 1)
+        value, _ = reward_model.load(str(root / "base"), seed=seed)
+        with torch.no_grad():
+            value.head.weight.mul_(5.0)
+        reward_model.save(value, root / name, tokenizer=tokenizer, pad=0, max_length=64)
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+def arguments(work, out, *more, **changes):
+    options = {
+        "model.path": work / "policy",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "data.shuffle": "false",
+        "rollout.max_new_tokens": LENGTH,
+        "rollout.max_rows": 8,
+        "evaluation.prompts": len(HELD),
+        "rewards.low.function": f"{work / 'rewards.py'}:low",
+        "rewards.low.weight": 2.0,
+        "rewards.begins.function": f"{work / 'rewards.py'}:begins",
+        "guide": (work / "one", work / "two"),
+        "betas": (1.0, 0.5),
+        "methods": ("bon", "iro"),
+        "budgets": (4,),
+        "chunk": 2,
+        "out": work / out,
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    given = []
+    for name, value in options.items():
+        given += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else (str(value),))]
+    return ["decode", "blank", *given, *more]
+
+
+def results(work, out):
+    return {(row["method"], row["budget"]): row for row in json.loads((work / out / "decode.json").read_text())}
+
+
+def worth(prompt, ids, tokenizer):
+    """The weighted sum of the rewards, by hand."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return 2.0 * sum((7 * i) % 11 for i in ids) / 6 + float(text.split()[:1] == prompt.split()[:1])
+
+
+def loaded(work):
+    return decoder.load(work / "policy", dtype=torch.float64), AutoTokenizer.from_pretrained(work / "policy")
+
+
+def test_best_of_n_and_searches_are_theirs(work):
+    methods = ("bon", "iro", "iro:1", "cd")
+    assert cli.main(arguments(work, "all", methods=methods, budgets=(4, 6))) == 0
+    found, (model, tokenizer) = results(work, "all"), loaded(work)
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    for budget in (4, 6):
+        rollout = generate(model, ids, budget, sampling, seed=SEED)
+        own = rollout.completion_ids()
+        best = [max(worth(p, c, tokenizer) for c in own[i * budget : (i + 1) * budget]) for i, p in enumerate(HELD)]
+        assert found["bon", budget]["rewards"] == pytest.approx(best)
+        assert found["bon", budget]["tokens"] == int(rollout.lengths.sum())
+        assert (found["bon", budget]["queries"], found["bon", budget]["reward_queries"]) == (0, 3 * budget)
+        for method, values, search in (
+            ("iro", 2, Search(2, budget // 2, 2)),
+            ("iro:1", 1, Search(2, budget // 2, 2)),
+            ("cd", 1, Search(1, budget, 2, diverse=False)),
+        ):
+            paths, betas = [work / "one", work / "two"][:values], [1.0, 0.5][:values]
+            guides = guided_responses.load_values(paths, betas, tokenizer, sampling)
+            candidates, cost = guided_search.search(model, ids, search, sampling, guides, seed=SEED)
+            best = [max(worth(p, c.tokens, tokenizer) for c in own) for p, own in zip(HELD, candidates, strict=True)]
+            row = found[method, budget]
+            assert row["rewards"] == pytest.approx(best), method
+            assert (row["tokens"], row["queries"]) == (cost.tokens, cost.queries)
+            assert row["reward_queries"] == sum(map(len, candidates))  # each once, whatever places it takes
+            samples = math.log10(budget ** (LENGTH / 2))  # of best-of-N that is worth as much (Eq. 43)
+            queries = values * budget * LENGTH / 2
+            expected = {"tokens": budget * LENGTH, "value_queries": queries, "log10_samples": samples}
+            assert row["theory"] == pytest.approx(expected)
+            paired = torch.tensor(best) - torch.tensor(found["bon", budget]["rewards"])
+            assert row["over_bon"][0] == pytest.approx(paired.mean().item(), abs=1e-6)
+    assert found["bon", 4]["theory"] == {"tokens": 4 * LENGTH, "reward_queries": 4}  # Eq. 36
+    assert found["bon", 4]["peak_bytes"] is None  # on a GPU alone
+    count = sum(p.numel() for p in reward_model.load(str(work / "one"))[0].parameters())
+    assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] == 2 * 8 * count  # float64, as asked
+    assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
+
+
+@pytest.mark.parametrize(("weight", "choose"), [(-3.0, "reward"), (-0.5, "reward"), (-3.0, "value"), (0.0, "reward")])
+def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
+    """Khanov et al. 2024, Eq. 4, "greedy": of the N likeliest next tokens the one with the largest log p + w r."""
+    out, N, stops, temperature = f"args {weight} {choose}", 12, (EOS, 30), 4.0
+    options = {"methods": (f"args:{weight:g}",), "budgets": (N,), "choose": choose}
+    options |= {"rollout__stop_ids": stops, "rollout__temperature": temperature}
+    assert cli.main(arguments(work, out, **options)) == 0
+    row, tokenizer = results(work, out)[f"args:{weight:g}", N], AutoTokenizer.from_pretrained(work / "policy")
+    theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
+    asked, beams = 0, []
+    for prompt, given in zip(HELD, row["rewards"], strict=True):
+        ids, beam = tokenizer(prompt).input_ids, []
+        while True:
+            logp = (theirs(torch.tensor([[*ids, *beam]])).logits[0, -1] / temperature).log_softmax(-1)
+            candidates = [[*beam, token] for token in logp.topk(N).indices.tolist()]
+            scores = [logp[c[-1]].item() + weight * worth(prompt, c, tokenizer) for c in candidates]
+            asked += N
+            if len(beam) + 1 == LENGTH:
+                break
+            beam = candidates[max(range(N), key=lambda i: scores[i])]
+            if beam[-1] in stops:
+                candidates, scores = [beam], [0.0]
+                asked += choose == "reward"
+                break
+        beams.append(beam)
+        rewards = [worth(prompt, c, tokenizer) for c in candidates]
+        assert given == pytest.approx(max(rewards) if choose == "reward" else rewards[scores.index(max(scores))])
+    assert (row["queries"], row["reward_queries"]) == (0, asked)
+    assert row["theory"]["reward_queries"] == N * LENGTH
+    likeliest = all(set(beam) == {25} for beam in beams)
+    assert likeliest == (weight == 0)  # or the reward has chosen
+    assert any(beam[-1] in stops for beam in beams) == (weight == -3)
+
+
+def test_args_where_prompts_have_other_numbers_of_tokens(work):
+    """A filter leaves one more than another; what a loop by hand chooses, and as many rewards as there are tokens."""
+    options = {"methods": ("args:0",), "budgets": (9,), "rollout__top_p": 0.8, "rollout__max_new_tokens": 1}
+    assert cli.main(arguments(work, "filtered", **options)) == 0
+    row, tokenizer = results(work, "filtered")["args:0", 9], AutoTokenizer.from_pretrained(work / "policy")
+    theirs, counts = AutoModelForCausalLM.from_pretrained(work / "policy").double(), []
+    for prompt, given in zip(HELD, row["rewards"], strict=True):
+        probs, tokens = theirs(torch.tensor([tokenizer(prompt).input_ids])).logits[0, -1].softmax(-1).sort()
+        kept = tokens[probs.cumsum(0) > 1 - 0.8].flip(0)[:9].tolist()
+        counts.append(len(kept))
+        assert given == pytest.approx(max(worth(prompt, [token], tokenizer) for token in kept))
+    assert len(set(counts)) > 1
+    assert (row["tokens"], row["reward_queries"]) == (sum(counts), sum(counts))
+
+
+def test_the_majority_answers(work):
+    options = {"methods": ("bon",), "budgets": (6,), "choose": "majority", "train__seed": 4}
+    assert cli.main(arguments(work, "majority", **options)) == 0
+    found, (model, tokenizer) = results(work, "majority")["bon", 6], loaded(work)
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    own = generate(model, ids, 6, sampling, seed=SEED ^ 4).completion_ids()
+    first = []
+    for i, (prompt, given) in enumerate(zip(HELD, found["rewards"], strict=True)):
+        rows = own[6 * i : 6 * i + 6]
+        answers = [final_answer(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+        most = max((a for a in answers if a is not None), key=answers.count, default=None)
+        first.append(answers.index(most))
+        assert given == pytest.approx(worth(prompt, rows[first[-1]], tokenizer))
+    assert all(first)  # not the first candidate
+    assert found["reward_queries"] == 0
+
+
+def test_repeats_and_what_is_trained_on_are_left_out(work, capsys):
+    """Of five prompts that are held out one stands there twice, and one is a prompt of training."""
+    rows = [*PROMPTS[:5], "w20 w21", PROMPTS[1], "w22", "w20 w21", "w23"]
+    (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
+    options = {"data__source": work / "repeats.jsonl", "evaluation__prompts": 5, "methods": ("bon",)}
+    assert cli.main(arguments(work, "repeats", **options)) == 0
+    assert "3 that runs hold out (2 left out" in " ".join(capsys.readouterr().out.split())
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in ("w20 w21", "w22", "w23")]
+    assert results(work, "repeats")["bon", 4]["prompts"] == kept
+    (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2] * 2))
+    assert cli.main(arguments(work, "none", **options | {"evaluation__prompts": 2})) == 1
+    assert "every prompt that is held out is among those of training" in capsys.readouterr().err
+
+
+def test_what_values_have_learned_from_is_left_out(work, tmp_path, capsys):
+    """Values fitted to rollouts of prompts that another configuration holds out; also where their folder has moved."""
+    common = ["--model.dtype=float64", f"--data.source={work / 'prompts.jsonl'}", "--data.shuffle=false"]
+    common += [f"--model.path={work / 'policy'}", f"--rewards.low.function={work / 'rewards.py'}:low"]
+    learn = ["--iterations=1", "--samples=2", "--chunk=2", "--no-compress", "--value.epochs=1", "--value.held-out=1"]
+    drawn = ["--rollout.max_new_tokens=4", "--evaluation.prompts=2"]
+    assert cli.main(["iro", "blank", *common, *learn, *drawn, f"--out={tmp_path / 'loop'}"]) == 0
+    options = {"guide": tmp_path / "loop", "betas": (), "evaluation__prompts": 4}
+    capsys.readouterr()
+    assert cli.main(arguments(work, tmp_path / "known", **options)) == 0
+    assert "2 that runs hold out (2 left out: repeats, or learned from)" in " ".join(capsys.readouterr().out.split())
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in PROMPTS[-2:]]
+    assert results(work, tmp_path / "known")["iro", 4]["prompts"] == kept
+    several = options | {"guide": (tmp_path / "loop" / "iteration-1", work / "one")}
+    assert cli.main(arguments(work, tmp_path / "several", "--dry-run", **several)) == 0
+    assert "2 that runs hold out (2 left out" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "loop").rename(tmp_path / "moved")
+    assert cli.main(arguments(work, tmp_path / "again", **options | {"guide": tmp_path / "moved"})) == 0
+    assert results(work, tmp_path / "again")["iro", 4]["prompts"] == kept
+    shutil.rmtree(tmp_path / "moved" / "iteration-1" / "rollouts")
+    capsys.readouterr()
+    assert cli.main(arguments(work, tmp_path / "gone", "--dry-run", **options | {"guide": tmp_path / "moved"})) == 0
+    assert "its rollouts are gone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_search_of_a_folder(work):
+    """But for K and B, which the budget says."""
+    (work / "sampled").mkdir()
+    guided_responses.Guide([work / "one"], [0.5], Search(3, 3, 3, 0.7, False)).write(work / "sampled")
+    assert cli.main(arguments(work, "searched", guide=work / "sampled", betas=(), methods=("iro",), chunk=2)) == 0
+    row = results(work, "searched")["iro", 4]
+    assert Search(**row["search"]) == Search(2, 2, 2, 0.7, False)
+
+
+def test_values_answer(work):
+    """Of the same candidates as by reward, with values as transformers' classifiers give them; best-of-N is by all."""
+    options = {"methods": ("bon", "iro", "iro:1", "cd"), "choose": "value"}
+    assert cli.main(arguments(work, "by value", **options)) == 0
+    found, (model, tokenizer) = results(work, "by value"), loaded(work)
+    theirs = [AutoModelForSequenceClassification.from_pretrained(work / name).eval() for name in ("one", "two")]
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    missed = 0
+    for method, values, search in (
+        ("bon", 2, Search(1, 4, LENGTH)),
+        ("iro", 2, Search(2, 2, 2)),
+        ("iro:1", 1, Search(2, 2, 2)),
+        ("cd", 1, Search(1, 4, 2, diverse=False)),
+    ):
+        guides = guided_responses.load_values(
+            [work / "one", work / "two"][:values], [1.0, 0.5][:values], tokenizer, sampling
+        )
+        guides = guides if method != "bon" else []
+        candidates, cost = guided_search.search(model, ids, search, sampling, guides, seed=SEED)
+        row = found[method, 4]
+        assert (row["tokens"], row["reward_queries"]) == (cost.tokens, 0)
+        complete = sum(one.places == 1 for own in candidates for one in own)  # are read as well
+        assert row["queries"] == cost.queries + values * complete
+        for i, (prompt, own) in enumerate(zip(HELD, candidates, strict=True)):
+            worths = []
+            for one in own:
+                whole = torch.tensor([[*ids[i], *one.tokens]])
+                with torch.inference_mode():
+                    heads = [m.score(m.transformer(whole).last_hidden_state[0, -1]).item() for m in theirs]
+                worths.append(sum(v / beta for v, beta in zip(heads[:values], (1.0, 0.5), strict=False)))
+            best = own[worths.index(max(worths))]
+            assert row["rewards"][i] == pytest.approx(worth(prompt, best.tokens, tokenizer)), (method, prompt)
+            missed += row["rewards"][i] < max(worth(prompt, c.tokens, tokenizer) for c in own)
+    assert missed  # or the reward might have chosen
+    assert found["bon", 4]["theory"] == pytest.approx(
+        {"tokens": 4 * LENGTH, "value_queries": 2 * 4, "log10_samples": math.log10(4)}
+    )
+    assert found["bon", 4]["value_bytes"] == found["iro", 4]["value_bytes"]
+
+
+def test_the_compressed_value_of_a_folder(work):
+    """It counts by itself, with a beta of 1, and does not change what the others come to."""
+    (work / "learned").mkdir()
+    guided_responses.Guide([work / "one"], [0.5], Search(), work / "two").write(work / "learned")
+    assert guided_responses.read_guide(work / "learned").compressed == work / "two"
+    options = {"methods": ("iro", "compressed", "iro:1"), "betas": ()}
+    assert cli.main(arguments(work, "compressed", guide=work / "learned", **options)) == 0
+    assert cli.main(arguments(work, "alone", guide=work / "two", methods=("iro",), betas=(1.0,))) == 0
+    found, alone = results(work, "compressed"), results(work, "alone")["iro", 4]
+    assert found["compressed", 4]["rewards"] == alone["rewards"] != found["iro", 4]["rewards"]
+    assert found["iro", 4]["rewards"] == found["iro:1", 4]["rewards"]
+    assert found["compressed", 4]["value_bytes"] == alone["value_bytes"] > 0
+
+
+def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
+    assert cli.main(arguments(work, "kept")) == 0
+    shown = capsys.readouterr().out
+    assert "over best-of-N" in shown
+    before = json.loads((work / "kept" / "decode.json").read_text())
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding, "decode", lambda *_: pytest.fail("it is decoded again"))
+        assert cli.main(arguments(work, "kept")) == 0
+    assert json.loads((work / "kept" / "decode.json").read_text()) == before
+    made, original = [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda c, way: made.append((way.method, way.budget)) or original(c, way))
+    assert cli.main(arguments(work, "kept", budgets=(4, 2), methods=("bon", "iro", "cd"))) == 0
+    assert sorted(made) == [("bon", 2), ("cd", 2), ("cd", 4), ("iro", 2)]
+    made.clear()
+    assert cli.main(arguments(work, "kept", rewards__low__weight=1.0)) == 0
+    assert sorted(made) == [("bon", 4), ("iro", 4)]
+    made.clear()
+    rows = "\n".join(json.dumps({"prompt": prompt, "answer": "A"}) for prompt in PROMPTS)
+    for answer in "AB":  # rewards may read the columns
+        (work / "answered.jsonl").write_text(rows.replace('"A"', f'"{answer}"'))
+        assert cli.main(arguments(work, "kept", data__source=work / "answered.jsonl", methods=("bon",))) == 0
+    assert made == [("bon", 4), ("bon", 4)]
+
+
+def test_one_way_by_two_names_is_decoded_once(work, monkeypatch):
+    """All of two values, and the first two."""
+    made, original = [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda c, way: made.append(way.method) or original(c, way))
+    assert cli.main(arguments(work, "names", methods=("iro", "iro:1", "iro:2"))) == 0
+    assert len(made) == 2
+    found = results(work, "names")
+    assert set(found) == {("iro", 4), ("iro:1", 4), ("iro:2", 4)}
+    assert found["iro", 4] | {"method": "iro:2"} == found["iro:2", 4]
+    assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"]
+
+
+def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
+    rows = []
+    for seed in (1, 2):
+        out = f"seed {seed}"
+        assert cli.main(arguments(work, out, methods=("bon",), data__shuffle="true", train__seed=seed)) == 0
+        rows.append(results(work, out)["bon", 4])
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    assert rows[0]["prompts"] == rows[1]["prompts"]
+    assert sorted(rows[0]["prompts"]) == sorted(digest_of_prompt(tokenizer(p).input_ids) for p in HELD)
+    assert rows[0]["rewards"] != rows[1]["rewards"]
+
+
+def test_ways():
+    way, DecodingMethod, like = (
+        decode_methods.way,
+        decode_methods.DecodingMethod,
+        Search(temperature=0.5, diverse=False),
+    )
+    assert way("iro", 8, Search(), 64, 3) == DecodingMethod("iro", 8, Search(2, 4, 16), (0, 1, 2))
+    assert way("iro:2", 16, Search(), 64, 3) == DecodingMethod("iro:2", 16, Search(4, 4, 16), (0, 1))
+    assert way("iro", 7, Search(), 64, 1).search == Search(1, 7, 16)
+    assert way("iro", 8, like, 64, 1).search == Search(2, 4, 16, 0.5, False)
+    assert way("bon", 9, like, 64, 0) == DecodingMethod("bon", 9, Search(1, 9, 64))
+    assert way("bon", 9, like, 64, 3, True, by_value=True) == DecodingMethod("bon", 9, Search(1, 9, 64), (0, 1, 2))
+    assert way("args", 9, like, 64, 0, by_value=True) == way("args", 9, Search(), 64, 0)
+    assert way("args", 9, like, 64, 0).weight == 1.0
+    assert way("compressed", 8, like, 64, 3, True) == DecodingMethod(
+        "compressed", 8, Search(2, 4, 16, 0.5, False), (3,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"),
+        ({"methods": ("compressed",)}, "method 'compressed': --guide is to be the folder of an `nlgrpo iro`"),
+        ({"methods": ("args:x",)}, "method 'args:x'"),
+        ({"methods": ("args:nan",)}, "method 'args:nan'"),
+        ({"methods": ("iro:3",)}, "method 'iro:3' is guided by 3 value models: allowed are 1 to those of --guide"),
+        ({"methods": ("iro:0",)}, "method 'iro:0'"),
+        (
+            {"methods": ("iro:-1",)},
+            "method 'iro:-1' is guided by -1 value models: allowed are 1 to those",
+        ),
+        ({"budgets": (0,)}, "--budgets 0: allowed is 1 to 1,048,576"),
+        ({"budgets": (10**18,)}, "--budgets 1000000000000000000: allowed is 1 to 1,048,576"),
+        ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
+        ({"betas": (1.0,)}, "1 betas for 2 value models"),
+        ({"choose": "value", "guide": (), "betas": (), "methods": ("bon",)}, "method 'bon' needs a value model"),
+        ({"guide": "policy", "betas": ()}, "policy"),
+        (
+            {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
+            "rewards.low compares completions, and a search needs what each is worth by itself",
+        ),
+        ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
+    ],
+)
+def test_refused(work, capsys, changes, said):
+    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert said in capsys.readouterr().err
+    assert not (work / "refused" / "decode.json").exists()
+
+
+def test_rewards_that_say_nothing_and_a_plan(work, capsys):
+    silent = {"rewards__low__function": f"{work / 'rewards.py'}:silent"}
+    assert cli.main(arguments(work, "silent", **silent)) == 1
+    assert "the rewards have nothing to say of any candidate of prompt" in capsys.readouterr().err
+    assert cli.main(arguments(work, "silent", choose="majority", **silent)) == 1
+    assert "the rewards have nothing to say of what was chosen for prompt" in capsys.readouterr().err
+    assert cli.main(arguments(work, "planned", "--dry-run")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 that runs hold out" in shown
+    assert "bon, iro x N = 4" in shown
+    assert "2 low + 1 begins" in shown
+    assert not (work / "planned").exists()
+    assert cli.main(arguments(work, "planned", "--dry-run", evaluation__prompts=0)) == 0
+    assert "10 that runs TRAIN ON, as none are held out" in " ".join(capsys.readouterr().out.split())

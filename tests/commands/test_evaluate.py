@@ -1,0 +1,301 @@
+"""`nlgrpo evaluate` on tiny models: what is drawn, kept and scored, against transformers and the runs' own samples."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import environment, tiny_model
+from transformers import AutoModelForCausalLM
+
+from nlgrpo import cli
+from nlgrpo.commands import evaluate
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.evaluation.estimators import best_of_n, maj_at_k, paired_test, selected_value, win_rate
+from nlgrpo.objectives.registry import parse
+
+REWARDS = '''
+from pathlib import Path
+
+MODE = Path(__file__).with_name("mode")
+
+
+def short(completion_ids, **kwargs):
+    return [-abs(len(ids) - 4) / 10 for ids in completion_ids]
+
+
+def even(completions, **kwargs):
+    """Right where the number of words is even; the number is the answer."""
+    return [float(len(text.split()) % 2 == 0) for text in completions]
+
+
+def fickle(prompts, completion_ids, **kwargs):
+    """Fails where the file says so, once the first prompts have been scored."""
+    if MODE.read_text() == "fail" and len(prompts[0].split()) > 1:
+        raise KeyError("no such word")
+    return [float(len(ids)) for ids in completion_ids]
+'''
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = tmp_path_factory.mktemp("evaluate")
+    tiny_model(root / "base", seed=0)
+    tiny_model(root / "other", seed=1)
+    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 3)) for i in range(6)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "mode").write_text("")
+    return root
+
+
+def arguments(work, out, *models, **changes):
+    options = {
+        "reference": work / "base",
+        "out": work / out,
+        "n": 6,
+        "ns": "1,2,4",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "data.shuffle": "false",
+        "rollout.max-new-tokens": 8,
+        "rewards.short.function": f"{work / 'rewards.py'}:short",
+        "rewards.even.function": f"{work / 'rewards.py'}:even",
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    parts = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return ["evaluate", *map(str, models or [work / "other"]), *parts]
+
+
+def kept(folder):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def results(work):
+    assert cli.main(arguments(work, "first", gold="even", procedures="bon,wor,soft:0.5")) == 0
+    return read_evaluation(work / "first")
+
+
+def entry(folder, model, quantity, procedure):
+    rows = json.loads((folder / "results.json").read_text())["results"]
+    (found,) = [r for r in rows if (r["model"], r["quantity"], r["procedure"]) == (model, quantity, procedure)]
+    return found
+
+
+def test_every_model_answers_every_prompt(work, results):
+    assert list(results) == ["reference", "other"]
+    for sampled in results.values():
+        assert sampled.lengths.shape == (6, 6)
+        torch.testing.assert_close(sampled.rewards["short"], -(sampled.lengths.double() - 4).abs() / 10)
+        assert set(sampled.distinct) == {"1", "2", "3"}
+    assert not torch.equal(results["reference"].lengths, results["other"].lengths)
+    assert results["reference"].kl == {}
+
+
+def test_numbers_are_those_of_the_library(work, results):
+    ours, base = results["other"], results["reference"]
+    for n, procedure in ((1, "mean"), (2, "bon:2"), (4, "bon:4")):
+        found = entry(work / "first", "other", "short", procedure)
+        values = best_of_n(ours.rewards["short"], [n])[0]
+        assert found["estimate"]["value"] == pytest.approx(values.mean().item())
+        won = win_rate(ours.rewards["short"], base.rewards["short"], n)
+        assert found["win_rate"]["value"] == pytest.approx(won.mean().item())
+        mean, low, high, p = paired_test(values, best_of_n(base.rewards["short"], [n])[0])
+        assert list(found["change"].values()) == pytest.approx([mean, low, high])
+        assert found["p_value"] == pytest.approx(p)
+        assert found["estimate"]["low"] <= found["estimate"]["value"] <= found["estimate"]["high"]
+    judged = entry(work / "first", "other", "even by choice of short", "bon:4")
+    truth = selected_value(ours.rewards["short"], ours.rewards["even"], parse("bon:4"))
+    assert judged["estimate"]["value"] == pytest.approx(truth.mean().item())
+    assert entry(work / "first", "reference", "short", "bon:2")["change"] is None
+    mean = entry(work / "first", "other", "length", "")["estimate"]["value"]
+    assert mean == pytest.approx(ours.lengths.double().mean().item())
+
+
+def test_kl_is_that_of_transformers(work, results):
+    """Sum over the completion's tokens of log pi - log pi_ref, and of e^d - d - 1."""
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float64) for name in ("base", "other")
+    }
+    folder = work / "first"
+    cfg = evaluate.read_arguments(arguments(work, "first")[1:])
+    e = evaluate.build(*cfg, evaluate.Ranks(0, 1, torch.device("cpu")))
+    candidate = e.candidates[1]
+    for row, chunk in enumerate(candidate.chunks[:1]):
+        rollout = candidate.rollout(chunk)
+        for i, completion in enumerate(rollout.completion_ids()[:8]):
+            prompt = rollout.prompt_ids[i // 6]
+            logp = {}
+            for name, model in models.items():
+                logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+                logp[name] = logits.log_softmax(-1)[torch.arange(len(completion)), completion]
+            d = logp["base"] - logp["other"]
+            found = results["other"].kl
+            assert found["k1"][4 * row + i // 6, i % 6].item() == pytest.approx(-d.sum().item(), abs=1e-5)
+            assert found["k3"][4 * row + i // 6, i % 6].item() == pytest.approx(
+                (d.exp() - d - 1).sum().item(), abs=1e-5
+            )
+    assert folder.is_dir()
+
+
+def test_nothing_is_drawn_or_scored_twice(work, results, monkeypatch, capsys):
+    before = kept(work / "first")
+    monkeypatch.setattr(evaluate.models, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    again = arguments(work, "first", "renamed=" + str(work / "other"), gold="even", ns="1,4")
+    assert cli.main(again) == 0
+    assert kept(work / "first") == before
+    assert "renamed" in capsys.readouterr().out
+
+
+def test_another_sampling_seed_or_reward_has_files_of_its_own(work, results):
+    before = kept(work / "first")
+    assert cli.main(arguments(work, "first", rollout__temperature=0.7)) == 0
+    hotter = kept(work / "first")
+    assert len(hotter) > len(before)
+    source = (work / "rewards.py").read_text()
+    try:
+        (work / "rewards.py").write_text(source.replace("- 4", "- 5"))
+        assert cli.main(arguments(work, "first", rewards__short__scale=1.0)) == 0
+    finally:
+        (work / "rewards.py").write_text(source)
+    scored = kept(work / "first").keys() - hotter.keys()
+    assert {str(path).split(".")[1].split("-")[0] for path in scored} == {"score"}
+
+
+def test_completions_belong_to_the_type_that_was_computed_in(work, results):
+    """ "auto" is float32 here, and bfloat16 on a GPU: what one has drawn is not the other's."""
+    assert cli.main(arguments(work, "types", model__dtype="float32")) == 0
+    before = kept(work / "types")
+    assert cli.main(arguments(work, "types", model__dtype="auto")) == 0
+    own = "float32" if not torch.cuda.is_available() else "bfloat16"
+    assert (kept(work / "types") == before) == (own == "float32")
+    identities = [json.loads(path.read_text()) for path in (work / "types").rglob("identity.json")]
+    assert {identity["dtype"] for identity in identities} == {"torch.float32", f"torch.{own}"}
+
+
+def test_a_reward_that_fails_half_way(work, capsys):
+    (work / "mode").write_text("fail")
+    options = arguments(work, "fickle", rewards__fickle__function=f"{work / 'rewards.py'}:fickle")
+    assert cli.main(options) == 1
+    said = capsys.readouterr().err
+    assert "reward 'fickle' raised KeyError" in said
+    assert "is kept; the same command goes on" in said
+    before = kept(work / "fickle")
+    assert before
+    (work / "mode").write_text("")
+    assert cli.main(options) == 0
+    after = kept(work / "fickle")
+    assert all(after[path] == time for path, time in before.items())
+    assert "fickle" in read_evaluation(work / "fickle")["other"].rewards
+
+
+def test_a_damaged_file_is_drawn_anew(work, results):
+    shutil.copytree(work / "first", work / "damaged")
+    for path in (work / "damaged" / "samples").rglob("00000*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+    assert cli.main(arguments(work, "damaged", gold="even")) == 0
+    found = read_evaluation(work / "damaged")
+    assert torch.equal(found["other"].lengths, results["other"].lengths)
+
+
+def test_a_full_disk_is_said(work, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(arguments(work, "full")) == 1
+    assert "No space left on device. What is whole there stays" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_does(work, results):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
+    own = ["--samples" if part == "--n" else part for part in arguments(work, "two", gold="even")]
+    subprocess.run([*torchrun, *own], check=True, env=environment(), capture_output=True)
+    found = read_evaluation(work / "two")
+    for label, sampled in found.items():
+        assert torch.equal(sampled.lengths, results[label].lengths)
+        torch.testing.assert_close(sampled.kl, results[label].kl)
+
+
+def test_a_run_brings_its_configuration_and_its_own_samples(work):
+    """The first samples of an evaluation of a run are those that the run itself drew at its end."""
+    from nlgrpo import train
+
+    options = [
+        "blank", "--model.path", work / "base", "--model.dtype", "float64", "--data.source", work / "prompts.jsonl",
+        "--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--train.steps", "2",
+        "--optim.lr", "0.01", "--evaluation.prompts", "3", "--evaluation.samples", "4", "--train.out", work / "run",
+        "--rewards.short.function", f"{work / 'rewards.py'}:short", "--train.tensorboard", "False",
+    ]  # fmt: skip
+    assert train.main([str(part) for part in options]) == 0
+    assert cli.main(["evaluate", str(work / "run"), "--n", "6", "--ns", "1,4", "--out", str(work / "of-run")]) == 0
+    own, found = read_evaluation(work / "run"), read_evaluation(work / "of-run")
+    assert torch.equal(found["reference"].lengths[:, :4], own["before"].lengths)
+    assert torch.equal(found["run"].lengths[:, :4], own["after"].lengths)
+    assert found["run"].objectives == {"short": "bon:4"}
+
+
+def test_votes(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "CHUNK", 2)
+    (tmp_path / "vote.py").write_text(
+        "class Vote:\n"
+        "    def __init__(self): pass\n"
+        "    def __call__(self, completions, **kwargs):\n"
+        "        return [float(self.answer(text) == 2) for text in completions]\n"
+        "    def answer(self, text):\n"
+        "        words = len(text.split())\n"
+        "        return words if words < 6 else None\n"
+    )
+    options = arguments(work, "votes", rewards__vote__function=f"{tmp_path / 'vote.py'}:Vote")
+    assert cli.main(options) == 0
+    sampled = read_evaluation(work / "votes")["other"]
+    assert (sampled.answers["vote"] == -1).any()
+    found = entry(work / "votes", "other", "vote", "maj@4")["estimate"]["value"]
+    assert found == pytest.approx(maj_at_k(sampled.rewards["vote"], sampled.answers["vote"], [4]).mean().item())
+
+
+def test_models_with_other_tokens_have_no_kl(work, capsys):
+    tiny_model(work / "shifted", seed=2)
+    path = work / "shifted" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["w1"], vocabulary["w2"] = vocabulary["w2"], vocabulary["w1"]
+    path.write_text(json.dumps(content))
+    assert cli.main(arguments(work, "shift", work / "shifted", work / "other")) == 0
+    found = read_evaluation(work / "shift")
+    assert found["shifted"].kl == {}
+    assert set(found["other"].kl) == {"k1", "k3"}
+    assert "shifted has another tokenizer than the reference" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("models", "changes", "says"),
+    [
+        ([], {"n": 3}, "--ns 1,2,4: expected numbers between 1 and --n 3"),
+        ([], {"ns": "1,x"}, "--ns 1,x: expected whole numbers between commas"),
+        ([], {"ns": "0"}, "expected numbers between 1 and"),
+        ([], {"gold": "truth"}, "--gold truth: there is no such reward; there are short, even"),
+        ([], {"procedures": "bom"}, "objective 'bom' is not known"),
+        ([], {"data__source": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ([], {"evaluation__prompts": 0}, "an evaluation needs one prompt at least"),
+        (["nothing"], {}, "model 'nothing' is neither a directory"),
+        (["a={other}", "a={base}"], {}, "models need different labels, got reference, a, a"),
+    ],
+)
+def test_refused(work, models, changes, says, capsys):
+    named = [text.format(other=work / "other", base=work / "base") for text in models]
+    assert cli.main(arguments(work, "refused", *named, **changes)) == 1
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_model_and_empty_prompts_are_refused(work, tmp_path, capsys):
+    assert cli.main(["evaluate", "--n", "4"]) == 1
+    assert "there is no model to evaluate" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").write_text("")
+    assert cli.main(arguments(work, "refused", data__source=tmp_path / "empty.jsonl")) == 1
+    assert "empty" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Recipes: what the default is, that every one of them can be run, and how one is named."""
+
+import dataclasses
+import time
+
+import pytest
+
+from nlgrpo import train
+from nlgrpo.config import schema, validate
+from nlgrpo.config.recipes import DEFAULT, RECIPES, from_arguments, recipe
+from nlgrpo.config.schema import Config
+from nlgrpo.objectives import registry
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_what_it_is_and_bears_its_name(name):
+    cfg = recipe(name)
+    assert cfg.recipe == name
+    assert str(cfg.run) == f"runs/{name}"
+    assert len(RECIPES[name].__doc__.splitlines()[0]) <= 110  # `nlgrpo recipes` shows it on a line
+    assert recipe(name) == cfg
+    assert recipe(name) is not cfg  # to change one changes no other
+
+
+@pytest.mark.parametrize("name", ["length-bon", "length-mean", "story-mix"])
+def test_a_recipe_can_be_run_as_it_is(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    validate.check(recipe(name))
+    began = time.perf_counter()
+    assert train.main([name, "--dry-run"]) == 0
+    assert time.perf_counter() - began < 20
+    shown = " ".join(capsys.readouterr().out.split())
+    for said in ("plan", "parameters", "6 prompts x 8 samples = 48 completions", "memory a rank", f"runs/{name}"):
+        assert said in shown
+    assert not list(tmp_path.iterdir()), "a plan writes nothing"
+
+
+def test_the_default_trains_for_best_of_4_under_two_length_rewards():
+    """The experiment of IAMA 6.1 on the embedded model, with the paper's group, beta and no scaling of rewards."""
+    cfg, _ = from_arguments([])
+    assert cfg == recipe("length-bon")
+    assert DEFAULT == "length-bon"
+    assert (cfg.model.path, cfg.data.source) == ("story-lm", "story-prompts")
+    assert [(r.objective, r.weight) for r in cfg.rewards.values()] == [("bon:4", 0.5), ("bon:4", 0.5)]
+    assert (cfg.rollout.samples, cfg.loss.beta, cfg.loss.scale) == (8, 1e-4, "none")
+    # L1 = 50 and L2 = 150 of 256 tokens, in the model's own length
+    limit = cfg.rollout.max_new_tokens
+    assert [r.function for r in cfg.rewards.values()] == [
+        f"length(target={50 * limit // 256}, scale={limit})",
+        f"length(target={150 * limit // 256}, scale={limit})",
+    ]
+
+
+def test_the_comparison_differs_in_the_objective_alone():
+    lines = schema.differences(schema.to_dict(recipe("length-bon")), schema.to_dict(recipe("length-mean")))
+    assert lines == [
+        "recipe: 'length-bon' -> 'length-mean'",
+        "rewards.short.objective: 'bon:4' -> 'mean'",
+        "rewards.long.objective: 'bon:4' -> 'mean'",
+    ]
+    assert isinstance(registry.parse(recipe("length-mean").rewards["short"].objective), registry.Mean)
+
+
+def test_blank_holds_nothing_but_defaults_and_is_no_run():
+    cfg = recipe("blank")
+    assert dataclasses.replace(cfg, data=schema.DataConfig()) == Config()
+    assert cfg.rewards == {}
+    assert cfg.data.source == ""
+    with pytest.raises(ValueError, match="there is no reward"):
+        validate.check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["lenght-bon"], r"unknown recipe 'lenght-bon'; did you mean 'length-bon'\?"),
+        (
+            ["zzz"],
+            r"unknown recipe 'zzz'; there are: length-bon, length-mean, story-mix, helpful-harmless, blank, or a file",
+        ),
+        ([""], r"unknown recipe ''"),
+        (["length-bon", "length-mean"], "expected one recipe and one .toml file at most, got length-bon length-mean"),
+        (["a.toml", "b.toml"], "expected one recipe and one .toml file at most, got a.toml b.toml"),
+    ],
+)
+def test_a_name_that_is_no_recipe(names, said):
+    with pytest.raises(ValueError, match=said):
+        from_arguments(names)

@@ -1,0 +1,572 @@
+"""Configurations: what is refused and how, TOML files, the command line, and which of them comes on top."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import math
+import re
+import typing
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from nlgrpo import train
+from nlgrpo.config import schema, validate
+from nlgrpo.config.recipes import from_arguments, recipe
+from nlgrpo.config.schema import Config, RewardConfig
+from nlgrpo.model import hf_weights
+
+SECTIONS = {name: kind for name, kind in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(kind)}
+KEYS = [f"{section}.{f.name}" for section, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
+QUICK = ("--evaluation.prompts", "0", "--dry-run")
+
+
+def changed(**values):
+    """The default recipe with ``section__key`` values in place."""
+    cfg = recipe("length-bon")
+    for name, value in values.items():
+        section, key = name.split("__", 1)
+        setattr(getattr(cfg, section), key, value)
+    return cfg
+
+
+def faults(cfg, **ranks):
+    with pytest.raises(ValueError, match="the configuration cannot be run:\n") as caught:
+        validate.check(cfg, **ranks)
+    return str(caught.value).splitlines()[1:]
+
+
+def read(*arguments):
+    return from_arguments(list(arguments))[0]
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text, name="mine.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+# --- values out of range ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("rollout.samples", 1, ">= 2, because the baseline is the mean of the group; 1 with loss.baseline = 'none'"),
+        ("rollout.prompts", 0, ">= 1"),
+        ("rollout.max_new_tokens", 0, ">= 1"),
+        ("rollout.temperature", 0.0, "> 0"),
+        ("rollout.temperature", math.nan, "> 0"),
+        ("rollout.temperature", math.inf, "> 0, and below 2^63"),
+        ("rollout.top_k", -1, ">= 0 (0: off)"),
+        ("rollout.top_p", 0.0, "in (0, 1]"),
+        ("rollout.top_p", 1.5, "in (0, 1]"),
+        ("rollout.min_p", -0.1, "in [0, 1]"),
+        ("rollout.stop_ids", (3, -1), "token ids, >= 0"),
+        ("rollout.max_rows", 0, ">= 1"),
+        ("loss.eps_low", 0.0, "in (0, 1)"),
+        ("loss.eps_low", 1.0, "in (0, 1)"),
+        ("loss.eps_high", 0.0, "> 0"),
+        ("loss.eps_high", -0.2, "> 0"),
+        ("loss.dual_clip", 1.2, "> 1 + loss.eps_high"),
+        ("loss.beta", -1e-4, ">= 0"),
+        ("loss.beta", math.nan, ">= 0"),
+        ("loss.target_kl", 0.0, "> 0 or none"),
+        ("loss.epochs", 0, ">= 1"),
+        ("loss.minibatches", 0, ">= 1"),
+        ("optim.lr", -1.0, ">= 0"),
+        ("optim.lr", math.inf, ">= 0, and below 2^63"),
+        ("optim.warmup_steps", -1, ">= 0"),
+        ("optim.betas", (0.9, 1.0), "two values in [0, 1)"),
+        ("optim.betas", (0.9,), "two values in [0, 1)"),
+        ("optim.eps", 0.0, "> 0"),
+        ("optim.weight_decay", -0.1, ">= 0"),
+        ("optim.max_grad_norm", -1.0, ">= 0 (0: never clipped)"),
+        ("data.first_words", 0, "in [1, 2^31) or none"),
+        ("data.limit", 0, ">= 1 or none"),
+        ("data.cut_after", "", "a text or none"),
+        ("data.separator", "", "a text or none"),
+        ("train.steps", -1, ">= 0"),
+        ("train.seed", -1, "in [0, 2^63)"),
+        ("train.seed", 2**63, "in [0, 2^63)"),
+        ("train.micro_batch_tokens", 0, ">= 1 or none"),
+        ("train.checkpoint_every", -1, ">= 0 (0: only at the end)"),
+        ("train.keep_checkpoints", 0, ">= 1"),
+        ("train.samples_every", -1, ">= 0 (0: never)"),
+        ("evaluation.prompts", -1, "0 (no evaluation) or >= 1, a prompt a rank"),
+        ("evaluation.samples", 0, ">= 1"),
+        ("evaluation.ns", (0, 4), "between 1 and evaluation.samples = 16"),
+        ("evaluation.ns", (17,), "between 1 and evaluation.samples = 16"),
+        ("evaluation.ns", (), "between 1 and evaluation.samples = 16"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_is_allowed(name, value, allowed):
+    lines = faults(changed(**{name.replace(".", "__"): value}))
+    assert f"  {name} = {value!r}: allowed is {allowed}" in lines
+
+
+def test_an_unbiased_objective_needs_its_samples():
+    cfg = recipe("length-bon")
+    cfg.rewards["short"].objective, cfg.rewards["long"].objective = "bon:8:unbiased", "wor:9:unbiased"
+    assert faults(cfg) == ["  rewards.long.objective = 'wor:9:unbiased': needs rollout.samples >= 9"]
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "weights", "said"),
+    [
+        ("max", (1, 1), "expected 'sum', 'min' or 'smooth_min:GAMMA'"),
+        ("smooth_min:-1", (1, 1), "GAMMA > 0"),
+        ("min", (1, -1), "expected numbers >= 0"),
+    ],
+)
+def test_an_aggregate_that_does_not_fit(aggregate, weights, said):
+    cfg = recipe("length-bon")
+    cfg.loss.aggregate = aggregate
+    for reward, weight in zip(cfg.rewards.values(), weights, strict=True):
+        reward.weight = weight
+    (line,) = faults(cfg)
+    assert line.startswith("  loss.aggregate: ")
+    assert said in line
+    cfg.loss.aggregate, cfg.loss.aggregate_at, cfg.loss.aggregate_memory = "sum", "prompt", 0.5
+    (line,) = faults(cfg)
+    assert "loss.aggregate_memory" in line
+    cfg.loss.aggregate_at, cfg.loss.aggregate_memory = "batch", 1.0
+    (line,) = faults(cfg)
+    assert line == "  loss.aggregate_memory = 1.0: allowed is in [0, 1)"
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ("bon:0", "BestOfN(n=0): expected an integer >= 1"),
+        ("bon:-2", "n=-2"),
+        ("soft:0", "tau"),
+        ("soft:-1", "tau"),
+        ("soft:nan", "tau"),
+        ("bno:4", "Did you mean 'bon:N'?"),
+        ("", "objective"),
+    ],
+)
+def test_an_objective_out_of_range(objective, said):
+    cfg = recipe("length-bon")
+    cfg.rewards["short"].objective = objective
+    (line,) = faults(cfg)
+    assert line.startswith("  rewards.short.objective: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("function", "", "rewards.x.function is missing"),
+        ("weight", math.nan, "rewards.x.weight = nan: allowed is a finite number"),
+        ("weight", 0.0, "every reward has weight = 0"),
+        ("scale", 0.0, "rewards.x.scale = 0.0: allowed is a finite number other than 0"),
+        ("scale", math.inf, "rewards.x.scale = inf"),
+        ("timeout", 0.0, "rewards.x.timeout = 0.0: allowed is > 0 (inf: no limit)"),
+        ("timeout", math.nan, "rewards.x.timeout = nan"),
+    ],
+)
+def test_a_reward_out_of_range(key, value, said):
+    cfg = Config(rewards={"x": dataclasses.replace(RewardConfig("length(target=3, scale=9)"), **{key: value})})
+    (line,) = faults(cfg)
+    assert said in line
+
+
+def test_names_of_rewards_can_be_typed_and_told_apart():
+    one = RewardConfig("length(target=3, scale=9)")
+    validate.check(Config(rewards={"a-b": one, "ab2": one}))
+    for name in ("", "a b", "a/b", "a.b", "-a"):
+        (line,) = faults(Config(rewards={name: one}))
+        assert f"{name!r} is no name" in line
+    (line,) = faults(Config(rewards={"a-b": one, "a_b": one}))
+    assert "differ in - and _ only" in line
+
+
+def test_ranks_must_divide_the_batch():
+    validate.check(changed(rollout__prompts=6), world=3)
+    (line,) = faults(changed(rollout__prompts=6), world=4)
+    assert line == "  rollout.prompts = 6: 4 ranks do not divide it; allowed are multiples"
+
+
+def test_settings_that_contradict_each_other():
+    weighed = {"loss__kl_importance": True, "loss__kl": "k3"}
+    assert "kl_importance weighs k3 in the loss, and here is k1" in faults(changed(**weighed | {"loss__kl": "k1"}))[0]
+    assert "and here is k3 in the reward" in faults(changed(**weighed, loss__kl_in="reward"))[0]
+    assert "from a baseline, which 'none' does" in faults(changed(loss__scale="group", loss__baseline="none"))[0]
+    validate.check(changed(loss__scale="group", loss__baseline="loo"))
+    assert "loss.beta = 0 does not feel" in faults(changed(loss__target_kl=0.1, loss__beta=0.0))[0]
+    assert "more than the completions of a step" in faults(changed(loss__minibatches=49))[0]
+    validate.check(changed(loss__minibatches=48))
+
+
+def test_all_faults_come_at_once():
+    cfg = changed(rollout__samples=1, loss__eps_low=0.0, train__steps=-1)
+    cfg.rewards["short"].objective = "bon:0"
+    cfg.rewards["long"].timeout = -1.0
+    lines = faults(cfg, world=4)
+    found = [re.match(r"  ([\w.]+)", line)[1] for line in lines]
+    here = {"rollout.samples", "rollout.prompts", "loss.eps_low", "train.steps"}
+    assert len(found) == 6
+    assert set(found) == here | {"rewards.short.objective", "rewards.long.timeout"}
+
+
+def test_no_reward_at_all(capsys):
+    assert train.main(["blank", "--data.source", "story-prompts", *QUICK]) == 1
+    assert "there is no reward: give one with --rewards.NAME.function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data.source", "nothere.jsonl"], "There is no file nothere.jsonl"),
+        (["--data.source", "empty.jsonl"], "empty.jsonl is empty: it holds no example"),
+        (["--data.source", "questions.jsonl"], "has no column 'prompt'. It has question."),
+        (["--data.source", "questions.jsonl", "--data.prompt_column", "qestion"], "Nearest: 'question'"),
+        (["--data.source", ""], "data.source is empty"),
+        (["--model.path", "no-such-model"], "model 'no-such-model' is neither a directory, nor embedded"),
+        (["--model.path", "."], "holds no config.json"),
+        (["--rollout.max-new-tokens", "160"], "leaves no room for a prompt in the context of 160 tokens"),
+        (["--rewards.x.function", "nothere.py:f"], "there is no file 'nothere.py'"),
+        (["--rewards.x.function", "lenght(target=3)"], "did you mean 'length'?"),
+        (["nothere.toml"], "there is no configuration file nothere.toml"),
+    ],
+)
+def test_what_is_not_there_ends_with_a_message(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n')
+    assert train.main([*arguments, *QUICK]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert train.main(["--train.out", str(tmp_path / "file" / "run"), "--train.steps", "0"]) == 1
+    assert "cannot be the folder of a run" in capsys.readouterr().err
+
+
+# --- TOML -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("modle.path = 'x'", "unknown key 'modle'; did you mean 'model'?"),
+        ("steps = 3", "unknown key 'steps'; did you mean 'train.steps'?"),
+        ("[rollout]\nsample = 3", "unknown key 'rollout.sample'; did you mean 'rollout.samples'?"),
+        ("[train]\nlr = 1e-3", "unknown key 'train.lr'; did you mean 'critic.lr' or 'optim.lr'?"),
+        ("[train]\nprompts = 3", "did you mean 'rollout.prompts' or 'evaluation.prompts'?"),
+        ("[rewards.x]\nfuncton = 'f'", "unknown key 'rewards.x.functon'; did you mean 'rewards.x.function'?"),
+        ("[optim]\nzzzzz = 1", "unknown key 'optim.zzzzz'; known are: optim.lr, optim.schedule"),
+        ("zzzzz = 1", "known are: recipe, model, data"),
+        ("recipe = 'lenght-bon'", "unknown recipe 'lenght-bon'; did you mean 'length-bon'?"),
+        ("recipe = 3", "recipe = 3: expected str"),
+        ("model = 3", "model is a table, and 3 came"),
+        ("rewards = 'length'", "rewards is a table, and 'length' came"),
+        ("rewards.x = 3", "rewards.x.function = 3: expected str"),
+        ("[train]\nsteps = '3'", "train.steps = '3': expected int"),
+        ("[train]\nsteps = 3.0", "train.steps = 3.0: expected int"),
+        ("[train]\nsteps = true", "train.steps = True: expected int"),
+        ("[train]\ntensorboard = 1", "train.tensorboard = 1: expected bool or none"),
+        ("[optim]\nlr = '1e-3'", "optim.lr = '1e-3': expected float"),
+        ("[optim]\nlr = true", "optim.lr = True: expected float"),
+        ("[optim]\nbetas = 0.9", "optim.betas = 0.9: expected a list of float"),
+        ("[optim]\nbetas = [0.9, 'x']", "optim.betas = 'x': expected float"),
+        ("[rollout]\nstop_ids = [1, 2.5]", "rollout.stop_ids = 2.5: expected int"),
+        ("[loss]\nkl = 'k4'", "loss.kl = 'k4': expected 'k1' or 'k2' or 'k3'"),
+        ("[loss]\nkl = ['k3']", "expected 'k1' or 'k2' or 'k3'"),
+        ("[data]\nsource = 1979-05-27", "expected str"),
+        ("[data", "is not TOML: Expected ']'"),
+        ("a = 1\na = 2", "is not TOML: Cannot overwrite a value"),
+    ],
+)
+def test_a_file_is_refused_by_name_and_key(text, said, toml):
+    path = toml(text)
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        read(path)
+    assert path in str(caught.value) or "unknown recipe" in said
+
+
+def test_files_that_are_no_files(tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"no configuration file .*folder\.toml"):
+        read(str(tmp_path / "folder.toml"))
+    with pytest.raises(ValueError, match=r"bytes\.toml is not TOML: 'utf-8' codec"):
+        read(str(tmp_path / "bytes.toml"))
+
+
+def test_every_key_can_be_written_in_a_file(toml):
+    """All defaults, written out as TOML and read back, are the defaults; so no key has a type that TOML cannot give."""
+    lines = []
+    for section, kind in SECTIONS.items():
+        lines += [f"[{section}]"]
+        lines += [f"{k} = {json.dumps(v)}" for k, v in dataclasses.asdict(kind()).items() if v is not None]
+    cfg = read(toml("\n".join(lines)))
+    assert dataclasses.replace(cfg, recipe="blank") == Config()
+
+
+def test_none_is_the_absence_of_a_key_and_values_take_their_type(toml):
+    cfg = read(toml("[loss]\ntarget_kl = 1\n[optim]\nbetas = [0, 0.5]\n[rollout]\nstop_ids = [7]\n[data]\nlimit = 5"))
+    assert cfg.loss.target_kl == 1.0
+    assert isinstance(cfg.loss.target_kl, float)
+    assert cfg.optim.betas == (0.0, 0.5)
+    assert cfg.rollout.stop_ids == (7,)
+    assert (cfg.data.limit, cfg.data.first_words) == (5, None)
+
+
+def test_a_table_of_rewards_replaces_the_rewards(toml):
+    cfg = read(toml("recipe = 'length-bon'\n[rewards.only]\nfunction = 'gsm8k()'\nweight = 2"))
+    assert cfg.rewards == {"only": RewardConfig("gsm8k()", weight=2.0)}
+    assert cfg.optim == recipe("length-bon").optim
+    assert read(toml("recipe = 'length-bon'")).rewards == recipe("length-bon").rewards
+
+
+def test_a_reward_can_be_its_function_alone(toml):
+    cfg = read(toml('rewards.x = "length(target=3, scale=9)"\nrewards.y = {function = "gsm8k()", objective = "mean"}'))
+    assert cfg.rewards == {"x": RewardConfig("length(target=3, scale=9)"), "y": RewardConfig("gsm8k()", "mean")}
+
+
+def test_command_line_over_file_over_recipe(toml):
+    path = toml("[rollout]\nprompts = 4\nsamples = 4\n[rewards.x]\nfunction = 'gsm8k()'\nweight = 3")
+    cfg = read("length-mean", path, "--rollout.samples", "2", "--rewards.x.objective", "mean")
+    assert (cfg.rollout.prompts, cfg.rollout.samples) == (4, 2)
+    assert cfg.rollout.max_new_tokens == recipe("length-mean").rollout.max_new_tokens
+    assert cfg.rewards == {"x": RewardConfig("gsm8k()", "mean", 3.0)}
+    assert cfg.recipe == "length-mean"
+
+
+def test_a_file_may_name_its_recipe(toml):
+    assert read(toml("recipe = 'length-mean'")) == recipe("length-mean")
+    assert read(toml("recipe = 'length-mean'", "length-mean.toml")) == recipe("length-mean")
+    assert read("length-mean", toml("recipe = 'length-mean'")) == recipe("length-mean")
+    with pytest.raises(ValueError, match=r"begins at the recipe 'length-bon', and 'length-mean' was named"):
+        read("length-mean", toml("recipe = 'length-bon'"))
+
+
+def test_a_file_without_recipe_gives_the_run_its_own_name(toml):
+    cfg = read(toml("train.steps = 7", "seven.toml"))
+    assert (cfg.recipe, cfg.train.steps, str(cfg.run)) == ("seven", 7, "runs/seven")
+    assert dataclasses.replace(cfg, recipe="blank", train=schema.TrainConfig()) == recipe("blank")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_numbers_lists_and_none(dash):
+    def key(name):
+        return "--" + name.replace("_", dash)
+
+    arguments = [key("data.first_words"), "3", key("rollout.stop_ids"), "1", "2", "--train.tensorboard", "False"]
+    cfg = read(*arguments, key("data.add_bos"), "True", "--optim.betas", "0.5", "0.6", key("loss.target_kl=0.1"))
+    assert (cfg.data.first_words, cfg.rollout.stop_ids, cfg.train.tensorboard) == (3, (1, 2), False)
+    assert (cfg.data.add_bos, cfg.optim.betas, cfg.loss.target_kl) == (True, (0.5, 0.6), 0.1)
+    cfg = read(key("data.first_words"), "None", key("rollout.stop_ids"), "--train.tensorboard", "None")
+    assert (cfg.data.first_words, cfg.rollout.stop_ids, cfg.train.tensorboard) == (None, (), None)
+
+
+def test_switches():
+    cfg = read("--train.restart", "--data.no-shuffle", "--loss.kl_importance")
+    assert (cfg.train.restart, cfg.data.shuffle, cfg.loss.kl_importance) == (True, False, True)
+    assert recipe("length-bon").data.shuffle
+    cfg = read("--data.shuffle", "False", "--loss.kl_importance=true", "--train.restart", "true", "--optim.lr", "0.5")
+    assert (cfg.data.shuffle, cfg.loss.kl_importance, cfg.train.restart, cfg.optim.lr) == (False, True, True, 0.5)
+    assert not read("--data.shuffle=false").data.shuffle
+
+
+def test_a_switch_is_on_or_off(capsys):
+    with pytest.raises(SystemExit):
+        read("--data.shuffle", "perhaps")
+    assert "perhaps" in capsys.readouterr().err
+
+
+def test_dry_run_stands_anywhere():
+    for arguments in (["--dry-run", "length-mean"], ["length-mean", "--train.steps", "3", "--dry-run"]):
+        cfg, dry_run = from_arguments(arguments)
+        assert (cfg.recipe, dry_run) == ("length-mean", True)
+    assert from_arguments([])[1] is False
+
+
+def test_a_reward_joins_those_of_the_recipe():
+    cfg = read("--rewards.new.function", "gsm8k()", "--rewards.new.weight=2", "--rewards.long.weight", "0.25")
+    assert list(cfg.rewards) == ["short", "long", "new"]
+    assert cfg.rewards["new"] == RewardConfig("gsm8k()", weight=2.0)
+    assert cfg.rewards["long"].weight == 0.25
+    assert cfg.rewards["long"].function == recipe("length-bon").rewards["long"].function
+    assert cfg.rewards["short"] == recipe("length-bon").rewards["short"]
+
+
+def test_dots_of_a_value_are_no_part_of_the_name():
+    cfg = read("blank", "--rewards.x.function=length(target=2.5, scale=9.0)")
+    assert cfg.rewards == {"x": RewardConfig("length(target=2.5, scale=9.0)")}
+    cfg = read("blank", "--rewards.x.function", "my.package:function")
+    assert cfg.rewards == {"x": RewardConfig("my.package:function")}
+
+
+def test_a_name_of_two_words_is_one_reward_with_either_stroke():
+    cfg = read("blank", "--rewards.two_words.function", "gsm8k()", "--rewards.two-words.weight", "2")
+    assert cfg.rewards == {"two_words": RewardConfig("gsm8k()", weight=2.0)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--train.stps", "3"], "--train.steps"),
+        (["--rollot.samples", "3"], "--rollout.samples"),
+        (["--steps", "3"], "--train.steps"),
+        (["--rewards.new.functio", "f"], "--rewards.new.function"),
+        (["--train.steps", "abc"], "'abc'"),
+        (["--train.steps"], "--train.steps"),
+        (["--optim.betas", "0.9"], "Expected 2 values"),
+        (["--loss.kl", "k4"], "Expected one of ('k1', 'k2',"),
+        (["--recipe", "blank"], "--recipe"),
+    ],
+)
+def test_the_command_line_is_refused_with_the_nearest_key(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        read(*arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_arguments_that_are_no_text():
+    with pytest.raises(ValueError, match="not valid UTF-8"):
+        read("--data.template", "\udcff{prompt}")
+
+
+@pytest.mark.parametrize("name", ["length-bon", "blank"])
+def test_help_prints_every_key_with_its_text(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        read(name, "--help")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    flat = " ".join(re.sub(r"[^\x20-\x7e]", " ", shown).split())
+    for key in KEYS:
+        assert f"--{key.replace('_', '-')}" in shown, key
+    for kind in (*SECTIONS.values(), RewardConfig):
+        for text in documented(kind):
+            assert text in flat, text
+    first = "NAME" if name == "blank" else "short"
+    for f in dataclasses.fields(RewardConfig):
+        assert f"--rewards.{first}.{f.name.replace('_', '-')}" in shown
+    assert "--dry-run" in shown
+
+
+def documented(kind):
+    """The beginning of the text under every field, from the source; one that has none fails here."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body
+    for node, text in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(text, ast.Expr), f"{kind.__name__}.{node.target.id} has no line under it"
+            yield " ".join(text.value.value.encode("unicode_escape").decode().replace("\\n", " ").split())[:40]
+
+
+# --- rewards that are only watched, and rewards that replace ----------------------------------------------------------
+
+
+TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--data.limit", "4",
+        "--train.steps", "2", "--optim.lr", "1e-2", "--evaluation.prompts", "0", "--train.tensorboard", "False",
+        "--data.source", "story-prompts")  # fmt: skip
+
+
+def run(folder, *arguments):
+    """Train two tiny steps; the metrics of each, and the weights."""
+    assert train.main([*arguments, *TINY, "--train.out", str(folder)]) == 0
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics, load_file(folder / "model" / "model.safetensors")
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_reward_of_weight_0_is_logged_and_not_optimised(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def total(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n"
+        "def never(completion_ids, **_):\n    return [None for ids in completion_ids]\n"
+        "def highest(completion_ids, **_):\n    return [max(ids) / 1000 for ids in completion_ids]\n"
+    )
+    arguments = ["blank", "--rewards.x.function", "mine.py:highest"]
+    metrics, weights = run(tmp_path / "alone", *arguments)
+    assert not same(weights, load_file(hf_weights.locate("story-lm") / "model.safetensors"))  # it did train
+    arguments += ["--rewards.w.function", "mine.py:total", "--rewards.w.weight", "0"]
+    arguments += ["--rewards.n.function", "mine.py:never", "--rewards.n.weight", "0"]
+    watched, weights_then = run(tmp_path / "watched", *arguments)
+    assert same(weights, weights_then)
+    assert all(step["rewards/w/mean"] > 0 for step in watched)
+    assert all(step["objective/w"] >= step["rewards/w/mean"] for step in watched)  # the best of four
+    for before, after in zip(metrics, watched, strict=True):
+        assert after["objective/aggregate"] == before["objective/aggregate"]
+        assert after["reward"] == before["reward"]
+
+
+def test_blank_with_nothing_but_flags(capsys):
+    """A model, data and a reward of one's own, without a file and without the recipe's rewards."""
+    arguments = ["blank", "--model.path", "story-lm", "--data.source", "story-prompts"]
+    arguments += ["--rewards.x.function", "length(target=3, scale=9)", "--train.steps", "1", "--dry-run"]
+    assert train.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "bon:4(x)" in shown
+    assert "short" not in shown
+
+
+# --- nonsense ---------------------------------------------------------------------------------------------------------
+
+NUMBERS = ["0", "-1", "1", "2", "3.5", "1e400", "nan", "-inf", "10" * 9, "9" * 40, "9" * 400, "None", "True", "0x10"]
+TEXTS = [
+    "",
+    " ",
+    "/",
+    ".",
+    "..",
+    "~",
+    "~nobody/x",
+    "/etc",
+    "/etc/passwd",
+    "{",
+    "{}",
+    "{prompt}",
+    "{prompt!r}",
+    "a/b",
+    "a:b",
+]
+TEXTS += ["x" * 300, "..:f", "os:getcwd", "length", "length(", "length(target=1)", "length(target='a', scale=1)"]
+TEXTS += ["lexicon(path=3)", "classifier(path=1)", "regex(pattern='(')", "length(target=" + "9" * 400 + ", scale=1)"]
+TEXTS += ["bon:", "bon:1e9", "soft:x", ":", "mean:1", "story-lm", "story-prompts", "train", "grpo", "k1", "group"]
+REWARD_KEYS = [f"rewards.short.{f.name}" for f in dataclasses.fields(RewardConfig)]
+word = st.sampled_from(NUMBERS + TEXTS) | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+option = st.tuples(st.sampled_from(KEYS + REWARD_KEYS), st.lists(word, max_size=3))
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(option, min_size=1, max_size=3), st.booleans())
+def test_nonsense_ends_in_a_plan_or_a_message(capsys, options, equals):
+    arguments = []
+    for key, values in options:
+        arguments += [f"--{key}={values[0]}", *values[1:]] if equals and values else [f"--{key}", *values]
+    try:
+        status = train.main([*arguments, "--evaluation.prompts", "0", "--data.limit", "2", "--dry-run"])
+    except SystemExit as ended:
+        status = ended.code
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert (status == 0 and "optimiser step" in " ".join(shown.out.split())) or (
+        (status != 0 and shown.err.strip()) or "usage:" in shown.out
+    )

@@ -1,0 +1,525 @@
+"""Prompts: every kind of source, the order of a run, and what the tokenizer does at both ends of a prompt."""
+
+import collections
+import csv
+import gzip
+import json
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nlgrpo.data.prompt_dataset import encode, load, plain_text, visits
+from nlgrpo.data.sources import read
+from nlgrpo.engine.rollouts.sampler import decode
+from nlgrpo.model.hf_weights import locate
+
+WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
+TURN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+CHAT = TURN + "{% if add_generation_prompt %}assistant :{% endif %}"
+
+
+def make_tokenizer(before=(), after=(), **special):
+    """A tokenizer with a word an id, which puts ``before`` and ``after`` around every text of its own accord."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    single = " ".join([*before, "$A", *after])
+    core.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(w, WORDS.index(w)) for w in WORDS[:2]]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return make_tokenizer(bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    return AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
+
+
+def ids(text):
+    return [WORDS.index(word) for word in text.split()]
+
+
+def write_lines(path, rows, opener=open):
+    with opener(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+ROWS = [{"prompt": "a b", "answer": 1}, {"prompt": "c", "answer": 2}, {"prompt": "d e f", "answer": 3}]
+
+
+def write_source(kind, folder):
+    path = folder / f"data.{kind}"
+    match kind:
+        case "jsonl":
+            write_lines(path, ROWS)
+        case "jsonl.gz":
+            write_lines(path, ROWS, gzip.open)
+        case "json":
+            path.write_text(json.dumps(ROWS, indent=1))
+        case "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        case "csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, ["prompt", "answer"])
+                writer.writeheader()
+                writer.writerows(ROWS)
+        case "saved":
+            datasets.Dataset.from_list(ROWS).save_to_disk(path)
+        case "saved_dict":
+            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path)
+        case "folder":
+            path.mkdir()
+            write_lines(path / "train.jsonl", ROWS)
+            write_lines(path / "test.jsonl", ROWS[:1])
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "csv", "saved", "saved_dict", "folder"])
+def test_every_format_gives_the_same_prompts_and_columns(kind, tmp_path, plain):
+    batch = load(write_source(kind, tmp_path), plain, max_prompt_tokens=8, shuffle=False).take(0, 3)
+    assert batch.prompts == ["a b", "c", "d e f"]
+    assert batch.ids == [ids("a b"), ids("c"), ids("d e f")]
+    assert batch.columns == {"answer": [1, 2, 3]}
+    assert batch.index == [0, 1, 2]
+
+
+def test_plain_text_by_line_and_by_document(tmp_path, plain):
+    path = tmp_path / "text.txt"
+    path.write_text("  a  b\tc d\n\n<|end|>\n<|end|>  e\nf g\n")
+    lines = load(str(path), plain, max_prompt_tokens=8, shuffle=False)
+    assert lines.prompts == ["a  b\tc d", "<|end|>", "<|end|>  e", "f g"]
+    documents = load(str(path), plain, max_prompt_tokens=8, shuffle=False, separator="<|end|>", first_words=3)
+    assert documents.prompts == ["a  b\tc", "e\nf g"]
+    packed = tmp_path / "text.txt.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load(str(packed), plain, max_prompt_tokens=8, shuffle=False).prompts == lines.prompts
+
+
+def test_a_unicode_line_separator_does_not_cut_a_json_line(tmp_path, plain):
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"prompt": "a \u2028 b"}\r\n\r\n{"prompt": "c"}', encoding="utf-8")
+    assert load(str(path), plain, max_prompt_tokens=8, shuffle=False).prompts == ["a \u2028 b", "c"]
+
+
+def test_template_and_cut(tmp_path, plain):
+    rows = [{"q": "a", "n": 1, "log": "x A: y A: z"}, {"q": "b", "n": 2, "log": "nothing here"}]
+    source = write_lines(tmp_path / "a.jsonl", rows)
+    made = load(source, plain, max_prompt_tokens=99, shuffle=False, template="Question {{{q}}} {n} Answer")
+    assert made.prompts == ["Question {a} 1 Answer", "Question {b} 2 Answer"]
+    assert made.take(0, 2).columns == {"q": ["a", "b"], "n": [1, 2], "log": [row["log"] for row in rows]}
+    cut = load(source, plain, max_prompt_tokens=99, prompt_column="log", cut_after="A:", template="<{prompt}> {q}")
+    assert (cut.prompts, cut.unmatched, cut.dropped) == (["<x A: y A:> a"], 1, 0)
+
+
+def test_reserved_columns_stay_away_from_reward_functions(tmp_path, plain):
+    row = {"prompt": "a", "completion": "b", "completion_ids": [1], "completions": 1, "prompts": 2}
+    row |= {"answer": None, "chosen": "c"}
+    batch = load(
+        write_lines(tmp_path / "a.jsonl", [row, {"prompt": "b"}]), plain, max_prompt_tokens=9, shuffle=False
+    ).take(0, 2)
+    assert batch.columns == {"answer": [None, None], "chosen": ["c", None]}
+
+
+# --- Order ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    return write_lines(tmp_path / "numbers.jsonl", [{"prompt": "a", "number": i} for i in range(23)])
+
+
+def order(prompts, cursor, count):
+    return prompts.take(cursor, count).columns["number"]
+
+
+def test_an_epoch_visits_each_prompt_once_in_an_order_of_its_own(numbers, plain):
+    prompts = load(numbers, plain, max_prompt_tokens=4, seed=3)
+    epochs = [order(prompts, 23 * epoch, 23) for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert order(load(numbers, plain, max_prompt_tokens=4, seed=4), 0, 23) != epochs[0]
+    assert order(load(numbers, plain, max_prompt_tokens=4, shuffle=False), 0, 46) == list(range(23)) * 2
+
+
+def test_take_is_a_function_of_seed_and_cursor(numbers, plain):
+    first, second = (load(numbers, plain, max_prompt_tokens=4, seed=3) for _ in range(2))
+    whole = order(first, 0, 200)
+    for cursor in (170, 20, 23, 0, 99):  # any order of asking, across the ends of epochs
+        assert order(second, cursor, 30) == whole[cursor : cursor + 30]
+    assert second.take(99, 3).index == [99, 100, 101]
+
+
+def test_the_slices_of_two_ranks_are_the_batch_of_one(numbers, plain):
+    prompts = load(numbers, plain, max_prompt_tokens=4)
+    whole, left, right = prompts.take(20, 8), prompts.take(20, 4), prompts.take(24, 4)
+    assert left.index + right.index == whole.index
+    assert left.ids + right.ids == whole.ids
+    assert left.prompts + right.prompts == whole.prompts
+    assert left.columns["number"] + right.columns["number"] == whole.columns["number"]
+
+
+def test_the_order_is_the_same_in_every_version(numbers, plain):
+    """Written down once: a change here breaks the resumption of runs that exist."""
+    assert order(load(numbers, plain, max_prompt_tokens=4, seed=0), 0, 6) == [11, 3, 20, 13, 2, 21]
+
+
+def test_shuffles_are_uniform(tmp_path, plain):
+    source = write_lines(tmp_path / "three.jsonl", [{"prompt": "a", "number": i} for i in range(3)])
+    prompts = load(source, plain, max_prompt_tokens=4, seed=1)
+    seen = collections.Counter(tuple(order(prompts, 3 * epoch, 3)) for epoch in range(600))
+    assert len(seen) == 6
+    assert (
+        sum((count - 100) ** 2 / 100 for count in seen.values()) < 20.5
+    )  # chi-squared, 5 degrees of freedom: p = 0.001
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    epochs = [visits(5, 5 * epoch, 5, seed=1) for epoch in range(3)]
+    assert [sorted(rows) for rows in epochs] == [list(range(5))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert visits(5, 3, 4, seed=1) == [*epochs[0][3:], *epochs[1][:2]]
+    assert visits(5, 0, 5, seed=2) != epochs[0]
+
+
+def test_a_batch_is_a_copy(numbers, plain):
+    prompts = load(numbers, plain, max_prompt_tokens=4)
+    prompts.take(0, 1).ids[0].append(99)
+    assert prompts.take(0, 1).ids == [ids("a")]
+
+
+# --- Tokens -----------------------------------------------------------------------------------------------------------
+
+
+BOS, EOS = WORDS.index("<s>"), WORDS.index("</s>")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "add_bos", "expected"),
+    [
+        ([], [], None, ids("a b")),
+        ([], [], True, [BOS, *ids("a b")]),
+        (["<s>"], [], None, [BOS, *ids("a b")]),
+        (["<s>"], [], True, [BOS, *ids("a b")]),
+        (["<s>"], [], False, ids("a b")),
+        ([], ["</s>"], None, ids("a b")),
+        (["<s>"], ["</s>"], True, [BOS, *ids("a b")]),
+    ],
+)
+def test_bos_and_eos(tmp_path, before, after, add_bos, expected):
+    tokenizer = make_tokenizer(before, after, bos_token="<s>", eos_token="</s>")
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}])
+    assert load(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
+
+
+def test_one_token_as_bos_and_eos_is_not_taken_off_an_empty_prompt(tmp_path):
+    tokenizer = make_tokenizer(["<s>"], [], bos_token="<s>", eos_token="<s>")
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}])
+    assert load(source, tokenizer, max_prompt_tokens=9, shuffle=False).ids == [[BOS], [BOS, *ids("a")]]
+
+
+def test_an_empty_prompt_needs_a_bos(tmp_path, plain):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": ""}])
+    assert load(source, plain, max_prompt_tokens=9, shuffle=False).ids == [ids("a"), [BOS]]
+    with pytest.raises(ValueError, match="example 2 is empty, and the tokenizer has no BOS"):
+        load(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9)
+    with pytest.raises(ValueError, match="no BOS token; leave add_bos out"):
+        load(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9, add_bos=True)
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path, plain):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": " ".join("a" * n), "n": n} for n in (1, 5, 3, 4)])
+    kept = load(source, plain, max_prompt_tokens=3, shuffle=False)
+    assert (len(kept), kept.dropped, kept.take(0, 2).columns["n"]) == (2, 2, [1, 3])
+    assert "2 prompts of 1 to 3 tokens; 2 dropped" in repr(kept)
+    assert load(source, plain, max_prompt_tokens=3, shuffle=False, limit=2).take(0, 2).columns["n"] == [1, 1]
+    with pytest.raises(
+        ValueError, match=r"all 2 prompts are longer than max_prompt_tokens = 2; the shortest has 3.*longest 4"
+    ):
+        load(
+            write_lines(tmp_path / "b.jsonl", [{"prompt": "a b c"}, {"prompt": "a b c d"}]), plain, max_prompt_tokens=2
+        )
+
+
+# --- Conversations ----------------------------------------------------------------------------------------------------
+
+
+USER = {"role": "user", "content": "what is 1"}
+ASKED = "user : what is 1 assistant :"
+REPLY = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("column", "messages", "prompt", "text"),
+    [
+        ("prompt", [USER], [USER], ASKED),
+        ("prompt", [USER, REPLY, USER], [USER, REPLY, USER], f"{ASKED} a {ASKED}"),
+        ("prompt", [USER, REPLY], [USER, REPLY], f"{ASKED} a"),
+        ("messages", [USER, REPLY], [USER], ASKED),
+    ],
+)
+def test_a_conversation_goes_through_the_chat_template(tmp_path, column, messages, prompt, text):
+    tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=CHAT)
+    batch = load(write_lines(tmp_path / "a.jsonl", [{column: messages, "n": 1}]), tokenizer, max_prompt_tokens=99).take(
+        0, 1
+    )
+    assert batch.prompts == [prompt]
+    assert batch.ids == [ids(text)]
+    assert batch.columns == ({"n": [1]} if column == "prompt" else {"messages": [messages], "n": [1]})
+
+
+def test_texts_and_conversations_may_be_mixed(tmp_path):
+    tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=CHAT)
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}])
+    made = load(source, tokenizer, max_prompt_tokens=99, shuffle=False)
+    assert made.ids == [ids("a"), ids(ASKED), ids("b")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "message"),
+    [
+        ([USER], None, "example 1 is a conversation, but the tokenizer has no chat template"),
+        ([USER], "{{ raise_exception('roles must alternate') }}", "the chat template refuses .* roles must alternate"),
+        ([{"from": "user", "value": "a"}], CHAT, "instead of a list of {'role'"),
+        ([], CHAT, "has no message to answer"),
+    ],
+)
+def test_conversations_that_cannot_be_used(tmp_path, messages, template, message):
+    tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=template)
+    with pytest.raises(ValueError, match=message):
+        load(write_lines(tmp_path / "a.jsonl", [{"prompt": messages}]), tokenizer, max_prompt_tokens=99)
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_column": "promt"}, r"no column 'promt'. It has prompt, answer. Nearest: 'prompt'"),
+        ({"template": "{answr}"}, r"no column 'answr'.* Nearest: 'answer'"),
+        ({"template": "{answer"}, "expected '}' before end of string"),
+        ({"template": "{}"}, "braces hold the name of a column"),
+        ({"template": "{answer!r}"}, "braces hold the name of a column"),
+        ({"template": "same"}, "names no column"),
+        (
+            {"template": "{answer}", "first_words": 2},
+            "shorten the prompt column, which the template '{answer}' does not use",
+        ),
+        ({"cut_after": "zz"}, "none of 3 examples has cut_after = 'zz' in column 'prompt'"),
+        ({"separator": "x"}, "parts the documents of a plain text"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0: it is 1 or more"),
+        ({"first_words": 0}, "first_words = 0: it is 1 or more"),
+        ({"limit": -1}, "limit = -1: it is 1 or more"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_options_that_are_refused(tmp_path, plain, options, message):
+    with pytest.raises(ValueError, match=message):
+        load(write_lines(tmp_path / "a.jsonl", ROWS), plain, **{"max_prompt_tokens": 9, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "a.jsonl is empty"),
+        ("a.txt", b"\n \n", "a.txt is empty"),
+        ("a.json", b"[]", "a.json is empty"),
+        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', "a.jsonl, line 3: not JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n[1, 2]\n', "a.jsonl, line 2: a list instead of an object"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 3}\n{"prompt": null}', "example 3: column 'prompt' holds a NoneType"),
+        ("a.json", b'[{"prompt": "a"},\n 3]', "a.json, element 2: a int instead of an object"),
+        ("a.json", b'[{"prompt": "a"},\n', "a.json, line 2: not JSON"),
+        ("a.txt", b"good\nb\xe9d\n", "not readable as UTF-8"),
+        ("a.jsonl.gz", b"no gzip", "not readable"),
+        ("a.txt.gz", gzip.compress(b"a b c d " * 99, mtime=0)[:-12], "not readable"),
+        ("a.parquet", b"PAR1", "not readable as Parquet"),
+        ("a.csv", b"prompt,b\n1\n", "not readable as CSV"),
+        ("a.bin", b"?", "no reader for this kind of file. Known: .jsonl"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, plain, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path / name), plain, max_prompt_tokens=9)
+
+
+def test_what_is_not_there(tmp_path, plain):
+    write_lines(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"There is no file .*trian.jsonl. Nearest: 'train.jsonl'"):
+        load(str(tmp_path / "trian.jsonl"), plain, max_prompt_tokens=9)
+    with pytest.raises(ValueError, match=r"its folder .*nowhere does not exist"):
+        load(str(tmp_path / "nowhere" / "a.txt"), plain, max_prompt_tokens=9, separator="x")
+    with pytest.raises(ValueError, match=r"no-such/data-set:config .*cannot be loaded(.|\n)*no local file or folder"):
+        load("no-such/data-set:config", plain, max_prompt_tokens=9)
+    with pytest.raises(ValueError, match=r"has no split 'test'. It has train"):
+        load(write_source("saved_dict", tmp_path), plain, max_prompt_tokens=9, split="test")
+    with pytest.raises(ValueError, match=r"split 'dev'\) cannot be loaded"):
+        load(write_source("folder", tmp_path), plain, max_prompt_tokens=9, split="dev")
+
+
+# --- Real data --------------------------------------------------------------------------------------------------------
+
+
+def test_tinystories(shared, stories):
+    path = shared / "data" / "tinystories" / "tinystories_sample.txt"
+    prompts = load(str(path), stories, max_prompt_tokens=64, separator="<|endoftext|>", first_words=5)
+    assert len(prompts) == sum(bool(story.strip()) for story in path.read_text().split("<|endoftext|>"))
+    assert all(len(prompt.split()) == 5 for prompt in prompts.prompts)
+    assert all(prompt[0] == 1 and 1 not in prompt[1:] for prompt in prompts.ids)  # BOS, and no EOS (the same id)
+    batch = prompts.take(0, 8)
+    assert stories.batch_decode(batch.ids, skip_special_tokens=True) == batch.prompts
+
+
+def test_hh_rlhf(shared, stories):
+    path = shared / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
+    prompts = load(str(path), stories, max_prompt_tokens=384, prompt_column="chosen", cut_after="\n\nAssistant:")
+    assert len(prompts) + prompts.dropped == 2312
+    assert prompts.unmatched == 0
+    assert prompts.dropped > 0
+    batch = prompts.take(0, 50)
+    assert set(batch.columns) == {"chosen", "rejected"}
+    for prompt, chosen in zip(batch.prompts, batch.columns["chosen"], strict=True):
+        assert prompt.endswith("\n\nAssistant:")
+        assert chosen.startswith(prompt)
+        assert "\n\nAssistant:" not in chosen[len(prompt) :]
+
+
+def test_gsm8k(shared, stories):
+    source = str(shared / "data" / "gsm8k" / "train.jsonl")
+    prompts = load(source, stories, max_prompt_tokens=512, template="Question: {question}\nAnswer:", limit=300)
+    batch = prompts.take(0, 100)
+    assert len(prompts) + prompts.dropped == 300
+    for prompt, question in zip(batch.prompts, batch.columns["question"], strict=True):
+        assert prompt == f"Question: {question}\nAnswer:"
+    assert all("#### " in answer for answer in batch.columns["answer"])
+
+
+def test_a_tokenizer_of_a_few_letters(tmp_path):
+    """It can read its task and nothing else: whether it appends EOS is found out with the prompts."""
+    letters = {letter: i for i, letter in enumerate(["<s>", "</s>", *"0123456789+="])}
+    words = Tokenizer(models.WordLevel(letters))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    rows = write_lines(tmp_path / "sums.jsonl", [{"prompt": "</s>"}, {"prompt": "1+2="}])
+    assert load(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
+        letters[letter] for letter in "1+2="
+    ]
+
+
+def test_prompts_of_a_command_are_those_of_data():
+    """An EOS that a tokenizer puts behind every text would end the prompt."""
+    tokenizer = make_tokenizer(before=["<s>"], after=["</s>"], bos_token="<s>", eos_token="</s>")
+    assert tokenizer("a b").input_ids == ids("<s> a b </s>")
+    assert encode(tokenizer, ["a b", "", "c"]) == [ids("<s> a b"), ids("<s>"), ids("<s> c")]
+
+
+def test_distinct_prompts(tmp_path, plain):
+    texts = ["a b", "c", "a b", "d", "c", "e"]
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    prompts = load(tmp_path / "prompts.txt", plain, max_prompt_tokens=9, shuffle=False)
+    kept = prompts.distinct([plain("d").input_ids])
+    assert [kept.prompts[i] for i in range(len(kept))] == ["a b", "c", "e"]
+    assert kept.take(0, 3).prompts == ["a b", "c", "e"]
+    assert len(prompts.distinct()) == 4
+
+
+# ---- completions as texts ----
+
+
+PROMPTS = [
+    "Once upon a time there", "Once upon a time", 'She said "', "", "Tim \u00e9t\u00e9", "\u65e5\u672c\u8a9e",
+    "She said \u4eca\u65e5\u306f\u3068\u3066\u3082\u826f\u3044\u5929\u6c17\u3067\u3059\u306d",
+    "Tim liked \U0001f468\u200d\U0001f469\u200d\U0001f467 and",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_completion_and_its_prompt_are_one_text(stories, prompt):
+    """Wherever a SentencePiece text is cut between two tokens, both parts make up the whole."""
+    whole = stories(prompt + "\u65e5\u672c was a little girl named Lily. \u00c9t\u00e9!\n\nShe played.").input_ids
+    for cut in range(1, len(whole)):
+        start, rest = whole[:cut], whole[cut:]
+        (text,) = decode(stories, [start], [rest])
+        before, all_of_it = (stories.decode(ids, skip_special_tokens=True) for ids in (start, whole))
+        if "\ufffd" in before:  # in the middle of a character
+            assert text == stories.decode(rest) or before + text == all_of_it
+        else:
+            assert before + text == all_of_it
+    assert decode(stories, [], []) == []
+
+
+def test_a_completion_by_itself_begins_a_text(stories):
+    ids = stories("Lily was", add_special_tokens=False).input_ids
+    assert decode(stories, [[], [1]], [ids, ids]) == ["Lily was"] * 2
+    assert decode(stories, [ids], [ids]) == [" Lily was"]
+
+
+def test_half_a_character_at_the_end_of_a_prompt_leaves_the_completion_by_itself():
+    tokenizer = AutoTokenizer.from_pretrained(locate("story-lm"))
+    ids = tokenizer("a \u20ac b").input_ids
+    euro = [i for i, token in enumerate(ids) if "\ufffd" in tokenizer.decode([token])]
+    assert len(euro) > 1
+    start, rest = ids[: euro[0] + 1], ids[euro[0] + 1 :]
+    assert decode(tokenizer, [start], [rest]) == [tokenizer.decode(rest)]
+
+
+# ---- CSV ----
+
+
+def test_a_csv_has_texts_unless_numbers_are_written_as_python_writes_them(tmp_path):
+    long = "x" * 3_000_000
+    (tmp_path / "a.csv").write_text(
+        "prompt,code,when,yes,n,share,some,big,sci,mixed,none,,\r\n"
+        f"007,007,2024-01-01,true,7,0.5,3,{10**30},1e16,1,,,\r\n"
+        f'"a, ""b""\r\nc",10,2024-01-02,false,-8,1.25,,{10**30 + 1},5e-05,0.5,nan,,\r\n\r\n'
+        f"{long},8,x,true,0,2.0,4,1,2.0,0,,,\r\n",
+        newline="",
+    )
+    rows = list(read(str(tmp_path / "a.csv")))
+    assert [row["prompt"] for row in rows] == ["007", 'a, "b"\r\nc', long]
+    assert [row["code"] for row in rows] == ["007", "10", "8"]
+    assert [row["when"] for row in rows] == ["2024-01-01", "2024-01-02", "x"]
+    assert [row["yes"] for row in rows] == ["true", "false", "true"]
+    assert [row["n"] for row in rows] == [7, -8, 0]
+    assert [row["share"] for row in rows] == [0.5, 1.25, 2.0]
+    assert [row["some"] for row in rows] == [3, None, 4]
+    assert [row["big"] for row in rows] == [10**30, 10**30 + 1, 1]
+    assert [row["sci"] for row in rows] == ["1e16", "5e-05", "2.0"]
+    assert [row["mixed"] for row in rows] == [1, 0.5, 0]
+    assert [row["none"] for row in rows] == ["", "nan", ""]
+    assert len(rows[0]) == 11  # columns without a name and a value are none
+
+
+def test_a_text_of_which_the_tokenizer_knows_nothing(tmp_path, plain):
+    tokenizer = make_tokenizer(bos_token="<s>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
+    write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}, {"prompt": "xx"}])
+    with pytest.raises(ValueError, match=r"example 2: the tokenizer knows nothing of a str \('xx'\)"):
+        load(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("Once", "Once"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], "Hello"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Look"}, {"type": "image"}]}], "Look"),
+        ([{"role": "assistant", "content": None}], ""),
+    ],
+)
+def test_a_prompt_for_the_eyes_is_its_last_message(prompt, shown):
+    assert plain_text(prompt) == shown

@@ -1,0 +1,373 @@
+"""Responses of a guided search: what is chosen, by hand; the command, against the library and transformers."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import EOS, tiny_model
+from test_guided_search import TextValue
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from nlgrpo import cli
+from nlgrpo.engine import guided_search
+from nlgrpo.engine.chunked_decoding import ModelValue
+from nlgrpo.engine.generation import generate
+from nlgrpo.engine.guided_search import Candidate, Search
+from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.rollouts.guided_responses import Chooser, load_values, majority, respond
+from nlgrpo.engine.rollouts.store import digest_of_tokenizer
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import decoder, reward_model
+
+PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
+REWARDS = """
+def high(completion_ids, **_):
+    return [float(sum(ids)) for ids in completion_ids]
+
+def silent(completion_ids, **_):
+    return [None for _ in completion_ids]
+
+def broken(completion_ids, **_):
+    raise RuntimeError("no")
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A policy and two value models, of which the second is of another size."""
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "policy", "gpt2", scale=0.3)
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    for seed, family in enumerate(("gpt2", "llama")):
+        tiny_model(root / "base", family, seed=seed + 1)
+        value, _ = reward_model.load(str(root / "base"), seed=seed)
+        with torch.no_grad():
+            value.head.weight.mul_(5.0)
+        reward_model.save(value, root / family, tokenizer=tokenizer, pad=0, max_length=64)
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+def loaded(work, dtype=torch.float64):
+    return decoder.load(work / "policy", dtype=dtype), AutoTokenizer.from_pretrained(work / "policy")
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_places_are_votes():
+    """A candidate that ended early stands for the B that would have grown from it."""
+    early, late = Candidate((1,), True, places=3), Candidate((2,), True)
+    assert Chooser("majority").choose("w1", [late, late, early], ["so 4", "so 4", "so 5"]) == (2, 3 / 5)
+
+
+def test_a_guide_is_its_models_betas_and_search(work, tmp_path):
+    whole = guided_responses.Guide([work / "gpt2"], [1.0], Search())
+    others = [
+        guided_responses.Guide([work / "llama"], [1.0], Search()),
+        guided_responses.Guide([work / "gpt2"], [0.5], Search()),
+        guided_responses.Guide([work / "gpt2"], [1.0], Search(chunk=8)),
+    ]
+    shutil.copytree(work / "gpt2", tmp_path / "renamed")
+    assert guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()).digest() == whole.digest()
+    tokenizer = json.loads((tmp_path / "renamed" / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["w1"], words["w2"] = words["w2"], words["w1"]
+    (tmp_path / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    others.append(guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()))  # it may read texts
+    assert len({one.digest() for one in (whole, *others)}) == 5
+
+
+def test_the_majority_by_hand():
+    assert majority([3, 4, 4, None], [1, 1, 1, 9]) == (1, 2 / 3)
+    assert majority([3, 4, 4, 3], [1, 1, 1, 1]) == (0, 0.5)  # the first of those that are as frequent
+    assert majority([4, 3, 3], [3, 1, 1]) == (0, 0.6)  # a beam that ended early stands for its successors
+    assert majority([None, None], [1, 1]) == (0, 0.0)
+
+
+def test_what_is_chosen(work):
+    texts = [r"so \boxed{7}", "it is 8", r"\boxed{8.0} w3", "none"]
+    candidates = [Candidate((i,), True, value) for i, value in enumerate((0.5, 2.0, 2.0, math.nan))]
+    assert Chooser.of("value").choose("w1", candidates, texts) == (1, 2.0)
+    assert Chooser.of("majority").choose("w1", candidates, texts) == (1, 2 / 3)
+    high = Chooser.of(f"{work / 'rewards.py'}:high")
+    assert high.choose("w1", candidates, texts) == (3, 3.0)
+    with pytest.raises(ValueError, match="silent has nothing to say of the candidates of 'w1'"):
+        Chooser.of(f"{work / 'rewards.py'}:silent").choose("w1", candidates, texts)
+    with pytest.raises(ValueError, match="raised RuntimeError: no"):
+        Chooser.of(f"{work / 'rewards.py'}:broken").choose("w1", candidates, texts)
+    with pytest.raises(ValueError, match="nothing to say"):
+        Chooser.of("value").choose("w1", candidates[3:], texts[3:])
+    with pytest.raises(ValueError, match="lexicn"):
+        Chooser.of("lexicn()")
+
+
+def test_a_response_is_the_best_of_n_where_chunks_are_whole(work):
+    model, tokenizer = loaded(work)
+    sampling = Sampling(max_new_tokens=8, stop_ids=(EOS,))
+    chooser = Chooser.of(f"{work / 'rewards.py'}:high")
+    responses, cost = respond(model, tokenizer, PROMPTS, Search(3, 2, chunk=8), sampling, [], chooser, seed=3)
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    rollout = generate(model, ids, 6, sampling, seed=3)
+    own = rollout.completion_ids()
+    for p, response in enumerate(responses):
+        best = max(own[6 * p : 6 * p + 6], key=sum)
+        assert (list(response.candidate.tokens), response.worth) == (best, sum(best))
+        assert PROMPTS[p] + response.text == tokenizer.decode(ids[p] + best, skip_special_tokens=True)
+    assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_transformers(work):
+    model, tokenizer = loaded(work)
+    theirs = AutoModelForCausalLM.from_pretrained(work / "policy").double()
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    sampling = Sampling(max_new_tokens=7, stop_ids=tuple(range(20, 26)), temperature=0.7)
+    found, _ = guided_search.search(model, ids, Search(2, 2, 2), sampling, [(TextValue(sum), 1.0)], seed=1)
+    for prompt, candidates in zip(ids, found, strict=True):
+        for one in candidates:
+            logits = theirs(torch.tensor([[*prompt, *one.tokens]])).logits[0, len(prompt) - 1 : -1] / 0.7
+            expected = logits.log_softmax(-1)[range(len(one.tokens)), list(one.tokens)].sum().item()
+            assert one.logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_candidates_take_as_many_places_as_there_are(work):
+    model, tokenizer = loaded(work)
+    ids = [tokenizer(text).input_ids for text in PROMPTS * 4]
+    sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(20, 32)))
+    found, _ = guided_search.search(model, ids, Search(3, 4, 2), sampling, [(TextValue(len), 1.0)], seed=1)
+    assert {sum(one.places for one in candidates) for candidates in found} == {12}
+    assert {one.places for candidates in found for one in candidates} == {1, 4}
+
+
+def test_complete_candidates_are_valued_where_values_choose(work):
+    model, tokenizer = loaded(work)
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    sampling = Sampling(max_new_tokens=6, stop_ids=tuple(range(20, 26)))
+
+    def searched(valued):
+        value = TextValue(lambda tokens: float(sum(tokens)))
+        return guided_search.search(model, ids, Search(2, 3, 2), sampling, [(value, 0.5)], seed=1, valued=valued)
+
+    (plain, before), (found, cost) = searched(False), searched(True)
+    assert all(one.value == 2.0 * sum(one.tokens) for candidates in found for one in candidates)
+    assert cost.queries == before.queries + sum(one.places == 1 for own in found for one in own)
+    assert [[one.tokens for one in own] for own in found] == [[one.tokens for one in own] for own in plain]
+
+
+def test_a_value_model_of_a_loop_by_itself_is_in_the_loops_search(work, tmp_path, monkeypatch):
+    loop, how = tmp_path / "loop", Search(2, 3, 5)
+    for folder in ("iteration-1/value/model", "compressed-1/model"):
+        shutil.copytree(work / "gpt2", loop / folder)
+    with pytest.raises(ValueError, match="has not come to its end"):
+        guided_responses.read_guide(loop)
+    guided_responses.Guide([loop / "iteration-1" / "value"], [0.5], how, loop / "compressed-1").write(loop)
+    monkeypatch.chdir(loop)
+    for named, value in (
+        (loop / "compressed-1", loop / "compressed-1"),
+        (loop / "compressed-1" / "model", loop / "compressed-1" / "model"),
+        (Path("compressed-1"), Path("compressed-1")),
+        (loop / "iteration-1" / "value", loop / "iteration-1" / "value"),
+        (loop / "iteration-1", loop / "iteration-1" / "value"),
+    ):
+        assert guided_responses.read_guide(named) == guided_responses.Guide([value], [1.0], how)
+    assert guided_responses.read_guide(work / "gpt2") is None
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_values", "tolerance"),
+    [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.float32, 1e-5), (torch.bfloat16, torch.float32, 0.1)],
+)
+def test_values_are_as_exact_as_what_computes_them(work, dtype, of_values, tolerance):
+    """Chunk by chunk, against transformers' classifier in float64; after bfloat16 they are no numbers of 8 bits."""
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    for name in ("gpt2", "llama"):
+        [(value, _)] = load_values([work / name], [], tokenizer, Sampling(max_new_tokens=6), dtype=dtype)
+        theirs = AutoModelForSequenceClassification.from_pretrained(work / name).double().eval()
+        theirs.config.pad_token_id = None
+        prompts, rows = [[7, 9], [8]], [[4 + i, 30 - i, 11] for i in range(12)]
+        with torch.inference_mode():
+            value.begin(prompts)
+            value.score([i % 2 for i in range(12)], [row[:2] for row in rows])
+            found = value.score(range(12), [row[2:] for row in rows])
+            truth = [theirs(torch.tensor([[*prompts[i % 2], *row]])).logits.item() for i, row in enumerate(rows)]
+        assert found.dtype == of_values
+        assert found.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
+        assert (found != found.bfloat16()).sum() > 6
+
+
+def command(work, *more, values=("gpt2", "llama"), **changes):
+    options = {"model": work / "policy", "max-new-tokens": 6, "beams": 2, "successors": 3, "chunk": 2, "seed": 5}
+    options |= {name.replace("_", "-"): value for name, value in changes.items()}
+    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return ["generate", *PROMPTS, *named, "--guide", *(str(work / value) for value in values), *more]
+
+
+def test_the_command_prints_the_response_of_the_search(work, capsys):
+    assert cli.main(command(work, "--betas", "1", "0.5", "--json")) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    model, tokenizer = loaded(work, torch.float32)
+    ids = [tokenizer(text).input_ids for text in PROMPTS]
+    sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    values = load_values([work / "gpt2", work / "llama"], [1.0, 0.5], tokenizer, sampling)
+    found, cost = guided_search.search(model, ids, Search(2, 3, 2), sampling, values, seed=5, valued=True)
+    theirs = [AutoModelForSequenceClassification.from_pretrained(work / name).eval() for name in ("gpt2", "llama")]
+    for each in theirs:
+        each.config.pad_token_id = None
+    for prompt, row, candidates in zip(ids, rows, found, strict=True):
+        best = max(candidates, key=lambda one: one.value)
+        assert row["ids"] == list(best.tokens)
+        one, other = (each(torch.tensor([[*prompt, *best.tokens]])).logits.item() for each in theirs)
+        assert row["value"] == pytest.approx(one + other / 0.5, abs=1e-4)
+        assert row["finish_reason"] == ("stop" if row["ids"][-1] == EOS else "length")
+    assert f"{cost.tokens:,} tokens drawn, {cost.queries:,} values" in captured.err
+
+    assert "no value guides" not in captured.err
+
+    assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high", chunk=6)) == 0
+    assert "2 beams x 3 chunks of 6 tokens, which are whole responses: no value guides" in capsys.readouterr().err
+    assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("rewards.py:high ") == len(PROMPTS)
+
+
+def refused(arguments, capsys):
+    """What is said where a command fails; tyro ends the program by itself, in lines of its own."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status in (1, 2)
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"samples": 2}, "samples = 2: a guided search gives one response"),
+        ({"beams": 0}, "beams = 0"),
+        ({"chunk": 0}, "chunk = 0"),
+        ({"search_temperature": -1}, "temperature = -1.0"),
+        ({"betas": 1.0}, "1 betas for 2 value models"),
+        ({"values": ("policy",)}, "is no value model; it has no head of one output"),
+        ({"values": ("nowhere",)}, "nowhere"),
+        ({"choose": "nothing:at_all"}, "nothing"),
+        ({"max_new_tokens": 64}, "context"),
+    ],
+)
+def test_refused(work, capsys, changes, said):
+    assert said in refused(command(work, **changes), capsys)
+
+
+def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
+    """Against transformers, on what its tokenizer makes of the text; w0 and w1 have changed places in it."""
+    value, tokenizer = swapped(work, tmp_path)
+    model, policys = loaded(work)
+    ids, sampling = [policys(text).input_ids for text in PROMPTS], Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    found = load_values([work / "gpt2", value], [1.0, 0.5], policys, sampling)
+    assert [type(one) for one, _ in found] == [ModelValue, guided_responses.TextValue]
+    assert [bool(guided_responses.note(folder, policys)) for folder in (work / "gpt2", value)] == [False, True]
+    candidates, cost = guided_search.search(
+        model.float(), ids, Search(2, 3, 2), sampling, found[1:], seed=5, valued=True
+    )
+    theirs = AutoModelForSequenceClassification.from_pretrained(value).eval()
+    theirs.config.pad_token_id = None
+    ended = 0
+    for prompt, own in zip(PROMPTS, candidates, strict=True):
+        for one in own:
+            text = policys.decode([*policys(prompt).input_ids, *one.tokens], skip_special_tokens=True)
+            own_ids = tokenizer(text).input_ids + [EOS] * one.finished
+            assert one.value == pytest.approx(theirs(torch.tensor([own_ids])).logits.item() / 0.5, abs=1e-4)
+            ended += one.finished
+    assert ended > 0
+    assert cost.queries > 0
+    reader, _ = found[1]
+    context = reader.model.shape.context
+    reader.begin([[5] * (context + 3)])
+    whole = tokenizer(policys.decode([5] * (context + 3) + [6])).input_ids
+    assert len(whole) > context  # it loses its beginning
+    with torch.inference_mode():
+        last = theirs(torch.tensor([whole[-context:]])).logits.item()
+    assert float(reader.score([0], [[6]])) == pytest.approx(last, abs=1e-4)
+
+
+def swapped(work, tmp_path):
+    """A value model whose tokenizer has two words in each other's places."""
+    model, _ = reward_model.load(str(work / "gpt2"))
+    tiny_model(tmp_path / "base", "gpt2")
+    tokens = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
+    (tmp_path / "base" / "tokenizer.json").write_text(json.dumps(tokens))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    reward_model.save(model, tmp_path / "value", tokenizer=tokenizer, pad=0, max_length=64)
+    return tmp_path / "value", tokenizer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_values", "tolerance"),
+    [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.float32, 1e-5), (torch.bfloat16, torch.float32, 0.1)],
+)
+def test_values_of_texts_are_as_exact_too(work, tmp_path, dtype, of_values, tolerance):
+    folder, tokenizer = swapped(work, tmp_path)
+    _, policys = loaded(work)
+    [(value, _)] = load_values([folder], [], policys, Sampling(max_new_tokens=6), dtype=dtype)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
+    theirs.config.pad_token_id = None
+    prompts, rows = [policys(text).input_ids for text in PROMPTS[:2]], [[4 + i, 30 - i] for i in range(8)]
+    value.begin(prompts)
+    with torch.inference_mode():
+        found = value.score([i % 2 for i in range(8)], rows)
+        truth = []
+        for i, row in enumerate(rows):
+            text = policys.decode([*prompts[i % 2], *row], skip_special_tokens=True)
+            truth.append(theirs(torch.tensor([tokenizer(text).input_ids])).logits.item())
+    assert found.dtype == of_values
+    assert found.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
+
+
+def test_a_chat_template_makes_no_other_tokenizer(work, tmp_path):
+    """Ids that mean the same are read as ids."""
+    shutil.copytree(work / "gpt2", tmp_path / "value")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "value")
+    theirs.chat_template = "{{ messages }}"
+    theirs.save_pretrained(tmp_path / "value")
+    _, policys = loaded(work)
+    assert digest_of_tokenizer(theirs) != digest_of_tokenizer(policys)
+    [(found, _)] = load_values([tmp_path / "value"], [1.0], policys, Sampling(max_new_tokens=6))
+    assert type(found) is ModelValue
+
+
+def test_a_vocabulary_that_is_too_small(work):
+    """A policy's embedding may have rows that no token of the shared tokenizer has, nor the value model's."""
+    _, policys = loaded(work)
+    [(value, _)] = load_values([work / "gpt2"], [1.0], policys, Sampling(max_new_tokens=6))
+    vocabulary = value.model.shape.vocab
+    value.begin([[5, vocabulary - 1]])
+    with pytest.raises(ValueError, match=f"a vocabulary of {vocabulary}, and has to read the token id {vocabulary}"):
+        value.score([0], [[vocabulary]])
+    with pytest.raises(ValueError, match=f"token id {vocabulary + 1}"):
+        value.begin([[vocabulary + 1]])
+
+
+def test_betas_of_nothing(work, capsys):
+    plain = ["generate", "w1", "--model", str(work / "policy")]
+    for options, names in (
+        (["--betas", "1"], "betas"),
+        (["--beams", "8", "--chunk", "0"], "beams, chunk"),
+        (["--search-temperature", "1", "--no-diverse", "--choose", "majority"], "search_temperature, choose, diverse"),
+    ):
+        said = " ".join(refused([*plain, *options], capsys).split())
+        assert f"{names}: of the search that value models guide" in said
+    model, tokenizer = loaded(work)
+    with pytest.raises(ValueError, match="nothing is chosen by value"):
+        respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))

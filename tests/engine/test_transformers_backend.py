@@ -1,0 +1,241 @@
+"""Models of other architectures than the decoder's, against a loop over transformers without padding or cache."""
+
+import json
+
+import pytest
+import torch
+from helpers import EOS, WORDS, tiny_model
+from test_guided_search import best_by_brute_force
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPTNeoConfig,
+    MptConfig,
+    OPTConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+)
+
+from nlgrpo import cli
+from nlgrpo.engine import guided_search, transformers_backend
+from nlgrpo.engine.chunked_decoding import ModelValue
+from nlgrpo.engine.generation import generate
+from nlgrpo.engine.guided_search import Search
+from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
+from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model import decoder, reward_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+CONFIGS = {
+    "opt": OPTConfig(
+        vocab_size=len(WORDS), hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, **SPECIAL,
+    ),
+    "bloom": BloomConfig(vocab_size=len(WORDS), hidden_size=32, n_layer=2, n_head=4, **SPECIAL),
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]], window_size=4, **SPECIAL,
+    ),
+    "recurrent_gemma": RecurrentGemmaConfig(  # whose recurrence would read padding
+        vocab_size=len(WORDS), hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=48, attention_window_size=4, **SPECIAL,
+    ),
+}  # fmt: skip
+PROMPTS = ["w1 w2", "w3", "w4 w5 w6 w7 w8"]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def work(request, tmp_path_factory):
+    """A frozen model of another family, and a value model of one that the decoder knows."""
+    root = tmp_path_factory.mktemp(request.param)
+    tiny_model(root / "base", "llama", seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(root / "base")
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + float(parameter.dim() == 1))
+    model.save_pretrained(root / "policy")
+    tokenizer.save_pretrained(root / "policy")
+    value, _ = reward_model.load(str(root / "base"), seed=0)
+    with torch.no_grad():
+        value.head.weight.mul_(5.0)
+    reward_model.save(value, root / "value", tokenizer=tokenizer, pad=0, max_length=64)
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (root / "rewards.py").write_text(
+        "def low(completion_ids, **_):\n    return [float(ids[0] % 7) for ids in completion_ids]\n"
+    )
+    return root
+
+
+def by_hand(theirs, ids, sampling, seed, index, place):
+    """One sample: the tokens and their log-probs, every forward over the whole text."""
+    drawn, logps = [], []
+    while len(drawn) < sampling.max_new_tokens and not (drawn and drawn[-1] in sampling.stop_ids):
+        with torch.no_grad():
+            logp = log_distribution(theirs(torch.tensor([[*ids, *drawn]])).logits[:, -1], sampling)
+        noise = uniform_noise(seed, torch.tensor([index]), torch.tensor([place]), torch.tensor([len(drawn)]))[:, 0]
+        drawn.append(int(draw(logp, noise)))
+        logps.append(float(logp[0, drawn[-1]]))
+    return drawn, logps
+
+
+def read(work):
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    theirs = AutoModelForCausalLM.from_pretrained(work / "policy").eval()
+    ours = transformers_backend.load(work / "policy")
+    assert isinstance(ours, TransformersModel)
+    return ours, theirs, tokenizer, [tokenizer(text).input_ids for text in PROMPTS]
+
+
+@pytest.mark.parametrize("max_rows", [256, 4])
+def test_samples(work, max_rows):
+    ours, theirs, _, ids = read(work)
+    sampling = Sampling(max_new_tokens=7, stop_ids=(EOS, 20, 21), temperature=0.8, top_k=20)
+    rollout = ours.generate(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows)
+    found = rollout.completion_ids()
+    for p, prompt in enumerate(ids):
+        for m in range(3):
+            drawn, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], m)
+            assert found[3 * p + m] == drawn
+            assert rollout.logprobs[p, m, : len(drawn)].tolist() == pytest.approx(logps, abs=1e-4)
+            assert bool(rollout.finished[p, m]) == (drawn[-1] in sampling.stop_ids)
+    assert len(set(map(len, found))) > 1
+
+
+def test_a_search(work):
+    """Algorithms 4 and 5 by hand; values of the decoder's model."""
+    ours, theirs, _, ids = read(work)
+    model, _ = reward_model.load(str(work / "value"))
+    how, sampling = Search(2, 3, 2), Sampling(max_new_tokens=6, stop_ids=(EOS, 20, 21))
+    found, cost = guided_search.search(ours, ids, how, sampling, [(ModelValue("value", model, 6), 0.5)], seed=3)
+    tokens = 0
+    for p, prompt in enumerate(ids):
+        beams, each, drawn = [[]], how.candidates, 0
+        while True:
+            drawn = min(drawn + how.chunk, sampling.max_new_tokens)
+            candidates = [beam for beam in beams if beam and beam[-1] in sampling.stop_ids]
+            for k, beam in enumerate(beams):
+                for b in range(each if beam not in candidates else 0):
+                    child = list(beam)
+                    while len(child) < drawn and not (child[len(beam) :] and child[-1] in sampling.stop_ids):
+                        with torch.no_grad():
+                            logp = log_distribution(theirs(torch.tensor([[*prompt, *child]])).logits[:, -1], sampling)
+                        place, at = torch.tensor([k * each + b]), torch.tensor([len(child)])
+                        child.append(int(draw(logp, uniform_noise(3, torch.tensor([p]), place, at)[:, 0])))
+                        tokens += 1
+                    candidates.append(child)
+            each = how.successors
+            if all(len(y) == sampling.max_new_tokens or y[-1] in sampling.stop_ids for y in candidates):
+                break
+            with torch.no_grad():
+                worth = [
+                    float(model(torch.tensor([*prompt, *y]), [len(prompt) + len(y)])[-1, 0]) / 0.5 for y in candidates
+                ]
+            beams = best_by_brute_force(candidates, worth, how)
+        assert sorted(list(one.tokens) for one in found[p]) == sorted(candidates)
+    assert cost.tokens == tokens
+    assert cost.cache_bytes > 0  # the value's
+
+
+def test_chunks_of_the_whole_length_are_samples(work):
+    ours, _, _, ids = read(work)
+    sampling = Sampling(max_new_tokens=5, stop_ids=(EOS,))
+    found, _ = guided_search.search(ours, ids, Search(2, 2, 5), sampling, [], seed=1)
+    own = transformers_backend.generator(ours)(ids, 4, sampling, seed=1).completion_ids()
+    assert [list(one.tokens) for each in found for one in each] == own
+
+
+def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys):
+    """RWKV's `generate` in transformers is not what its forward gives."""
+    tiny_model(tmp_path, "llama")  # for the tokenizer
+    config = RwkvConfig(vocab_size=len(WORDS), hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, **SPECIAL)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path)
+    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 1
+    assert "cannot be drawn from: log-probs of transformers' generate are" in capsys.readouterr().err
+
+
+def test_float64(work):
+    """transformers' `generate` samples from float32 logits."""
+    ours, theirs = (
+        transformers_backend.load(work / "policy", dtype=torch.float64),
+        AutoModelForCausalLM.from_pretrained(work / "policy"),
+    )
+    prompts, sampling = [[3, 4, 5], [6, 7]], Sampling(max_new_tokens=4)
+    rollout = ours.generate(prompts, 2, sampling, seed=1)
+    for p, prompt in enumerate(prompts):
+        drawn, logps = by_hand(theirs.eval(), prompt, sampling, 1, p, 1)
+        assert rollout.tokens[p, 1].tolist() == drawn
+        assert rollout.logprobs[p, 1].tolist() == pytest.approx(logps, abs=1e-4)
+
+
+def test_a_limit_by_another_name():
+    assert transformers_backend.Limits.of(MptConfig(max_seq_len=64)).context == 64
+
+
+def test_a_known_family_is_the_decoder(tmp_path):
+    tiny_model(tmp_path, "llama")
+    assert isinstance(transformers_backend.load(tmp_path), decoder.Decoder)
+    assert transformers_backend.note(tmp_path) == ""
+    theirs = TransformersModel(AutoModelForCausalLM.from_pretrained(tmp_path))
+    prompts, sampling = [[3, 4], [5, 6, 7]], Sampling(max_new_tokens=6)
+    ours = generate(transformers_backend.load(tmp_path), prompts, 3, sampling, seed=2)
+    assert theirs.generate(prompts, 3, sampling, seed=2).completion_ids() == ours.completion_ids()
+    assert theirs.shape.context == decoder.load(tmp_path).shape.context
+
+
+def test_limits(work):
+    ours, _, _, ids = read(work)
+    with pytest.raises(ValueError, match="outside"):
+        ours.generate([[len(WORDS)]], 1, Sampling(max_new_tokens=2))
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        guided_search.search(ours, [ids[0], []], Search(1, 1, 1), Sampling(max_new_tokens=2), [])
+    with pytest.raises(ValueError, match="samples = 0"):
+        ours.generate(ids, 0, Sampling(max_new_tokens=2))
+    if ours.shape.context < transformers_backend.UNBOUNDED:
+        with pytest.raises(ValueError, match="the model's context of 64"):
+            ours.generate(ids, 1, Sampling(max_new_tokens=64))
+
+
+def test_the_commands(work, capsys):
+    told = f"; transformers runs it, which is slower (unknown architecture {work.name.rstrip('0')!r}"
+    arguments = ["w1 w2", f"--model={work / 'policy'}", f"--guide={work / 'value'}", "--max-new-tokens=6", "--chunk=2"]
+    assert cli.main(["generate", *arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count(told) == 1
+    assert json.loads(shown.out)["prompt"] == "w1 w2"
+    given = {
+        "model.path": work / "policy",
+        "data.source": work / "prompts.jsonl",
+        "rollout.max_new_tokens": 6,
+        "rewards.low.function": f"{work / 'rewards.py'}:low",
+        "evaluation.prompts": 1,
+        "chunk": 2,
+    }
+    options = [f"--{name}={value}" for name, value in given.items()]
+    learn = ["--iterations=1", "--beams=2", "--successors=2", "--no-compress", "--value.epochs=1", "--value.held-out=0"]
+    begun = [f"--value.path={work / 'value'}", f"--out={work / 'iro'}"]
+    assert cli.main(["iro", "blank", *options, *learn, f"--out={work / 'iro'}"]) == 1
+    assert "no value model can begin at" in capsys.readouterr().err
+    assert not (work / "iro").exists()
+    assert cli.main(["iro", "blank", *options, *learn, *begun]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["decode", "blank", *options, f"--guide={work / 'iro'}", "--budgets=4", f"--out={work / 'd'}"]) == 0
+    bon, iro = json.loads((work / "d" / "decode.json").read_text())
+    assert (bon["queries"], iro["queries"] > 0) == (0, True)
+
+
+def test_what_transformers_does_not_know_either(tmp_path, capsys):
+    tiny_model(tmp_path, "gpt2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 1
+    assert "unheard_of" in capsys.readouterr().err

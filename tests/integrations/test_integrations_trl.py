@@ -1,0 +1,409 @@
+"""`linearized` in TRL 1.16's own trainer: its advantages against the first variation, by enumeration and autograd.
+
+`aggregated` on two ranks too; every kind of objective is in test_integrations_trl_training.py.
+
+The truth treats a group as a distribution over its M completions with probabilities p: R(p) is summed over all draws,
+and its first variation is autograd's gradient at p = 1/M.
+"""
+
+import asyncio
+import functools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from datasets import Dataset
+from helpers import environment, leave_group, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from nlgrpo.integrations.trl import aggregated, linearized
+from nlgrpo.objectives.registry import BestOfN, SoftBestOfN
+
+M = 4
+ACCURACY = [0.3, 1.7, -0.4, 0.3, 2.0, 2.0, -1.0, 0.1, 5.0, 4.0, 4.5, -3.0]  # three groups; ties in two of them
+JUDGE = [0.9, -0.2, 0.4, 0.0, 1.0, 0.7, 0.2, -0.6, 0.3, 0.8, 0.1, -0.7]
+SLOW = [0.5, 0.1, 1.3, 0.2, -0.9, 0.4, 0.6, 1.1, -0.3, 0.7, 0.9, 0.0]
+WEIGHTS = [0.7, -1.3, 0.4]
+NONE = [None] * len(ACCURACY)
+
+
+# ---- truth ----
+
+
+def best_of(n, p, r):
+    """E max of n draws."""
+    draws = torch.cartesian_prod(*[torch.arange(len(r))] * n).view(-1, n)
+    return (p[draws].prod(-1) * r[draws].amax(-1)).sum()
+
+
+def tilted(tau, p, r):
+    e = p * (r / tau).exp()
+    return (e * r).sum() / e.sum()
+
+
+R = {"bon:3": functools.partial(best_of, 3), "soft:0.5": functools.partial(tilted, 0.5), "mean": lambda p, r: p @ r}
+
+
+def first_variation(objective, group):
+    """(M,) centred over the completions that have a reward; 0 at the others. And the value of the objective."""
+    out = torch.zeros(len(group), dtype=torch.float64)
+    there = [j for j, r in enumerate(group) if r is not None]
+    if not there:
+        return out, None
+    r = torch.tensor([group[j] for j in there], dtype=torch.float64)
+    p = torch.full_like(r, 1 / len(r), requires_grad=True)
+    value = R[objective](p, r)
+    (gradient,) = torch.autograd.grad(value, p)
+    out[there] = gradient - gradient.mean()
+    return out, value.item()
+
+
+def expected(objective, values, size=M):
+    """All groups' first variations, (P * M,), and the mean of their values."""
+    pairs = [first_variation(objective, values[i : i + size]) for i in range(0, len(values), size)]
+    present = [value for _, value in pairs if value is not None]
+    return torch.cat([x for x, _ in pairs]), sum(present) / max(1, len(present))
+
+
+# ---- TRL's trainer, with rewards that are looked up ----
+
+
+class Scripted:
+    """Rewards by name, and how long the async ones take. ``part`` is where this rank's completions are."""
+
+    def __init__(self):
+        self.values, self.delays, self.part = {}, {"judge": 0.0, "slow": 0.0}, slice(None)
+
+    def accuracy(self, completions, **_):
+        return self.values["accuracy"][self.part]
+
+    async def judge(self, completions, **_):
+        await asyncio.sleep(self.delays["judge"])
+        return self.values["judge"][self.part]
+
+    async def slow(self, completions, **_):
+        await asyncio.sleep(self.delays["slow"])
+        return self.values["slow"][self.part]
+
+
+def make_trainer(folder, rewards, batch):
+    args = GRPOConfig(
+        output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to="none", num_generations=M,
+        num_generations_eval=2, per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
+        max_completion_length=3, gradient_checkpointing=False, scale_rewards="none", reward_weights=WEIGHTS,
+        temperature=0.9, logging_steps=1, disable_tqdm=True, save_strategy="no", max_steps=1,
+    )  # fmt: skip
+    functions = [
+        linearized(rewards.accuracy, "bon:3", M),
+        linearized(rewards.judge, SoftBestOfN(0.5), M),
+        linearized(rewards.slow, "mean", M),
+    ]
+    data = Dataset.from_dict({"prompt": ["w4 w5", "w6 w7", "w8"]})
+    model, tokenizer = (load.from_pretrained(folder) for load in (AutoModelForCausalLM, AutoTokenizer))
+    return GRPOTrainer(model, functions, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder, rewards = tmp_path_factory.mktemp("trl"), Scripted()
+    tiny_model(folder)
+    return make_trainer(folder, rewards, batch=12), rewards
+
+
+def step(made, accuracy, judge=NONE, slow=NONE, mode="train"):
+    """TRL's advantages of a generation batch, and the metrics that it keeps of it."""
+    trainer, rewards = made
+    rewards.values = {"accuracy": accuracy, "judge": judge, "slow": slow}
+    trainer.model.train(mode == "train")
+    trainer._metrics[mode].clear()
+    inputs = [{"prompt": f"w{4 + i // M}"} for i in range(len(accuracy))]
+    advantages = trainer._generate_and_score_completions(inputs)["advantages"]
+    return advantages.double(), {name: values[0] for name, values in trainer._metrics[mode].items()}
+
+
+def close(ours, truth):
+    assert truth.abs().max() > 0.1
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-5)
+
+
+def test_advantages_are_the_first_variation(made):
+    advantages, _ = step(made, ACCURACY)
+    close(advantages, WEIGHTS[0] * expected("bon:3", ACCURACY)[0])
+
+
+def test_async_rewards_and_weighted_sums(made):
+    advantages, _ = step(made, ACCURACY, JUDGE, SLOW)
+    parts = zip(WEIGHTS, ("bon:3", "soft:0.5", "mean"), (ACCURACY, JUDGE, SLOW), strict=True)
+    close(advantages, sum(w * expected(objective, values)[0] for w, objective, values in parts))
+
+
+def test_the_mean_gives_what_trl_gives_without_us(made, monkeypatch):
+    trainer, rewards = made
+    monkeypatch.setattr(trainer, "reward_funcs", [rewards.accuracy, *trainer.reward_funcs[1:]])
+    bare, _ = step(made, ACCURACY)
+    monkeypatch.setattr(trainer, "reward_funcs", [linearized(rewards.accuracy, "mean", M), *trainer.reward_funcs[1:]])
+    ours, _ = step(made, ACCURACY)
+    assert bare.abs().max() > 1
+    torch.testing.assert_close(ours, bare, rtol=0, atol=1e-5)
+
+
+def test_none_abstains(made):
+    """In one reward or in both; one that is left alone in its group; a group without any."""
+    accuracy, judge = list(ACCURACY), list(JUDGE)
+    accuracy[1] = accuracy[4] = accuracy[5] = accuracy[6] = None
+    accuracy[8:] = [None] * M
+    judge[0], judge[1], judge[8:] = math.nan, None, [None] * M
+    missing = [None if x is None or math.isnan(x) else x for x in judge]
+    advantages, metrics = step(made, accuracy, judge)
+    close(advantages, WEIGHTS[0] * expected("bon:3", accuracy)[0] + WEIGHTS[1] * expected("soft:0.5", missing)[0])
+    assert advantages[8:].tolist() == [0] * M
+    assert metrics["rewards/accuracy/mean"] == pytest.approx(sum(x for x in accuracy if x is not None) / 4)
+    assert metrics["objective/judge"] == pytest.approx(expected("soft:0.5", missing)[1])
+
+
+def test_none_stays_none():
+    values = [1.0, None, 3.0, math.nan, *[None] * M]
+    ours = linearized(lambda **_: values, "bon:3", M)(prompts=["a"] * 8, completions=["b"] * 8)
+    assert [x is None for x in ours] == [False, True, False, True, True, True, True, True]
+    truth, _ = first_variation("bon:3", [1.0, None, 3.0, None])
+    assert ours[::2][:2] == pytest.approx(truth[::2].tolist())
+
+
+def test_what_is_logged(made):
+    _, metrics = step(made, ACCURACY, JUDGE, SLOW)
+    for name, objective, values in (("accuracy", "bon:3", ACCURACY), ("judge", "soft:0.5", JUDGE)):
+        assert metrics[f"rewards/{name}/mean"] == pytest.approx(sum(values) / len(values))
+        assert metrics[f"objective/{name}"] == pytest.approx(expected(objective, values)[1])
+        assert metrics[f"rewards/{name}_linearized/mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_ranks_with_different_numbers_of_rewards_have_the_right_mean():
+    """TRL logs the mean over all calls of ``log_metric`` on all ranks."""
+    calls, on_ranks = {}, ([1.0, None, None, 5.0, *[None] * M], [2.0, 4.0, 4.0, 6.0, 0.5, 1.5, -1.0, 3.0])
+    for values in on_ranks:
+        log = lambda name, value: calls.setdefault(name, []).append(value)  # noqa: E731
+        linearized(lambda values=values, **_: values, "bon:3", M, "mine")(["p"] * 8, ["c"] * 8, log_metric=log)
+    means = {name: sum(numbers) / len(numbers) for name, numbers in calls.items()}
+    everywhere = [*on_ranks[0], *on_ranks[1]]
+    assert means["rewards/mine/mean"] == pytest.approx(26 / 10)
+    assert means["objective/mine"] == pytest.approx(expected("bon:3", everywhere)[1])
+
+
+def test_an_evaluation_takes_the_groups_of_trls_evaluation(made):
+    """num_generations_eval is 2, also where groups of 4 would fit."""
+    advantages, metrics = step(made, ACCURACY, mode="eval")
+    truth, value = expected("bon:3", ACCURACY, size=2)
+    close(advantages, WEIGHTS[0] * truth)
+    assert metrics["objective/accuracy"] == pytest.approx(value)
+
+
+def test_a_whole_run_logs_both(made, monkeypatch):
+    trainer, rewards = made
+    rewards.values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
+    trainer.train()
+    monkeypatch.setattr(rewards, "part", slice(6))  # three prompts, two completions each
+    trainer.evaluate()
+    logs = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    assert logs["objective/accuracy"] == pytest.approx(expected("bon:3", ACCURACY)[1], rel=1e-5)
+    assert {"rewards/slow/mean", "eval_rewards/slow/mean", "eval_objective/judge"} <= logs.keys()
+    assert logs["grad_norm"] > 0
+
+
+# ---- what is refused ----
+
+
+def call(values, count, samples=M):
+    return linearized(lambda **_: values, "bon:3", samples, name="mine")(["p"] * count, ["c"] * count)
+
+
+def test_an_estimator_that_draws_all_samples_is_refused():
+    """TRL would subtract the group's mean from what has a baseline of another kind."""
+    linearized(len, "bon:3:unbiased", 4)
+    with pytest.raises(ValueError, match="bon:4:unbiased with samples=4: expected more samples"):
+        linearized(len, "bon:4:unbiased", 4)
+
+
+def test_another_number_of_generations_is_refused(made, monkeypatch):
+    trainer, rewards = made
+    monkeypatch.setattr(trainer, "reward_funcs", [linearized(rewards.accuracy, "bon:3", 3), *trainer.reward_funcs[1:]])
+    with pytest.raises(ValueError, match=r"samples=3, but the trainer's num_generations is 4"):
+        step(made, ACCURACY)
+
+
+@pytest.mark.parametrize(
+    ("values", "count", "said"),
+    [
+        ([1.0] * 7, 7, r"7 completions on each of 1 rank are no whole groups of 4"),
+        ([1.0] * 3, 4, r"'mine' returned 3 values for 4 completions"),
+        ([1.0, 2.0, -math.inf, None], 4, r"'mine' is -inf for completion 2"),
+        (None, 4, r"'mine' returned None; expected a list of one number"),
+        (["good", 1, 2, 3], 4, r"'mine' returned \['good', 1, 2, 3\]; expected a list"),
+    ],
+)
+def test_bad_rewards_are_refused(values, count, said):
+    with pytest.raises(ValueError, match=said):
+        call(values, count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("org/reward-model", "bon:4", 4), r"expected a reward function .*, got str"),
+        ((torch.nn.Linear(2, 1), "bon:4", 4), r"got Linear; for a reward model, write the function"),
+        ((len, "bon:4", 1), r"samples=1: expected TRL's num_generations"),
+        ((len, "bon:4", 4.0), r"samples=4.0: expected"),
+        ((len, "best:4", 4), r"'best:4' is not known"),
+        ((len, 4, 4), r"objective=4: expected one of nlgrpo.objectives"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        linearized(*arguments)
+
+
+def test_names():
+    class Judge:
+        async def __call__(self, completions, **_):
+            return [1.0] * len(completions)
+
+    def accuracy(completions, **_):
+        return [1.0] * len(completions)
+
+    names = [
+        linearized(f, BestOfN(4), 4, name).__name__
+        for f, name in ((accuracy, None), (functools.partial(accuracy, k=1), None), (Judge(), None), (accuracy, "mine"))
+    ]
+    assert names == [f"{name}_linearized" for name in ("accuracy", "accuracy", "Judge", "mine")]
+    assert asyncio.run(linearized(Judge(), "bon:2", 2)(prompts=["p"] * 2, completions=["c"] * 2)) == [0, 0]
+
+
+# ---- two ranks of six completions: the second of three groups lies on both ----
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= ranks | {"ACCELERATE_USE_CPU": "true"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save(scored(rank, folder), folder / f"{rank}.pt")
+    leave_group()
+
+
+def scored(rank, folder):
+    rewards = Scripted()
+    trainer = make_trainer(folder, rewards, batch=6)
+    rewards.part = slice(6 * rank, 6 * rank + 6)
+    rewards.delays = {"judge": 0.3 * (rank == 0), "slow": 0.3 * (rank == 1)}  # the ranks get their answers crosswise
+    trainer.model.train()
+    rewards.values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
+    output = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return {
+        "advantages": output["advantages"],
+        "metrics": metrics,
+        "together": together(trainer, rewards),
+        "whole": whole_groups(rank),
+        "few": refusal(linearized(lambda **_: [1.0] * 5, "mean", M), 5),
+        "kernel": refusal(linearized(lambda **_: None, "rao", M, "alike"), 6),
+    }
+
+
+AGGREGATED = {"accuracy": "bon:3", "judge": "soft:0.5", "slow": "mean"}
+
+
+def smooth_min(values):
+    return -(-0.7 * values).exp().mean().log() / 0.7
+
+
+def together(trainer, rewards):
+    """TRL's advantages with one aggregate of all three, and its value."""
+    functions = [getattr(rewards, name) for name in AGGREGATED]
+    some = [  # of weight 0: more collectives to mix up
+        aggregated([rewards.slow, rewards.judge], "mean", M, "min", name="other"),
+        linearized(rewards.slow, "bon:3", M),
+    ]
+    trainer.reward_funcs = [aggregated(functions, list(AGGREGATED.values()), M, "smooth_min:0.7"), *some]
+    trainer.reward_weights = torch.tensor([1.0, 0.0, 0.0])
+    trainer._metrics["train"].clear()
+    output = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
+    return output["advantages"], trainer._metrics["train"]["objective/aggregate"]
+
+
+def whole_groups(rank):
+    """One group on each rank; the second reward is given on rank 1 only."""
+    a, b = (values[4 * rank : 4 * rank + 4] for values in (ACCURACY, JUDGE))
+    logged = {}
+    functions = {"a": lambda **_: a, "b": lambda **_: b if rank else [None] * M}
+    function = aggregated(functions, ["bon:3", "soft:0.5"], M, "smooth_min:0.7")
+    ours = function(prompts=["p"] * M, completions=["c"] * M, log_metric=logged.__setitem__)
+    return ours, logged["objective/aggregate"]
+
+
+def refusal(function, count):
+    try:
+        function(prompts=["p"] * count, completions=["c"] * count)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_model(folder)
+    command = [sys.executable, __file__, str(folder)]
+    env = environment() | {"PYTHONPATH": str(Path(__file__).parents[1])}  # for `helpers`
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_groups_on_two_ranks(ranks):
+    parts = zip(WEIGHTS, ("bon:3", "soft:0.5", "mean"), (ACCURACY, JUDGE, SLOW), strict=True)
+    truth = sum(w * expected(objective, values)[0] for w, objective, values in parts)
+    close(torch.cat([rank["advantages"] for rank in ranks]).double(), truth)
+
+
+def test_metrics_and_refusals_on_two_ranks(ranks):
+    for rank in ranks:
+        assert rank["metrics"]["rewards/accuracy/mean"] == pytest.approx(sum(ACCURACY) / len(ACCURACY))
+        assert rank["metrics"]["objective/judge"] == pytest.approx(expected("soft:0.5", JUDGE)[1])
+        assert "5 completions on each of 2 ranks are no whole groups of 4" in rank["few"]
+        assert "'alike' needs all 4 samples of a prompt on one rank, which has 6 completions" in rank["kernel"]
+        assert "per_device_train_batch_size" in rank["kernel"]
+
+
+def aggregate_of(each):
+    """sum_i dg/dR_i (first variation of R_i) at the values, and g, of pairs of both."""
+    values = torch.tensor([value for _, value in each], requires_grad=True, dtype=torch.float64)
+    worth = smooth_min(values)
+    (gradient,) = torch.autograd.grad(worth, values)
+    return sum(w * x for w, (x, _) in zip(gradient, each, strict=True)), worth.item()
+
+
+def test_an_aggregate_of_groups_on_two_ranks(ranks):
+    values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
+    truth, worth = aggregate_of([expected(objective, values[name]) for name, objective in AGGREGATED.items()])
+    close(torch.cat([rank["together"][0] for rank in ranks]).double(), truth)
+    assert [rank["together"][1] for rank in ranks] == [[pytest.approx(worth)]] * 2
+
+
+def test_an_aggregate_takes_the_values_of_all_ranks(ranks):
+    """Groups that are whole on their ranks; the mean of a reward is over the ranks on which it is given."""
+    b = [None] * M + JUDGE[M : 2 * M]
+    truth, worth = aggregate_of([expected("bon:3", ACCURACY[: 2 * M]), expected("soft:0.5", b)])
+    close(torch.tensor([x for rank in ranks for x in rank["whole"][0]], dtype=torch.float64), truth)
+    alone, _ = aggregate_of([expected("bon:3", ACCURACY[M : 2 * M]), expected("soft:0.5", b[M:])])
+    assert (alone - truth[M:]).abs().max() > 0.01, "rank 1 would get something else by itself"
+    assert [rank["whole"][1] for rank in ranks] == [pytest.approx(worth)] * 2
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, args=(Path(sys.argv[1]),), nprocs=2, start_method="fork")

@@ -1,0 +1,291 @@
+"""The decoder against transformers: every family, packed and ragged, read and written back."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from nlgrpo.kernels import linear_logprob
+from nlgrpo.model import decoder
+
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GQA = TINY | {"num_key_value_heads": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2 = {
+    "vocab_size": 99,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NEOX = TINY | {"rotary_pct": 0.5}
+CASES = {
+    "llama": ("LlamaConfig", GQA),
+    "llama-tied-bias": ("LlamaConfig", GQA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("LlamaConfig", GQA | {"head_dim": 16}),
+    "llama3-rope": ("LlamaConfig", GQA | {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("LlamaConfig", GQA | {"rope_parameters": YARN}),
+    "mistral": ("MistralConfig", GQA | {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", GQA | {"sliding_window": 7}),
+    "qwen2": ("Qwen2Config", GQA),
+    "qwen2-window": ("Qwen2Config", GQA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", GQA | {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3Config", GQA | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "neox": ("GPTNeoXConfig", NEOX),
+    "neox-serial": ("GPTNeoXConfig", NEOX | {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2-scales": ("GPT2Config", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 100}),
+    "gpt2-untied": ("GPT2Config", GPT2 | {"tie_word_embeddings": False}),
+}
+LENGTHS = [17, 1, 40, 2]
+
+
+def random_model(case: str) -> transformers.PreTrainedModel:
+    """Every parameter random, norms and biases too: initial ones and zeros would hide a misplaced tensor."""
+    kind, arguments = CASES[case]
+    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**arguments)).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.2).add_(1.0 if parameter.dim() == 1 else 0.0)
+    return theirs
+
+
+def their_logits(theirs: transformers.PreTrainedModel, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([theirs(x[None]).logits[0] for x in tokens.split(lengths)])
+
+
+def tokens_for(vocab: int, lengths: list[int] = LENGTHS) -> torch.Tensor:
+    return torch.randint(3, vocab, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same(again, theirs):
+    """The same tensors, bit for bit; the last bits of logits depend on where tensors lie, on some CPUs."""
+    weights, truth = again.state_dict(), theirs.state_dict()
+    assert weights.keys() == truth.keys()
+    assert all(torch.equal(weights[name], truth[name]) for name in truth)
+    logits = (their_logits(model, tokens_for(99), LENGTHS) for model in (again, theirs))
+    torch.testing.assert_close(*logits, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_and_survive_the_round_trip(case, tmp_path):
+    theirs = random_model(case)
+    theirs.save_pretrained(tmp_path / "in")
+    tokens = tokens_for(99)
+    truth = their_logits(theirs, tokens, LENGTHS)
+    assert truth.std() > 0.1
+
+    ours = decoder.load(tmp_path / "in")
+    torch.testing.assert_close(ours(tokens, LENGTHS), truth, atol=1e-4, rtol=1e-4)
+
+    decoder.save(ours, tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(again) is type(theirs)
+    assert_same(again, theirs)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "neox", "gpt2"])
+def test_gradients_equal_transformers(case, tmp_path):
+    theirs = random_model(case).double()
+    theirs.save_pretrained(tmp_path)
+    ours = decoder.load(tmp_path, dtype=torch.float64)
+    tokens = tokens_for(99, [30])
+    picked = torch.arange(29)
+    theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None]).sum().backward()
+    ours(tokens, [30], picked, partial(linear_logprob, targets=tokens[1:]))[0].sum().backward()
+    truth = {n: p.grad for n, p in theirs.named_parameters()}
+    grads = {n: p.grad for n, p in ours.named_parameters()}
+    exported = decoder.hf_weights.state_for_export(grads, ours.shape, decoder.tensor_map(ours.shape))
+    for name, grad in exported.items():
+        expected = truth["lm_head.weight" if name == "embed_out.weight" else name]
+        torch.testing.assert_close(grad, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+
+
+def test_stories260k(shared):
+    folder = shared / "models" / "stories260K"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = tokens_for(512, [200, 3, 512])
+    truth = their_logits(theirs, tokens, [200, 3, 512])
+    ours = decoder.load(folder)
+    torch.testing.assert_close(ours(tokens, [200, 3, 512]), truth, atol=1e-4, rtol=1e-4)
+
+
+def test_shards_are_read_and_half_precision_is_kept(tmp_path):
+    random_model("llama").bfloat16().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    tokens = tokens_for(99)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    truth = their_logits(theirs, tokens, LENGTHS)
+    torch.testing.assert_close(decoder.load(tmp_path)(tokens, LENGTHS), truth, atol=1e-4, rtol=1e-4)
+
+    ours = decoder.load(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    error = (ours(tokens, LENGTHS).float() - truth).norm() / truth.norm()
+    assert error < 0.02  # bfloat16 has 8 bits: 0.4% a rounding
+
+
+def rename(folder, renames: dict[str, str]):
+    state = load_file(folder / "model.safetensors")
+    save_file({renames.get(k, k): v for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("case", "renames"),
+    [
+        ("llama-tied-bias", {"model.embed_tokens.weight": "lm_head.weight"}),  # only the head stands in the file
+        ("neox", {"lm_head.weight": "embed_out.weight"}),
+        ("gpt2", "without prefix"),
+    ],
+)
+def test_other_names_of_the_same_tensors(case, renames, tmp_path):
+    theirs = random_model(case)
+    theirs.save_pretrained(tmp_path)
+    if renames == "without prefix":
+        renames = {k: k.removeprefix("transformer.") for k in load_file(tmp_path / "model.safetensors")}
+    rename(tmp_path, renames)
+    tokens = tokens_for(99)
+    torch.testing.assert_close(
+        decoder.load(tmp_path)(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_sharded_export_loads_in_transformers(tmp_path, monkeypatch):
+    theirs = random_model("llama")
+    theirs.save_pretrained(tmp_path / "in")
+    ours = decoder.load(tmp_path / "in")
+    write = decoder.huggingface_hub.save_torch_state_dict
+    monkeypatch.setattr(
+        decoder.huggingface_hub,
+        "save_torch_state_dict",
+        lambda s, f, max_shard_size: write(s, f, max_shard_size=20_000),
+    )
+    decoder.save(ours, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_same(again, theirs)
+
+
+def test_unknown_architecture_lists_the_known(tmp_path):
+    transformers.OPTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'opt'.*gpt2, gpt_neox, llama, mistral, qwen2, qwen3"):
+        decoder.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "made_up"}))
+    with pytest.raises(ValueError, match=r"made_up[\s\S]*gpt2, gpt_neox, llama"):
+        decoder.load(tmp_path)
+
+
+def test_bad_directories_say_what_is_wrong(tmp_path):
+    folder = tmp_path / "model"
+    random_model("llama").save_pretrained(folder)
+
+    broken = tmp_path / "missing"
+    shutil.copytree(folder, broken)
+    rename(broken, {"model.norm.weight": "model.norm.wait"})
+    with pytest.raises(ValueError, match=r"no tensor 'model\.norm\.weight'"):
+        decoder.load(broken)
+
+    config = json.loads((folder / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 71}))
+    with pytest.raises(ValueError, match=r"up_proj.*\(144, 48\).*\(142, 48\)"):
+        decoder.load(broken)
+
+    (broken / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        decoder.load(broken)
+
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="only safetensors are read"):
+        decoder.load(broken)
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        decoder.load(tmp_path)
+    with pytest.raises(ValueError, match="neither a directory, nor embedded"):
+        decoder.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """Without their scales they are other numbers."""
+    random_model("llama").save_pretrained(tmp_path)
+    state, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    state[name] = (state[name] * 100).to(dtype)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"down_proj\.weight .* is of {dtype}: quantised weights are not read"):
+        decoder.load(tmp_path)
+
+
+def test_embeddings_and_heads_are_as_the_config_ties_them(tmp_path):
+    """What transformers 5.23 would make of these: another head, and random embeddings."""
+    random_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"ties 'lm_head\.weight' to 'model\.embed_tokens\.weight', .* both .* differ"):
+        decoder.load(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens = tokens_for(99)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(
+        decoder.load(tmp_path)(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS), atol=1e-4, rtol=1e-4
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del state["model.embed_tokens.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no tensor 'model\.embed_tokens\.weight', and its config\.json does not tie"):
+        decoder.load(tmp_path)
+
+
+def test_damaged_configs_and_indices(tmp_path):
+    random_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not an index of shards"):
+        decoder.load(tmp_path)
+    for damaged in ("{not json", json.dumps({"model_type": "llama", "hidden_size": "48"})):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(ValueError, match="cannot read"):
+            decoder.load(tmp_path)
+
+
+def test_lengths_that_do_not_add_up_are_refused(tmp_path):
+    random_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="add up to 5, but there are 6 tokens"):
+        decoder.load(tmp_path)(torch.arange(6), [2, 3])
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    random_model("qwen3").save_pretrained(tmp_path)
+    model = decoder.load(tmp_path)
+    tokens, picked = tokens_for(99), torch.arange(sum(LENGTHS))
+    grads = []
+    for on in (False, True):
+        model.activation_checkpointing = on
+        model.zero_grad()
+        model(tokens, LENGTHS, picked, partial(linear_logprob, targets=tokens))[0].sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -1,0 +1,178 @@
+"""The benchmarks of the kernels: they run, and they report nothing that failed its tests or differs between sides."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """``kernels_common`` and ``kernels_side``, as a script in bench/ imports them."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import kernels_common
+    import kernels_side
+
+    return SimpleNamespace(common=kernels_common, side=kernels_side)
+
+
+def run(name, *options):
+    command = [sys.executable, BENCH / name, *options]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("bench_logprob.py", ["linear_policy_loss", "token_logprob"]),
+        ("bench_policy_loss.py", ["policy_loss"]),
+        ("bench_linearize.py", ["linearize"]),
+    ],
+)
+def test_quick_ends_with_json(name, ops):
+    """Without the compiler's sides, which take minutes."""
+    only = [f"--op={op}" for op in ops]
+    done = run(name, "--quick", "--device", "cpu", "--threads", "1", "--sides", "ours", "plain torch", *only)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [case["op"] for case in result["cases"]] == ops
+    for case in result["cases"]:
+        assert case["floor_ms"]["both"] > 0
+        assert [row["side"] for row in case["rows"]] == ["ours", "plain torch"]
+        for row in case["rows"]:
+            assert row["ms"] >= row["forward_ms"] > 0
+            assert row["rate"] > 0
+
+
+def test_quick_guided_ends_with_json():
+    done = run("bench_guided.py", "--quick", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result["tokens"]) == set(result["seconds"]) == {"plain", "guided"}
+    assert min(*result["tokens"].values(), result["ratio"]) > 0
+    assert result["parameters"]["value model"] < 1.1 * result["parameters"]["policy"]
+
+
+def test_quick_ecdf_ends_with_json():
+    done = run("bench_ecdf.py", "--quick", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [(case["op"], case["shape"][0]) for case in result["cases"]] == [
+        ("ranks", 1), ("cdf", 1), ("queries", 1), ("ranks", 20)
+    ]  # fmt: skip
+    for case in result["cases"]:
+        assert {"ours", "torch", "numpy"} <= {row["side"] for row in case["rows"]}
+        assert all(row["ms"] > 0 for row in case["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--quick", "--save"], "worth a --save"),
+        (["--quick", "--sizes", "Q=3"], "expected names among M, P"),
+        (["--quick", "--sizes", "M=0"], "expected NAME=NUMBER"),
+        (["--quick", "--sides", "our"], "expected names among ours, plain torch, torch.compile"),
+    ],
+)
+def test_arguments_that_make_no_sense(options, message):
+    done = run("bench_linearize.py", *options)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_an_op_whose_tests_fail_is_not_timed(harness, monkeypatch, tmp_path):
+    (tmp_path / "test_good.py").write_text("def test_it():\n    pass\n")
+    (tmp_path / "test_bad.py").write_text("def test_it():\n    assert 1 == 2\n")
+    monkeypatch.setattr(harness.common, "TESTS", tmp_path)
+    harness.common.check({"test_good.py"})
+    for missing in ("test_bad.py", "test_absent.py"):
+        with pytest.raises(SystemExit, match="nothing is timed"):
+            harness.common.check({"test_good.py", missing})
+
+
+def square(harness, **sides):
+    """x^2 and its gradient for 1,000 numbers, 12 bytes each and way."""
+
+    def arguments(generator, device):
+        return SimpleNamespace(x=torch.randn(1000, generator=generator).to(device))
+
+    return harness.side.Case("square", {"T": 1000}, torch.float32, arguments, sides, (8e3, 12e3), wanted=("x",))
+
+
+def test_a_side_is_timed_and_must_agree(harness, capsys):
+    args = SimpleNamespace(device="cpu", quick=False, repeats=3)
+    case = square(
+        harness,
+        **{"ours": lambda s: (s.x * s.x,), "plain torch": lambda s: (s.x.square(),), "wrong": lambda s: (s.x**3,)},
+    )
+    rounds = {side: [harness.side.child(case, side, args)] for side in case.sides}
+    truth = case.arguments(torch.Generator().manual_seed(0), "cpu").x
+    assert rounds["ours"][0]["norms"][0] == pytest.approx(truth.square().norm().item())
+    assert len(rounds["ours"][0]["seconds"]) > 3  # short ones are repeated until they fill half a second
+    harness.common.agree(case, rounds)
+    assert "by plain torch" in rounds.pop("wrong")[0]["error"]
+    result = harness.common.report(case, rounds, {"B": [1e9, 2e9, 4e9]}, args)
+    assert result["floor_ms"] == pytest.approx({"forward": 4e-3, "backward": 6e-3, "both": 1e-2})
+    ours = result["rows"][0]
+    assert ours["rate"] == pytest.approx(20e3 / (ours["ms"] * 1e-3) / 1e9)
+    assert "runs no operator of nlgrpo's here" in capsys.readouterr().out
+    rounds["ours"][0]["norms"][1] *= 1.01
+    with pytest.raises(SystemExit, match="square, T = 1,000, float32, ours: norms of results and gradients"):
+        harness.common.agree(case, rounds)
+
+
+def test_a_peer_that_fails_is_named_and_ours_may_not_fail(harness, monkeypatch, tmp_path):
+    script = tmp_path / "bench_absent.py"
+    script.write_text("import no_such_peer")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    args = SimpleNamespace(device="cpu", quick=True, repeats=1, threads=1, op=[], sizes={})
+    missing = harness.common.in_process(0, "peer", args)
+    assert missing == {"error": "ModuleNotFoundError: No module named 'no_such_peer'"}
+    assert harness.common.summary("peer", [missing], square(harness)) == {"side": "peer", **missing}
+    with pytest.raises(SystemExit, match="ours failed"):
+        harness.common.in_process(0, "ours", args)
+
+
+MEMORY = """
+from types import SimpleNamespace
+
+import kernels_side
+import torch
+
+
+def forward(s):
+    once = torch.ones(2**26 if hasattr(s, "warm") else 2**28, dtype=torch.uint8)
+    s.warm = True
+    return (s.x * once[0],)
+
+
+def arguments(generator, device):
+    return SimpleNamespace(x=torch.randn(1000, generator=generator))
+
+
+case = kernels_side.Case("square", {"T": 1000}, torch.float32, arguments, {"peer": forward}, (8e3, 12e3), wanted=("x",))
+print(kernels_side.child(case, "peer", SimpleNamespace(device="cpu", quick=True, repeats=2))["bytes"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be reset on Linux only")
+def test_memory_is_that_of_the_repeats():
+    """64 MiB are held during a repeat, and 256 MiB were before.
+
+    In a process of its own, as benchmarks run: where the heap has free blocks of that size, as after other tests,
+    malloc may take another of them at each repeat and keep both.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(BENCH)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0.95 * 2**26 < int(done.stdout) < 1.2 * 2**26

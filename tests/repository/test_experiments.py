@@ -1,0 +1,247 @@
+"""The scripts of the experiments, whole, on models of 32 words."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from helpers import REPOSITORY, tiny_config, tiny_model
+from rich.console import Console
+
+from nlgrpo.commands import decode
+from nlgrpo.engine.generation import generate
+from nlgrpo.model import decoder
+from nlgrpo.runtime import distributed
+from nlgrpo.runtime.work_queue import WorkQueue
+
+pytestmark = pytest.mark.slow
+
+
+def run(script, *arguments, cwd):
+    """What a script did, with the output of the runs that it starts."""
+    command = [sys.executable, REPOSITORY / "scripts" / script, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_pareto(tmp_path):
+    """Of examples/helpful_harmless.toml: a run, a picture, and a line for every point and N."""
+    tiny_model(tmp_path / "tiny")
+    tiny_model(tmp_path / "runs" / "harmless" / "model")
+    scorer = transformers.LlamaForSequenceClassification(tiny_config(num_labels=1))
+    scorer.save_pretrained(tmp_path / "runs" / "harmless" / "model")
+    dialogues = [{"chosen": f"\n\nHuman: w{i} w2\n\nAssistant: w3 w{i}"} for i in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dialogues))
+    (tmp_path / "lexicon.txt").write_text("w3\t1.5\nw4\t-2\n")
+    done = run(
+        "pareto.py",
+        REPOSITORY / "examples" / "helpful_harmless.toml",
+        *("--weights", "0.25", "--methods", "bon:4", "--ns", "1", "2", "--out", "fronts", "--"),
+        *("--model.path", "tiny", "--data.source", "pairs.jsonl", "--rollout.max_new_tokens", "6"),
+        *("--rewards.helpful.function", "lexicon(path='lexicon.txt')", "--train.steps", "2"),
+        *("--evaluation.prompts", "4", "--evaluation.samples", "4", "--evaluation.ns", "1", "2"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("best of ")]
+    assert len(lines) == 2
+    assert all(", KL 0.0" in line and "beaten" in line for line in lines)
+    assert (tmp_path / "fronts" / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    weights = {
+        tuple(reward["weight"] for reward in json.loads(path.read_text())["rewards"].values())
+        for path in (tmp_path / "fronts").glob("*/config.json")
+    }
+    assert weights == {(0.25, 0.75)}
+
+
+def test_tradeoff(tmp_path):
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    arguments = [
+        REPOSITORY / "examples" / "alignment.toml",
+        *("--methods", "identity", "bon_sft", "--ns", "2", "--seeds", "0", "--references", "16", "--completions", "4"),
+        *("--out", "curves", "--", "--model.path", "tiny", "--data.source", "prompts.txt", "--rollout.prompts", "2"),
+        *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
+        *("--train.steps", "2", "--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    first = run("tradeoff.py", *arguments, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    found = json.loads((tmp_path / "curves" / "tradeoff.json").read_text())
+    assert [(point["method"], point["n"], point["seed"]) for point in found["points"]] == [
+        ("identity", 2, 0), ("bon_sft", 2, 0)
+    ]  # fmt: skip
+    assert all(0 <= low <= won <= high <= 1 for won, low, high in (point["single"] for point in found["points"]))
+    assert set(found["findings"]) <= set(first.stdout.splitlines())
+    for picture in ("win_rates.png", "fronts.png"):
+        assert (tmp_path / "curves" / picture).read_bytes().startswith(b"\x89PNG")
+    again = run("tradeoff.py", *arguments, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "2 points, 0 to run" in again.stdout
+    assert json.loads((tmp_path / "curves" / "tradeoff.json").read_text()) == found
+
+
+def test_two_rewards_have_no_one_win_rate(tmp_path):
+    refused = run("tradeoff.py", "length-bon", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "length-bon has 2 rewards, and a win rate is by one" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_gradient_signal(tmp_path, monkeypatch):
+    """A line a parameter and one of its end tokens; on average |mu|^2 and d sigma^2 of gradients that are Gaussian."""
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    data = ("--data.source", "prompts.txt", "--data.separator", "\n", "--data.first_words", "2")
+    held_out = ("--data.evaluation", "", "--evaluation.prompts", "4")
+    small = ("--rollout.prompts", "2", "--rollout.max_new_tokens", "4", *held_out)
+    done = run("gradient_signal.py", "length-bon", "--model.path", "tiny", *data, *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    measured = {line[:40].strip(): line.split() for line in done.stdout.splitlines() if "signal^2" in line}
+    assert {"all", "norm.weight", "embed.weight", "head.weight, end tokens"} <= set(measured)
+    unread = measured.pop("embed.weight, end tokens")  # nothing comes behind them
+    assert [float(unread[i]) for i in (-5, -3)] == [0, 0]
+    assert all(float(words[-3]) > 0 for words in measured.values())
+    whole = sum(float(words[-5]) for name, words in measured.items() if name != "all" and "," not in name)
+    assert float(measured["all"][-5]) == pytest.approx(whole, rel=0.02)
+    assert not (tmp_path / "runs").exists()
+    refused = run("gradient_signal.py", "length-bon", "--model.path", "nowhere", cwd=tmp_path)
+    assert "nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    from gradient_signal import signal_and_noise
+
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.tensor([1.0, -2.0, 0.5])
+    drawn = mean + 3 * torch.randn(4000, 4, 3, generator=generator)
+    signal, noise = torch.tensor([signal_and_noise(list(each)) for each in drawn]).mean(0)
+    assert signal == pytest.approx(float(mean.square().sum()), abs=0.6)  # 0.15 is its standard error
+    assert noise == pytest.approx(3 * 3**2, rel=0.03)
+
+
+def test_guided_budgets(tmp_path):
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    arguments = [
+        REPOSITORY / "examples" / "guided.toml",
+        *("--methods", "bon", "iro:1", "compressed", "cd", "args:8"),
+        *("--budgets", "2", "4", "--seeds", "3", "--chunk", "2"),
+        *("--choose", "reward", "value", "--latency-prompts", "2", "--latency-rounds", "2"),
+        "--learn=--iterations 1 --samples 4 --beams 2 --successors 2 --value.held-out 1",
+        *("--out", "budgets", "--", "--model.path", "tiny", "--data.source", "prompts.txt"),
+        *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
+        *("--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    done = run("guided_budgets.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "budgets"
+    shown = done.stdout.splitlines()
+    parts = [shown.index(f"chosen by {choose}") for choose in ("reward", "value")]
+    of_choices = (shown[: parts[1]], shown[parts[1] :])
+    means = []
+    for choose, lines in zip(("reward", "value"), of_choices, strict=True):
+        rows = json.loads((folder / "seed-3" / choose / "decode.json").read_text())
+        mean = {(row["method"], row["budget"]): sum(row["rewards"]) / 4 for row in rows}
+        assert len(mean) == 10
+        asked = next(line for line in lines if line.startswith("  ARGS, weight 8: "))
+        rewards = next(row["reward_queries"] for row in rows if (row["method"], row["budget"]) == ("args:8", 4))
+        assert asked.endswith(f", 0, {rewards / 4:.0f}")
+        assert ": IRO, iteration 1 over ARGS, weight 8: " in "\n".join(lines)
+        for name, method in (("best-of-N", "bon"), ("IRO, iteration 1", "iro:1"), ("IRO, compressed", "compressed")):
+            line = next(line for line in lines if line.startswith(f"| {name} |"))
+            found = [float(cell.split()[0]) for cell in line.split("|")[2:4]]
+            assert found == pytest.approx([mean[method, n] for n in (2, 4)], abs=6e-4)
+        leads = [line for line in lines if "IRO, iteration 1 over best-of-N" in line]
+        gap = mean["iro:1", 4] - mean["bon", 4]
+        assert float(leads[1].split(": ")[2].split()[0]) == pytest.approx(gap, abs=6e-5)
+        means.append(mean)
+    assert all(means[1][way] <= means[0][way] for way in means[0])  # nothing has more reward than the best
+    assert means[0] != means[1]
+    for file in ("budgets-reward.png", "budgets-value.png", "latency.png"):
+        assert (folder / file).read_bytes().startswith(b"\x89PNG")
+    again = run("guided_budgets.py", *arguments, cwd=tmp_path)
+    assert again.stdout.splitlines()[-8:] == shown[-8:]
+    refused = run("guided_budgets.py", REPOSITORY / "examples" / "guided.toml", "--methods", "cd", cwd=tmp_path)
+    assert "name bon" in refused.stderr
+
+
+def test_overestimation(tmp_path, monkeypatch):
+    """Rewards are those of ``nlgrpo decode --choose value``; of the engine's samples transformers says the same."""
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    same = [
+        *(REPOSITORY / "examples" / "guided.toml", "--model.path", "tiny", "--data.source", "prompts.txt"),
+        *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')", "--chunk", "2"),
+        *("--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    learn = ["iro", *same, "--iterations", "2", "--samples", "4", "--beams", "2", "--successors", "2", "--out", "loop"]
+    guided = [*same, "--guide", "loop", "--betas", "1", "0.25", "--methods", "bon", "iro:1", "cd", "--budgets", "4"]
+    for command in ([*learn, "--value.held-out", "1"], ["decode", *guided, "--choose", "value", "--out", "ways"]):
+        done = subprocess.run([sys.executable, "-m", "nlgrpo.cli", *command], cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    done = run("overestimation.py", *guided, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ways" / "decode.json").read_text())
+    lines = done.stdout.splitlines()
+    assert lines[0] == "4 prompts, 3 ways"
+    for line, row in zip(lines[1:], rows, strict=True):
+        assert line.split()[0] == row["method"]
+        rewards = line.partition("reward ")[2]
+        assert rewards == "{:.3f} [{:.3f}, {:.3f}]".format(*row["mean"])
+    assert not (tmp_path / "runs").exists()
+
+    monkeypatch.chdir(tmp_path)
+    with distributed.start() as ranks:
+        c = decode.build(*decode.read_arguments([str(word) for word in guided]), WorkQueue(ranks, Console(quiet=True)))
+    drawn = generate(c.model, c.batch.ids, 4, c.sampler.sampling, seed=c.sampler.seed).completion_ids()
+    theirs = [
+        transformers.AutoModelForSequenceClassification.from_pretrained(f"loop/iteration-{t}/value/model").eval()
+        for t in (1, 2)
+    ]
+    with torch.no_grad():
+        values = [
+            sum(w * m(torch.tensor([[*ids, *own]])).logits.item() for w, m in zip((0.2, 0.8), theirs, strict=True))
+            for ids, own in zip((ids for ids in c.batch.ids for _ in range(4)), drawn, strict=True)
+        ]
+    said = float(lines[1].partition(" V ")[2].split()[0])
+    assert said == pytest.approx(float(torch.tensor(values).view(4, 4).amax(1).mean()), abs=6e-4)
+
+    refused = run("overestimation.py", *same, "--guide", "loop", "--methods", "args", cwd=tmp_path)
+    assert "method 'args' asks no value model" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_make_arithmetic(tmp_path, monkeypatch):
+    for out in ("one", "two"):
+        done = run("make_arithmetic.py", "--out", out, "--terms", "3", "--problems", "8", "--steps", "3", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for file in ("sums.jsonl", "model/model.safetensors", "model/tokenizer.json", "model/config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "one" / "sums.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        assert f"#### {sum(int(term) for term in row['prompt'].rstrip('=').split('+'))}" == row["answer"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one" / "model")
+    text = "12+7+3=12+7=19 19+3=22 #### 22"
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert len(tokenizer(text).input_ids) == 1 + 6 + 6 + 6 + 3  # a token a number
+    largest = f"#### {3 * 12}"
+    assert tokenizer.unk_token is None
+    assert tokenizer.decode(tokenizer(largest).input_ids, skip_special_tokens=True) == largest
+    decoder.load(tmp_path / "one" / "model")  # the decoder reads it
+
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    from make_arithmetic import solution
+
+    assert solution([12, 7, 3], 0.0, random.Random(0)) == "12+7=19 19+3=22 #### 22"
+    forgetful = solution([12, 7, 3, 8], 1.0, random.Random(0))
+    assert forgetful == "12+7=19 19+3=12 12+8=10 #### 10"  # where there is a carry it is lost, and that is gone on from
+    drawn = [solution([9, 4], 0.6, random.Random(seed)) for seed in range(2000)]
+    assert set(drawn) == {"9+4=13 #### 13", "9+4=3 #### 3"}
+    assert drawn.count("9+4=3 #### 3") / 2000 == pytest.approx(0.6, abs=0.05)
+    assert "expected 2 terms or more" in run("make_arithmetic.py", "--out", "x", "--terms", "1", cwd=tmp_path).stderr

@@ -1,0 +1,127 @@
+"""The helpful and harmless experiment (IAMA, 6.2): its recipe for 8 GPUs, without them, and the CPU's, in small."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+import tomllib
+
+import pytest
+import torch
+import transformers
+from helpers import REPOSITORY, tiny_config, tiny_model
+
+from nlgrpo import train
+from nlgrpo.config import schema
+from nlgrpo.config.recipes import from_arguments, recipe
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training import plan
+from nlgrpo.training import run as runs
+
+ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # else LlamaConfig is Llama 7B as it stands
+PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, and a token more in embedding and head
+GIB = 2**30
+
+
+def test_the_recipe_is_the_papers():
+    """Table 2 and appendix I: 8 completions a GPU and a group, and what holds the KL."""
+    cfg = recipe("helpful-harmless")
+    assert (cfg.rollout.prompts * cfg.rollout.samples, cfg.rollout.samples) == (8 * 8, 8)
+    assert (cfg.optim.lr, cfg.optim.schedule, cfg.train.steps) == (1e-6, "linear", 1000)
+    assert (cfg.loss.beta, cfg.loss.target_kl, cfg.loss.scale, cfg.loss.eps_low) == (1e-2, 0.1, "none", 0.2)
+    assert [reward.objective for reward in cfg.rewards.values()] == ["bon:4", "bon:4"]
+    assert (cfg.data.evaluation_split, cfg.evaluation.prompts) == ("test", 1000)
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A directory of the 7B model's shape without weights, two small reward models, and prompts, where both look."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model(tmp_path / "alpaca")
+    (tmp_path / "alpaca" / "model.safetensors").unlink()
+    transformers.LlamaConfig(**ALPACA).save_pretrained(tmp_path / "alpaca")
+    for name in ("helpful", "harmless"):
+        tiny_model(tmp_path / "runs" / name / "model")
+        scorer = transformers.LlamaForSequenceClassification(tiny_config(num_labels=1))
+        scorer.save_pretrained(tmp_path / "runs" / name / "model")
+    dialogues = [{"chosen": f"\n\nHuman: w{i} w2\n\nAssistant: w3 w{i}"} for i in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dialogues))
+    return ["--model.path", "alpaca", "--data.source", "pairs.jsonl", "--data.evaluation", "pairs.jsonl"]
+
+
+def test_the_recipe_of_7b_has_a_plan(parts, capsys):
+    assert train.main(["helpful-harmless", *parts, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"llama, {PARAMETERS:,} parameters, context 2048" in shown
+    assert "maximise 0.5 bon:4(helpful) + 0.5 bon:4(harmless) - 0.01 KL" in shown
+    assert "8 prompts x 8 samples = 64 completions of up to 256 tokens" in shown
+
+
+def test_8_gpus_of_80_gb_hold_it(parts):
+    """By the plan's own estimate, with prompts of 512 tokens and reward models of 4B in bfloat16 put in by hand."""
+    cfg, _ = from_arguments(["helpful-harmless", *parts, "--model.dtype", "bfloat16"])
+    run = runs.build(cfg, Ranks(0, 1, torch.device("cpu")))
+    run.prompts.ids[0] = [1] * 512
+    on_gpus = dataclasses.replace(run, ranks=Ranks(0, 8, torch.device("cuda")))
+    uses = plan.memory(on_gpus)
+    small = sum(reward.function.nbytes for reward in run.sampler.rewards)
+    assert uses["reward models"] == small > 0
+    assert uses["parameters, gradients, Adam"] == PARAMETERS * 16 / 8
+    total = sum(uses.values()) - small + 2 * 4.0e9 * 2
+    assert 40 * GIB < total < 74 * GIB
+
+
+@pytest.mark.slow
+def test_the_7b_model_on_meta_tensors():
+    """Shapes agree with transformers', gradients come out, and of 8 ranks each holds an eighth; no memory is taken."""
+    code = f"""
+    import resource
+    import torch, transformers
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from nlgrpo.model import decoder
+    from nlgrpo.model.fsdp import shard
+    from nlgrpo.runtime.distributed import Ranks
+
+    config = transformers.LlamaConfig(**{ALPACA!r})
+    ours = decoder.blueprint(config)
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    count = sum(p.numel() for p in ours.parameters())
+    assert count == sum(p.numel() for p in theirs.parameters()), count
+
+    ours.inv_freq = torch.empty(ours.shape.rotary_dim // 2, device="meta")
+    ours.activation_checkpointing = True
+    logits = ours(torch.empty(768, dtype=torch.long, device="meta"), [500, 268])
+    assert logits.shape == (768, 32001)
+    logits.sum().backward()
+    assert all(p.grad.shape == p.shape for p in ours.parameters())
+    ours.zero_grad()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
+    shard(ours, Ranks(7, 8, torch.device("cpu")), torch.bfloat16)
+    held = sum(p.to_local().numel() for p in ours.parameters())
+    assert abs(held - count / 8) < 1e-4 * count, (held, count / 8)
+    assert {{p.device.type for p in ours.parameters()}} == {{"meta"}}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KiB; the weights are 27 GB
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_cpu_version_differs_in_size_alone():
+    """What makes it the experiment is the recipe's: objectives, group, target KL, no scaling."""
+    path = REPOSITORY / "examples" / "helpful_harmless.toml"
+    small, _ = from_arguments([str(path)])
+    large = recipe("helpful-harmless")
+    changed = {line.split(":")[0] for line in schema.differences(schema.to_dict(large), schema.to_dict(small))}
+    written = tomllib.loads(path.read_text())
+    said = {f"{name}.{key}" for name, section in written.items() if isinstance(section, dict) for key in section}
+    sections = {".".join(name.split(".")[:2]) for name in changed}
+    assert sections <= said
+    assert not sections & {"loss.target_kl", "loss.scale", "rollout.samples", "rollout.temperature"}
+    assert {name for name in changed if name.startswith("rewards.")} == {
+        "rewards.helpful.function",
+        "rewards.harmless.function",
+    }

@@ -1,0 +1,172 @@
+"""What holds the tree together, where the import contracts of pyproject.toml cannot say it.
+
+Names that shadow nothing, a table of contents that fits one screen, rooms that say what they are, functions that fit
+the eye. `lint-imports` (in ``make check``) holds the order of the rooms.
+"""
+
+import ast
+import importlib
+import sys
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+import nlgrpo
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nlgrpo"
+
+
+def dotted(path):
+    """``nlgrpo/model/decoder.py`` -> "nlgrpo.model.decoder"; a room's ``__init__.py`` -> the room."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("nlgrpo", *parts) if parts[0] == "kernels" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {dotted(path): path for folder in (PACKAGE, ROOT / "kernels") for path in sorted(folder.rglob("*.py"))}
+ROOMS = sorted(name for name, path in FILES.items() if path.name == "__init__.py")
+KERNELS = [name for name in FILES if name.startswith("nlgrpo.kernels")]
+PURE_ROOMS = ("nlgrpo.objectives", "nlgrpo.calibration", "nlgrpo.training.losses")
+PURE = [
+    *(name for name in FILES if name.startswith(PURE_ROOMS) and name != "nlgrpo.calibration.ecdf"),  # has `all_reduce`
+    "nlgrpo.evaluation.estimators",
+    "nlgrpo.evaluation.rewind",
+]
+# Names that other packages have and that `torchrun nlgrpo/train.py` would hide, whether they are installed here or not.
+TAKEN = {"accelerate", "datasets", "deepspeed", "evaluate", "guidance", "peft", "tables", "tokenizers", "trl", "vllm"}
+
+
+@cache
+def imports(path):
+    """Dotted names that a file imports, inside functions too; relative ones are resolved."""
+    package = dotted(path).split(".")[: None if path.name == "__init__.py" else -1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def ours(path):
+    """Names of the project's own modules that a file imports."""
+    return (imports(path) & FILES.keys()) - {"nlgrpo"}
+
+
+def reached(name):
+    """The modules of the project that are loaded with ``name``, itself included."""
+    seen, ahead = set(), [name]
+    while ahead:
+        module = ahead.pop()
+        if module not in seen:
+            seen.add(module)
+            ahead += ours(FILES[module])
+    return seen
+
+
+def room(name):
+    """The first folder below ``nlgrpo``, or the file that stands beside the folders."""
+    return ".".join(name.split(".")[:2])
+
+
+def functions(path):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield f"{path.name}:{node.lineno} {node.name}", node.end_lineno - first + 1
+
+
+def test_the_reader_of_imports_reads_what_there_is():
+    assert {"nlgrpo.training.run", "nlgrpo.training.plan"} <= ours(FILES["nlgrpo.train"])
+    assert {"nlgrpo.kernels.linearize", "nlgrpo.kernels.logprob"} <= ours(FILES["nlgrpo.kernels"])
+    assert "nlgrpo.kernels.linearize" in reached("nlgrpo.objectives.registry")
+    assert "torch.distributed" in imports(FILES["nlgrpo.runtime.distributed"])
+
+
+def test_the_package_is_a_table_of_contents():
+    shown = [path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")]
+    assert len(shown) <= 14, shown
+    assert {"train.py", "cli.py"} <= set(shown)
+    for name in ROOMS:
+        inside = [p for p in FILES[name].parent.iterdir() if not p.name.startswith("__") and p.suffix != ".so"]
+        assert len(inside) <= 14 or name == "nlgrpo.kernels", name
+
+
+@pytest.mark.parametrize("name", [name for name in ROOMS if name != "nlgrpo.kernels"])
+def test_a_room_says_what_lives_there(name):
+    text = ast.get_docstring(ast.parse(FILES[name].read_text("utf-8")))
+    assert text
+    assert "Read `" in text or "Imports " in text, "what it may import, or what to read first"
+    for word in text.split("`")[1::2]:
+        if word.endswith(".py"):
+            assert (FILES[name].parent / word).is_file(), word
+
+
+def test_no_chain_of_rooms_is_longer_than_eight():
+    above = {}
+    for name, path in FILES.items():
+        if name != "nlgrpo":
+            above.setdefault(room(name), set()).update({room(module) for module in ours(path)} - {room(name)})
+
+    @cache
+    def floor(of):
+        return 1 + max((floor(below) for below in above[of]), default=0)
+
+    floors = {name: floor(name) for name in above}
+    assert floors["nlgrpo.kernels"] == 1
+    assert floors["nlgrpo.train"] == max(floors.values()) <= 8, floors
+
+
+@pytest.mark.parametrize(("public", "inside"), nlgrpo.ALIASES.items())
+def test_public_modules_inside_a_room_are_imported_by_their_own_name(public, inside):
+    assert importlib.import_module(public) is importlib.import_module(inside)
+    assert inside in FILES
+
+
+def test_no_module_shadows_another():
+    """``torchrun nlgrpo/train.py`` puts ``nlgrpo/`` itself first on ``sys.path``."""
+    taken = {name.lower() for name in sys.stdlib_module_names | packages_distributions().keys()} - {"nlgrpo"} | TAKEN
+    assert not {path.stem.lower() for path in PACKAGE.iterdir()} & taken
+    assert {"torch", "datasets", "tokenizers", "json"} <= taken  # the names that would bite are looked at
+
+
+def test_kernels_import_nothing_of_nlgrpo():
+    for name in KERNELS:
+        outside = {n for n in imports(FILES[name]) if n.split(".")[0] == "nlgrpo"}
+        assert all(n.startswith("nlgrpo.kernels") for n in outside), name
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_tensor_functions_stay_pure(name):
+    """No collective, no output: what no contract on imports sees."""
+    assert reached(name) <= {*PURE, *KERNELS}
+    for module in reached(name):
+        if module != "nlgrpo.kernels.sharded":  # gathers a head that FSDP2 has sharded, when one is given
+            assert not {n for n in imports(FILES[module]) if n.startswith("torch.distributed")}, module
+        source = FILES[module].read_text("utf-8")
+        assert "dist." not in source, module
+        assert "print(" not in source, module
+
+
+def test_integrations_need_objectives_and_how_functions_are_called():
+    allowed = {*PURE, *KERNELS, "nlgrpo.rewards", "nlgrpo.rewards.calling", "nlgrpo.integrations"}
+    allowed |= {name for name in FILES if name.startswith("nlgrpo.integrations.")}
+    assert "nlgrpo.objectives.registry" in reached("nlgrpo.integrations.trl") <= allowed
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES.keys())
+def test_files_and_functions_fit_the_eye(path):
+    assert len(path.read_text("utf-8").splitlines()) < (250 if path.name == "train.py" else 450)
+    assert not [f"{name}: {length} lines" for name, length in functions(path) if length > 100]
+
+
+def test_most_functions_are_short():
+    lengths = sorted(length for path in FILES.values() for _, length in functions(path))
+    assert len(lengths) > 300
+    assert lengths[len(lengths) // 2] <= 15

@@ -1,0 +1,109 @@
+"""The parts of scripts/tradeoff.py: strengths, curves and what is said of them."""
+
+import itertools
+import math
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def tradeoff():
+    sys.path.insert(0, str(SCRIPTS))
+    found = runpy.run_path(str(SCRIPTS / "tradeoff.py"))
+    sys.path.remove(str(SCRIPTS))
+    return SimpleNamespace(**found)
+
+
+@pytest.fixture
+def curves(tradeoff):
+    return tradeoff.came_to
+
+
+def test_beta_is_the_one_whose_optimum_is_as_far(tradeoff):
+    phi = torch.tensor([[0.0, 1.0] * 8], dtype=torch.float64)  # two values: e^(1/beta) are the odds of the higher
+    for kl in (0.05, 0.3, 0.6):
+        odds = math.exp(1 / tradeoff.beta_for(phi, kl))
+        p = odds / (1 + odds)
+        assert math.isclose(math.log(2) + p * math.log(p) + (1 - p) * math.log(1 - p), kl, rel_tol=1e-4)
+    with pytest.raises(ValueError, match="out of reach"):
+        tradeoff.beta_for(phi, 0.7)  # above log 2
+
+
+def test_strengths_are_those_of_best_of_n(tradeoff):
+    """With K ranks the log transform's optimum is best-of-(1 + 1/beta) of the reference, up to the grid of ranks."""
+    rewards = torch.rand(4, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = tradeoff.options("log", 4, "joy", rewards, 16)
+    beta = float(found["loss.beta"]) / float(found["rewards.joy.weight"])
+    assert math.isclose(1 + 1 / beta, 4, rel_tol=0.02)
+
+
+def test_every_method_has_options_of_its_own(tradeoff):
+    rewards = torch.rand(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = {method: tradeoff.options(method, 4, "joy", rewards, 16) for method in [*tradeoff.METHODS, "ipo"]}
+    assert len({tuple(options.items()) for options in given.values()}) == len(given)
+    assert given["vbon:bound"]["rewards.joy.transform"] == "vbon:4:bound"
+    assert given["vbon"]["loss.beta"] == "1"  # the objective is E[log pi_bon / pi_ref] less 1 KL
+    sets = {m: int(given[m]["rollout.prompts"]) * 16 // int(given[m]["offline.n"]) for m in ("bon_sft", "dpo", "ipo")}
+    assert set(sets.values()) == {tradeoff.SETS}
+
+
+def curve(curves, kl, per_nat):
+    """That rises by so much a nat of the root of the KL, (2, 5) for five prompts."""
+    kl = torch.tensor(kl, dtype=torch.float64)
+    rows = [{"kl": k.expand(5)} | {q: per_nat * k.sqrt() + torch.arange(5).double() for q in curves.TITLES} for k in kl]
+    return curves.Curve.of(rows)
+
+
+def test_curves_are_compared_where_both_are(curves):
+    low, high = curve(curves, [2.25, 0.0, 0.25], 1.0), curve(curves, [0.0, 1.0, 4.0], 3.0)
+    assert low.at("single", torch.tensor([0.0, 1.0, 2.25]))[:, 0].tolist() == pytest.approx([0.0, 1.0, 1.5])
+    # over roots from 1 to 1.5 the gap is 3x - x: its mean is 2.5, at every prompt
+    said = "+250.00 [+250.00, +250.00] (seeds +250.00, +250.00), over KL 1.00 to 2.25"
+    assert curves.ahead("single", [high] * 2, [low] * 2, 100) == said
+    far = curve(curves, [0.0, 3.0, 4.0], 1.0)
+    assert curves.ahead("single", [far], [low], 100) == "have no KLs in common (from 3.00, to 2.25)"
+
+
+def test_who_is_on_the_front(curves):
+    where = [(0.0, 0.5), (1.0, 0.6), (1.0, 0.7), (2.0, 0.65), (0.5, 0.9)]
+    assert curves.undominated(where) == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_best_of_n_of_the_reference_is_that_of_an_enumeration(curves, n):
+    """Of one of the K samples n times, independently; of equal rewards any is the best."""
+    rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0], [0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
+    found = curves.Reference(rewards).best_of(n)
+    for p, row in enumerate(rewards.tolist()):
+        chance = [0.0] * 4
+        for drawn in itertools.product(range(4), repeat=n):
+            best = [i for i in range(4) if row[i] == max(row[j] for j in drawn)]
+            for i in best:
+                chance[i] += 0.25**n / len(best)
+        assert float(found["kl"][p]) == pytest.approx(sum(c * math.log(4 * c) for c in chance if c), abs=1e-12)
+        assert float(found["reward"][p]) == pytest.approx(sum(c * r for c, r in zip(chance, row, strict=True)))
+        for quantity, choose, count in (("single", max, 1), ("best", max, 4), ("worst", min, 4)):
+            won = sum(
+                math.prod(chance[i] for i in ours) * 0.25**count * (0.5 * (a == b) + (a > b))
+                for ours in itertools.product(range(4), repeat=count)
+                for theirs in itertools.product(range(4), repeat=count)
+                for a, b in [(choose(row[i] for i in ours), choose(row[j] for j in theirs))]
+            )
+            assert float(found[quantity][p]) == pytest.approx(won, abs=1e-12)
+
+
+def test_the_gap_to_best_of_n_is_taken_at_each_runs_kl(curves):
+    reference = curves.Reference(torch.rand(5, 200, dtype=torch.float64).sort(1).values)
+    rows = [reference.best_of(n) for n in (1.0, 3.0, 7.5)]
+    own = curves.Curve.of(
+        [{q: x - 0.1 * (q == "single") * (i > 0) for q, x in row.items()} for i, row in enumerate(rows)]
+    )
+    assert curves.behind("single", [own], reference, 100).startswith("+10.00 [+10.00, +10.00] (seeds +10.00)")
+    assert float(reference.best_at(1e9)["kl"].mean()) == pytest.approx(float(reference.best_of(200.0)["kl"].mean()))

@@ -1,0 +1,218 @@
+"""Two ranks against one: collectives, sharding, and the same update however the completions are spread."""
+
+import os
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from helpers import leave_group, random_rollout, tiny_model
+
+from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, OfflineConfig, OptimConfig
+from nlgrpo.engine import generation
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import decoder
+from nlgrpo.model.fsdp import full_parameters, gathered, shard
+from nlgrpo.objectives.advantages import advantages as to_advantages
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training import critic, offline
+from nlgrpo.training.learner import Learner, make_optimizer
+
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
+# the second rank's completions are short: it has fewer micro-batches, and in some minibatches none
+LENGTHS = torch.tensor([[9, 8, 9], [7, 9, 8], [1, 2, 1], [2, 1, 1]])
+SAMPLING = Sampling(max_new_tokens=8, stop_ids=(2,))
+
+
+@dataclass
+class Case:
+    loss: LossConfig
+    micro: int = 20
+    dropped: tuple[bool, ...] = (False,) * 4
+    checkpointing: bool = False
+    family: str = "llama"
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+
+CASES = {
+    "one step": Case(LossConfig(beta=0.3)),
+    "other micro-batches": Case(LossConfig(beta=0.3), micro=10**6),
+    "minibatches": Case(LossConfig(normalization="grpo", level="sequence", beta=0.3, epochs=2, minibatches=3)),
+    "a completion a minibatch": Case(LossConfig(normalization="bnpo", beta=0.0, minibatches=12)),
+    "a whole rank is dropped": Case(LossConfig(normalization="dr_grpo", beta=0.3), dropped=(False, False, True, True)),
+    "activation checkpointing": Case(LossConfig(beta=0.3), checkpointing=True),
+    "tied embeddings": Case(LossConfig(beta=0.3), family="gpt2"),
+    "a critic": Case(
+        LossConfig("ppo", beta=0.3, kl_in="reward", epochs=2, minibatches=3), dropped=(True, *[False] * 3)
+    ),
+    "a head on the policy": Case(LossConfig("ppo", beta=0.3, epochs=2), critic=CriticConfig(trunk="shared")),
+    "winners": Case(LossConfig("bon_sft")),
+    "pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2"),
+    "pairs in one micro-batch": Case(LossConfig("bonbon"), micro=10**6),
+    "a rank without a pair": Case(LossConfig("ipo", beta=0.3), dropped=(False, True, True, True)),
+}
+
+
+def part_of(rollout: Rollout, part: slice) -> Rollout:
+    tensors = (x[part] for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finished))
+    return Rollout(rollout.prompt_ids[part], *tensors)
+
+
+def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=torch.float64) -> Learner:
+    models_ = []
+    for name in ("policy", "reference"):
+        model = decoder.load(root / f"{case.family}-{name}", dtype=dtype)
+        model.activation_checkpointing = case.checkpointing
+        models_.append(shard(model, ranks, compute))
+    where = ModelConfig(str(root / f"{case.family}-policy"))
+    value = critic.make(Config(model=where, loss=case.loss, critic=case.critic), models_[0], ranks, compute)
+    optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
+    reference = models_[1].requires_grad_(False) if case.loss.has_reference else None
+    return Learner(models_[0], reference, optimizer, case.loss, OPTIM, ranks, 0.8, 9, case.micro, 3, value)
+
+
+def updated(root, case: Case, ranks: Ranks, **dtypes):
+    """Metrics and whole parameters after two updates."""
+    learner = make_learner(root, case, ranks, **dtypes)
+    if case.loss.offline:
+        chosen = chosen_by(case, ranks)
+        stats = [offline.update(learner, chosen, OfflineConfig(n=3, alpha=0.2), 0.01) for _ in range(2)]
+        return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
+    mine = ranks.share(4)
+    adv = to_advantages(torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    rollout, dropped = part_of(random_rollout(LENGTHS, [1, 4, 2, 6]), mine), torch.tensor(case.dropped)[mine]
+    ref = learner.reference_logprobs(rollout)
+    stats = [
+        learner.update(
+            rollout, adv[mine], step=i, lr=0.01, critic_lr=0.02, beta=case.loss.beta, ref_logprobs=ref, dropped=dropped
+        )
+        for i in range(2)
+    ]
+    return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
+
+
+def chosen_by(case: Case, ranks: Ranks) -> offline.Chosen:
+    """This rank's winners or pairs: every prompt that is not dropped has the first and the last of its completions."""
+    rollout = random_rollout(LENGTHS, [1, 4, 2, 6])
+    kept = [p for p, dropped in enumerate(case.dropped) if not dropped]
+    rows = [3 * p + j for p in kept[ranks.rank :: ranks.world] for j in ((0, 2) if case.loss.paired else (0,))]
+    ids = [rollout.completion_ids()[r] for r in rows]
+    return offline.Chosen([rollout.prompt_ids[r // 3] for r in rows], ids, 1 + case.loss.paired, len(kept))
+
+
+def sampled(model, part: slice) -> Rollout:
+    prompts = [[1, 5], [7], [9, 4, 4], [6, 5]]
+    with gathered(model):
+        return generation.generate(model, prompts[part], 3, SAMPLING, seed=11, index=range(4)[part])
+
+
+def collectives(ranks: Ranks):
+    mine = torch.tensor([[1.0, 2.0]]) * (ranks.rank + 1)
+    return {
+        "sum": ranks.sum(mine.clone()),
+        "max": ranks.max(mine.clone()),
+        "gather": ranks.gather(mine),
+        "objects": ranks.gather_objects({"rank": ranks.rank}),
+        "any": [ranks.any(False), ranks.any(ranks.rank == 1), ranks.any(True)],
+        "share": [ranks.share(4), ranks.share(6)],
+    }
+
+
+def work(rank: int, root) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    torch.save(found_by(Ranks(rank, 2, CPU), root), root / f"{rank}.pt")
+    leave_group()
+
+
+def found_by(ranks: Ranks, root) -> dict:
+    found = {"collectives": collectives(ranks)}
+    found["updates"] = {name: updated(root, case, ranks) for name, case in CASES.items()}
+    learner = make_learner(root, CASES["one step"], ranks)
+    shards = {name: tuple(p.to_local().shape) for name, p in learner.model.named_parameters()}
+    found["sampled"] = sampled(learner.model, ranks.share(4))
+    after = {name: tuple(p.to_local().shape) for name, p in learner.model.named_parameters()}
+    found["shards"] = (shards, after)
+    found["bfloat16"] = updated(root, CASES["one step"], ranks, dtype=torch.float32, compute=torch.bfloat16)
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ranks")
+    for family in ("llama", "gpt2"):
+        tiny_model(root / f"{family}-policy", family, seed=0)
+        tiny_model(root / f"{family}-reference", family, seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def two(root):
+    """What each of two ranks found."""
+    before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
+    mp.spawn(work, (root,), nprocs=2)
+    if before is None:
+        del os.environ["OMP_NUM_THREADS"]
+    return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_collectives(two):
+    for rank, found in enumerate(two):
+        found = found["collectives"]
+        assert found["sum"].tolist() == [[3, 6]]
+        assert found["max"].tolist() == [[2, 4]]
+        assert found["gather"].tolist() == [[1, 2], [2, 4]]
+        assert found["objects"] == [{"rank": 0}, {"rank": 1}]
+        assert found["any"] == [False, True, True]
+        assert found["share"] == [slice(rank * 2, rank * 2 + 2), slice(rank * 3, rank * 3 + 3)]
+
+
+def test_one_rank_needs_no_process_group():
+    found = collectives(Ranks(0, 1, CPU))
+    assert found["sum"].tolist() == found["max"].tolist() == found["gather"].tolist() == [[1, 2]]
+    assert found["objects"] == [{"rank": 0}]
+    assert found["any"] == [False, False, True]
+    assert found["share"] == [slice(0, 4), slice(0, 6)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_make_the_update_of_one(root, two, name):
+    truth, parameters, _ = updated(root, CASES[name], Ranks(0, 1, CPU))
+    start = updated(root, replace(CASES[name], dropped=(True,) * 4), Ranks(0, 1, CPU))[1]
+    assert all((parameters[k] != start[k]).any() for k in start)
+    for found in two:
+        stats, whole, _ = found["updates"][name]
+        for ours, theirs in zip(stats, truth, strict=True):
+            assert ours.keys() == theirs.keys()
+            for key, value in theirs.items():
+                assert ours[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+        assert whole.keys() == parameters.keys()
+        for key, value in parameters.items():
+            torch.testing.assert_close(whole[key], value, rtol=1e-9, atol=1e-11)
+    assert two[0]["updates"][name][0] == two[1]["updates"][name][0]  # not only near: the ranks decide alike
+
+
+def test_two_ranks_draw_what_one_draws_and_shard_again(root, two):
+    truth = sampled(decoder.load(root / "llama-policy", dtype=torch.float64), slice(None))
+    ids = [ids for found in two for ids in found["sampled"].completion_ids()]
+    assert ids == truth.completion_ids()
+    assert len({len(x) for x in ids}) > 1
+    whole = {name: tuple(p.shape) for name, p in decoder.load(root / "llama-policy").named_parameters()}
+    for found in two:
+        before, after = found["shards"]
+        assert before == after
+        assert all(2 * shape[0] == whole[name][0] for name, shape in after.items())
+
+
+def test_bfloat16_has_float32_master_weights(root, two):
+    truth = updated(root, CASES["one step"], Ranks(0, 1, CPU))
+    for found in two:
+        stats, parameters, dtypes = found["bfloat16"]
+        assert dtypes == {torch.float32}
+        assert stats[0]["loss"] == pytest.approx(truth[0][0]["loss"], rel=0.05)
+        assert stats[0]["kl"] == pytest.approx(truth[0][0]["kl"], rel=0.05)
+        coarse = [(p == p.bfloat16().double()).double().mean() for p in parameters.values()]
+        assert max(coarse) < 0.1  # what AdamW adds is not rounded to 8 bits

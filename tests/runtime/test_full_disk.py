@@ -1,0 +1,180 @@
+"""A disk without room: one line that names the folder and the cause, nothing lost, and the same command goes on.
+
+The system refuses what makes a file longer than some bytes (RLIMIT_FSIZE), so that also the writers of PyTorch,
+safetensors and tokenizers meet it. Runs are in processes of their own, as those that are killed.
+"""
+
+import errno
+import json
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+from helpers import Job, run_all, tiny_model
+from test_checkpoint import load, make, names, save, train
+from test_report import make_run
+
+from nlgrpo import cli
+from nlgrpo.evaluation import figures
+from nlgrpo.runtime.atomic_files import atomic_write, into
+from nlgrpo.training.metrics import read_jsonl
+
+TOO_LARGE = os.strerror(errno.EFBIG)
+MAIN = {
+    "train": "nlgrpo.train:main",
+    "reward-model": "nlgrpo.training.scalar_heads.reward_model_training:main",
+    "evaluate": "nlgrpo.cli:main",
+}
+# where the room ends, at which call, and for files of how many bytes; then the folder that is named
+FULL = {
+    ("train", "configuration"): ("nlgrpo.training.run_folder:_claim", 1, 10, ""),
+    ("train", "metrics"): ("nlgrpo.training.metrics:MetricsLogger.log", 3, 50, ""),
+    ("train", "samples"): ("nlgrpo.training.metrics:MetricsLogger.table", 3, 50, ""),
+    ("train", "half of the tensors"): ("torch.distributed.checkpoint:save", 2, 30_000, "checkpoints"),
+    ("train", "manifest"): ("nlgrpo.runtime.checkpoint:_write_manifest", 3, 100, "checkpoints"),
+    ("train", "weights"): ("huggingface_hub:save_torch_state_dict", 1, 1000, "model"),
+    ("train", "tokenizer"): ("transformers:PreTrainedTokenizerFast.save_pretrained", 1, 300, "model"),
+    ("train", "last evaluation"): ("nlgrpo.engine.rollouts.evaluation_samples:write_evaluation", 2, 100, ""),
+    ("reward-model", "tensors"): ("torch.distributed.checkpoint:save", 2, 30_000, "checkpoints"),
+    ("reward-model", "weights"): ("huggingface_hub:save_torch_state_dict", 1, 1000, "model"),
+    ("evaluate", "completions"): ("nlgrpo.engine.rollouts.store:Store.write", 2, 100, "samples"),
+    ("evaluate", "scores"): ("nlgrpo.engine.rollouts.store:Store.write", 8, 100, "samples"),
+    ("evaluate", "results"): ("nlgrpo.evaluation.results:write", 1, 100, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "model")
+    tiny_model(root / "other", seed=1)
+    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    pairs = [{"prompt": f"w{i} ", "chosen": f"w9 w{i}", "rejected": "w8"} for i in range(20)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return root
+
+
+def arguments(work, command, out):
+    shared = {"model.path": work / "model", "model.dtype": "float64"}
+    reward = {"rewards.short.function": "length(target=3, scale=10)"}
+    trained = {"train.out": work / out, "train.checkpoint_every": 1, "train.tensorboard": False, "optim.lr": 0.01}
+    prompts = {"data.source": work / "prompts.jsonl", "rollout.max_new_tokens": 8}
+    options = {
+        "train": shared | reward | trained | prompts
+        | {"rollout.prompts": 2, "rollout.samples": 4, "train.steps": 4, "train.samples_every": 1}
+        | {"evaluation.prompts": 2, "evaluation.samples": 4},
+        "reward-model": shared | trained
+        | {"data.source": work / "pairs.jsonl", "train.pairs": 4, "evaluation.pairs": 4},
+        "evaluate": shared | reward | prompts
+        | {"n": 4, "ns": "1,2", "reference": work / "model", "out": work / out, "evaluation.prompts": 6},
+    }[command]  # fmt: skip
+    first = {"train": ["blank"], "reward-model": ["train"], "evaluate": ["evaluate", str(work / "other")]}[command]
+    return [*first, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+
+
+@pytest.fixture(scope="module")
+def ended(work):
+    """How the commands ended: undisturbed by their names, and by place, at the end of the room and once more."""
+    jobs = [(name, Job(arguments(work, name, name), main=main)) for name, main in MAIN.items()]
+    for (name, place), (function, at, limit, _) in FULL.items():
+        call = arguments(work, name, f"{name} {place}")
+        jobs.append(((name, place), Job(call, function, at, limit=limit, main=MAIN[name])))
+        jobs.append(((name, place), Job(call, main=MAIN[name])))
+    found = {}
+    for (key, _), end in zip(jobs, run_all([job for _, job in jobs]), strict=True):
+        found.setdefault(key, []).append(end)
+    return found
+
+
+def lasting(folder):
+    """What a command leaves, without what a clock or the name of the folder is in."""
+    names = ("evaluation.json", "reward_model.json", "samples.jsonl", "model/model.safetensors", "model/tokenizer.json")
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    files |= {path.name: path.read_bytes() for path in folder.glob("samples/*/*.kl-*")}
+    logged = [{k: v for k, v in line.items() if "time" not in k and "per" not in k} for line in metrics(folder)]
+    results = folder / "results.json"
+    return files, logged, json.loads(results.read_text())["results"] if results.is_file() else []
+
+
+def metrics(folder):
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place"), FULL)
+def test_a_full_disk_is_said_in_a_line_and_the_same_command_goes_on(work, ended, name, place):
+    full, again = ended[name, place]
+    assert full.status == 1, full.output
+    assert "Traceback" not in full.output
+    said = full.output.strip().splitlines()[-1]
+    assert said.startswith(f"error: cannot write into {work / f'{name} {place}' / FULL[name, place][3]}")
+    assert f": {TOO_LARGE}. What is whole there stays" in said or ": a file was written in part only; " in said
+    assert again.status == 0, again.output
+    assert not [path for path in (work / f"{name} {place}").rglob("*") if path.name.endswith((".tmp", ".partial"))]
+    assert lasting(work / f"{name} {place}") == lasting(work / name)
+    assert [end.status for end in ended[name]] == [0]
+    steps = {"half of the tensors": 1, "manifest": 2, "weights": 4, "samples": 2}
+    if name == "train" and place in steps:
+        assert f"going on from step {steps[place]}" in again.output
+
+
+@contextmanager
+def room(size):
+    """Within, no file of this process gets longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_page_that_has_no_room(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"p" * 50, "<svg/>", "<svg/>"))
+    run = make_run(tmp_path / "run")
+    assert cli.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_bytes()
+    for size in (10, 1000):
+        with room(size):
+            assert cli.main(["report", str(run)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: cannot write into {run}: {TOO_LARGE}. What is whole")
+        assert (run / "report.html").read_bytes() == page
+        assert not list(run.glob("*.tmp"))
+    (tmp_path / "file").write_text("")
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "file" / "page.html")]) == 1
+    assert f"cannot write into {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+def test_a_save_without_room_leaves_the_checkpoints_as_they_were(tmp_path):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    save(tmp_path, 1, model, optimizer)
+    for size in (100, 3000):  # of which the second is enough for the texts, and for a part of the tensors
+        with room(size), pytest.raises(ValueError, match=f"cannot write into {tmp_path}: "):
+            save(tmp_path, 2, model, optimizer)
+        assert names(tmp_path) == ["step-00000001"]
+        assert load(tmp_path, *make()) == {"step": 1}
+
+
+def test_the_old_file_stays_and_nothing_beside_it(tmp_path):
+    atomic_write(tmp_path / "file", "old")
+    with room(2), pytest.raises(ValueError, match=f"cannot write into {tmp_path}: {TOO_LARGE}"):
+        atomic_write(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError("no number"), "no number"),
+        (Exception("No space left on device (os error 28)"), "No space left on device"),
+        (RuntimeError("out of memory"), None),
+    ],
+)
+def test_what_others_raise_is_told_apart(tmp_path, error, says):
+    expected = type(error) if says is None else ValueError
+    with pytest.raises(expected, match=says or "out of memory"), into(tmp_path):
+        raise error

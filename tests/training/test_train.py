@@ -1,0 +1,808 @@
+"""Whole runs: resumed, killed, stopped and mended ones against undisturbed ones, and two ranks against one."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_decoder
+import torch
+from helpers import REPOSITORY, Job, environment, run_all, tiny_model
+
+from nlgrpo import train
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.model import decoder
+from nlgrpo.model.architectures import shape_of
+from nlgrpo.objectives.aggregation import WeightedSum
+from nlgrpo.objectives.registry import parse
+from nlgrpo.rewards.reward_functions import Scores
+from nlgrpo.runtime import checkpoint
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training import learner, run_folder
+from nlgrpo.training.global_batch import GlobalBatch
+from nlgrpo.training.learner import Learner
+from nlgrpo.training.metrics import read_jsonl
+
+REWARDS = '''
+import hashlib
+import random
+import time
+from pathlib import Path
+
+import numpy
+import torch
+
+MODE = Path(__file__).with_name("mode")
+random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+
+
+def digest(completion_ids, **kwargs):
+    """A number in [0, 1) that shows whether two runs drew the very same tokens."""
+    return [int(hashlib.sha256(repr(ids).encode()).hexdigest()[:8], 16) / 2**32 for ids in completion_ids]
+
+
+def noisy(completion_ids, **kwargs):
+    """Uses every global random generator."""
+    return [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completion_ids]
+
+
+def slow(completion_ids, **kwargs):
+    while MODE.read_text() == "hold":
+        time.sleep(0.02)
+    return [-abs(len(ids) - 4) / 10 for ids in completion_ids]
+
+
+def fickle(completion_ids, trainer_state, **kwargs):
+    """As the file says, fails at step 3 for the fifth completion: the second prompt's first."""
+    values = [-abs(len(ids) - 4) / 10 for ids in completion_ids]
+    mode = MODE.read_text() if trainer_state.global_step == 3 else ""
+    if mode == "raise":
+        raise KeyError("no such word")
+    if mode == "count":
+        return values[:-1]
+    values[4] = {"nan": float("nan"), "text": "0.5"}.get(mode, values[4])
+    return [float("nan")] * len(values) if mode == "all" else values
+
+
+def sometimes(prompts, completion_ids, **kwargs):
+    """Has an opinion on prompts of odd length only."""
+    return [len(c) / 10 if len(p.split()) % 2 else None for p, c in zip(prompts, completion_ids)]
+'''
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A folder with a model, prompts and rewards."""
+    root = tmp_path_factory.mktemp("work")
+    tiny_model(root / "model")
+    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "mode").write_text("")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(one_thread, monkeypatch):
+    """No pictures."""
+    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder / "report.html")
+
+
+def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None, **changes) -> list[str]:
+    """Of a run in the folder ``out``; ``changes`` has __ for the dot, and a reward is its function and more options."""
+    options = {
+        "model.path": work / "model",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "rollout.prompts": 4,
+        "rollout.samples": 4,
+        "rollout.max_new_tokens": 10,
+        "optim.lr": 0.01,
+        "optim.eps": 1e-4,
+        "loss.beta": 0.05,
+        "train.steps": 5,
+        "train.samples_every": 1,
+        "train.tensorboard": "False",
+        "evaluation.prompts": 0,
+        "train.out": work / out,
+    }
+    options |= {name.replace("__", "."): value for name, value in changes.items()}
+    for name, function in (rewards or {"short": "length(target=3, scale=10)", "digest": "digest"}).items():
+        options[f"rewards.{name}.function"] = function if "(" in function else f"{work / 'rewards.py'}:{function}"
+    parts = []
+    for name, value in options.items():
+        parts += [f"--{name}"] if value is True else [] if value is False else [f"--{name}", str(value)]
+    return ["blank", *parts]
+
+
+def untimed(folder: Path, *names: str) -> list[dict]:
+    """The lines of metrics.jsonl, without what a clock measured, or only what is named."""
+    timed = re.compile(r"time/|step_time|perf/")
+    lines = read_jsonl(folder / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if (k in names if names else not timed.match(k))} for line in lines]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def same(folder: Path, truth: Path) -> bool:
+    assert untimed(folder) == untimed(truth)
+    return weights(folder) == weights(truth)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+# every part of a run's state: all random generators, momentum, warm-up, an adaptive beta, minibatches and epochs
+STATEFUL = {
+    "rewards": {"short": "length(target=3, scale=10)", "noisy": "noisy"},
+    "train__steps": 8,
+    "train__checkpoint_every": 2,
+    "optim__warmup_steps": 3,
+    "loss__target_kl": 0.01,
+    "loss__epochs": 2,
+    "loss__minibatches": 2,
+}
+# optimiser steps are 4 a training step, checkpoints one every 2 training steps
+KILLS = {
+    "in the first step": ("nlgrpo.training.learner:clip_gradients", 2),
+    "in the update of step 3": ("nlgrpo.training.learner:clip_gradients", 14),
+    "while sampling in step 5": ("nlgrpo.engine.generation:_prefill", 6),
+    "when the tensors are written": ("torch.distributed.checkpoint:save", 2),
+    "before the manifest": ("nlgrpo.runtime.checkpoint:_write_manifest", 2),
+    "before the rename": ("nlgrpo.runtime.checkpoint:_publish", 2),
+    "before an old one goes": ("nlgrpo.runtime.checkpoint:_prune", 3),
+    "in the log of step 6": ("nlgrpo.training.metrics:_line", 32),
+    "before the export": ("nlgrpo.train:finish", 1),
+    "in the export": ("huggingface_hub:save_torch_state_dict", 1),
+}
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+
+
+@pytest.fixture(scope="module")
+def ended(work):
+    """How the runs ended, by folder: one that nothing disturbs, and others that go on to the same end."""
+    jobs = [("whole", Job(arguments(work, "whole", **STATEFUL)))]
+    for steps in (4, 8):
+        jobs.append(("halves", Job(arguments(work, "halves", **(STATEFUL | {"train__steps": steps})))))
+    for name, (function, at) in KILLS.items():
+        jobs += [
+            (name, Job(arguments(work, name, **STATEFUL), function, at)),
+            (name, Job(arguments(work, name, **STATEFUL))),
+        ]
+    for name, number in SIGNALS.items():
+        jobs.append(
+            (name, Job(arguments(work, name, **STATEFUL), "nlgrpo.training.learner:clip_gradients", 18, number))
+        )
+        jobs.append((name, Job(arguments(work, name, **STATEFUL))))
+    for _ in range(6):  # killed over and over, and in the end it gets there
+        jobs.append(("often", Job(arguments(work, "often", **STATEFUL), "nlgrpo.training.learner:clip_gradients", 11)))
+    jobs.append(("often", Job(arguments(work, "often", **STATEFUL))))
+    found: dict[str, list] = {}
+    for (name, _), end in zip(jobs, run_all([job for _, job in jobs]), strict=True):
+        found.setdefault(name, []).append(end)
+    return found
+
+
+@pytest.mark.slow
+def test_an_undisturbed_run(work, ended):
+    assert [end.status for end in ended["whole"]] == [0]
+    lines = untimed(work / "whole")
+    assert [line["step"] for line in lines] == list(range(8))
+    assert len({line["beta"] for line in lines}) > 4
+    assert [line["learning_rate"] for line in lines[:4]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01])
+    assert steps_in(work / "whole") == [6, 8]
+
+
+@pytest.mark.slow
+def test_half_and_half_equal_the_whole(work, ended):
+    assert [end.status for end in ended["halves"]] == [0, 0]
+    assert "going on from step 4" in ended["halves"][1].output
+    assert same(work / "halves", work / "whole")
+
+
+@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
+    assert [end.status for end in ended[name]] == [-signal.SIGKILL, 0]
+    assert ("going on from step" in ended[name][1].output) == (name != "in the first step")
+    assert same(work / name, work / "whole")
+    assert not list((work / name / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_over_and_over_gets_there(work, ended):
+    assert [end.status for end in ended["often"]][:2] == [-signal.SIGKILL] * 2
+    assert ended["often"][-1].status == 0
+    assert same(work / "often", work / "whole")
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.slow
+def test_a_signal_finishes_the_step_and_saves(work, ended, name):
+    assert [end.status for end in ended[name]] == [0, 0]
+    assert "stopped and saved at step 5; the same command goes on from there" in ended[name][0].output
+    assert "going on from step 5" in ended[name][1].output
+    assert same(work / name, work / "whole")
+
+
+# --- the folder of a run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(work, ended, tmp_path, capsys, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(work / "whole", folder)
+    shutil.rmtree(folder / "model")
+    largest = max((folder / "checkpoints" / "step-00000008").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    assert train.main(arguments(work, folder, **STATEFUL)) == 0
+    assert "step-00000008 is damaged" in caplog.text
+    assert "going on from step 6" in capsys.readouterr().out
+    assert same(folder, work / "whole")
+
+
+def test_what_is_run_again_when_it_is_finished(work, capsys, monkeypatch):
+    options = arguments(work, "again", train__steps=2)
+    assert train.main(options) == 0
+    logged, exported = (work / "again" / "metrics.jsonl").read_bytes(), weights(work / "again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "update", lambda *a, **k: pytest.fail("a finished run trains"))
+        assert train.main(options) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+    assert (work / "again" / "metrics.jsonl").read_bytes() == logged
+    assert weights(work / "again") == exported
+
+    assert train.main([*options, "--optim.lr", "0.02", "--rollout.samples", "6"]) == 1
+    message = capsys.readouterr().err
+    assert "optim.lr: 0.01 -> 0.02" in message
+    assert "rollout.samples: 4 -> 6" in message
+    assert "--train.restart" in message
+    assert (work / "again" / "metrics.jsonl").read_bytes() == logged
+
+    (work / "again" / "notes.txt").write_text("mine")
+    assert train.main([*options, "--optim.lr", "0.02", "--train.restart"]) == 0
+    assert "going on" not in capsys.readouterr().out
+    assert [line["learning_rate"] for line in untimed(work / "again")] == [0.02, 0.02]
+    assert weights(work / "again") != exported
+    assert (work / "again" / "notes.txt").read_text() == "mine"
+
+
+def test_what_only_the_end_needs_may_change(work):
+    """Length, micro-batches, how often it saves; and with data of its own also how the model is evaluated."""
+    assert train.main(arguments(work, "free", train__steps=1)) == 0
+    changes = {"train__micro_batch_tokens": 30, "train__checkpoint_every": 1, "rollout__max_rows": 4}
+    assert train.main(arguments(work, "free", train__steps=2, **changes)) == 0
+    assert len(untimed(work / "free")) == 2
+
+
+def test_the_length_of_a_run_is_part_of_it_where_its_learning_rate_falls(work, capsys):
+    """Another length would have had other rates from its first step on."""
+    options = {"optim__schedule": "linear", "train__checkpoint_every": 1}
+    assert train.main(arguments(work, "falls", train__steps=2, **options)) == 0
+    assert train.main(arguments(work, "falls", train__steps=4, **options)) == 1
+    assert "train.steps: 2 -> 4" in capsys.readouterr().err
+
+
+def test_held_out_prompts_are_part_of_the_data(work, capsys):
+    """More of them would leave others to train on."""
+    assert train.main(arguments(work, "held", train__steps=1)) == 0
+    assert train.main(arguments(work, "held", train__steps=2, evaluation__prompts=3)) == 1
+    assert "evaluation.prompts: 0 -> 3" in capsys.readouterr().err
+    assert train.main(arguments(work, "held", train__steps=2, evaluation__samples=5)) == 0
+
+
+HOLDS = """
+import sys, time
+from nlgrpo.config.schema import Config
+from nlgrpo.runtime import distributed
+from nlgrpo.training import run_folder
+
+with distributed.start() as ranks:
+    run_folder.claim(__import__("pathlib").Path(sys.argv[1]), Config(), ranks, free=(), restart=True)
+    print("mine", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_of_one_process_at_a_time(work, capsys):
+    options = arguments(work, "shared", train__steps=1)
+    assert train.main(options) == 0
+    assert train.main(options) == 0  # the same process again
+    (work / "idle").mkdir()
+    (work / "idle" / "config.json").write_bytes((work / "shared" / "config.json").read_bytes())
+    command = [sys.executable, "-c", HOLDS, str(work / "idle")]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert other.stdout.readline() == "mine\n"
+        capsys.readouterr()
+        before = sorted((work / "idle").iterdir())
+        for more in ([], ["--train.restart"]):
+            assert train.main([*arguments(work, "idle", train__steps=1), *more]) == 1
+            assert "another process is at work in" in capsys.readouterr().err
+        assert sorted((work / "idle").iterdir()) == before
+    finally:
+        other.kill()  # which lets go of it
+        other.communicate()
+    assert train.main([*arguments(work, "idle", train__steps=1), "--train.restart"]) == 0
+
+
+def test_a_restart_holds_its_folder_while_it_clears_it(work, monkeypatch):
+    """And a folder that was put in the place of one that this process had is another's to claim, or this one's."""
+    options = [*arguments(work, "cleared", train__steps=1), "--train.restart"]
+    opened = f"os.open({str(work / 'cleared')!r}, os.O_RDONLY)"
+    tries = f"import fcntl, os; fcntl.flock({opened}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    assert train.main(options) == 0
+    faults, clear = [], run_folder._clear
+
+    def cleared(*given):
+        clear(*given)
+        faults.append(subprocess.run([sys.executable, "-c", tries], capture_output=True, text=True).stderr)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "_clear", cleared)
+        patched.setattr(run_folder.fcntl, "flock", lambda *_: pytest.fail("it was let go for an instant"))
+        assert train.main(options) == 0
+    assert "BlockingIOError" in faults[0]
+    (work / "cleared").rename(work / "moved")
+    (work / "cleared").mkdir()
+    (work / "cleared" / "config.json").write_bytes((work / "moved" / "config.json").read_bytes())
+    assert train.main(options) == 0
+    locked = subprocess.run([sys.executable, "-c", tries], capture_output=True, text=True).stderr
+    assert "BlockingIOError" in locked
+
+
+def test_a_run_without_its_checkpoints_says_that_it_begins_anew(work, capsys):
+    options = arguments(work, "bare", train__steps=2)
+    assert train.main(options) == 0
+    logged, trained = untimed(work / "bare"), weights(work / "bare")
+    shutil.rmtree(work / "bare" / "checkpoints")
+    capsys.readouterr()
+    assert train.main(options) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "begins anew, without the 2 steps logged: no checkpoint in" in said
+    assert (untimed(work / "bare"), weights(work / "bare")) == (logged, trained)
+
+
+def test_a_folder_of_something_else_is_left_alone(work, capsys):
+    (work / "other").mkdir()
+    (work / "other" / "thesis.tex").write_text("x")
+    for extra in ([], ["--train.restart"]):
+        assert train.main([*arguments(work, "other"), *extra]) == 1
+        assert "holds no run; choose another folder" in capsys.readouterr().err
+    assert [path.name for path in (work / "other").iterdir()] == ["thesis.tex"]
+    (work / "file").write_text("x")
+    assert train.main(arguments(work, "file")) == 1
+    assert "holds no run" in capsys.readouterr().err
+    (work / "empty").mkdir()
+    assert train.main(arguments(work, "empty", train__steps=0)) == 0
+
+
+# --- rewards that fail ------------------------------------------------------------------------------------------------
+
+# The noisy one comes first: what it drew before the other failed is drawn again when the step is repeated.
+FICKLE = {"rewards": {"noisy": "noisy", "fickle": "fickle", "digest": "digest"}, "train__checkpoint_every": 0}
+
+
+@pytest.fixture(scope="module")
+def unfailing(work):
+    torch.set_num_threads(1)
+    assert train.main([*arguments(work, "unfailing", **FICKLE), "--dry-run"]) == 0  # a process imports a file once,
+    assert train.main(arguments(work, "unfailing", **FICKLE)) == 0  # and this one seeds the generators when it is
+    return work / "unfailing"
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("raise", "raised KeyError: 'no such word' (step 3, prompts 0 to 3)"),
+        ("nan", "returned nan (step 3, prompt 1, sample 0)"),
+        ("text", "returned '0.5' (step 3, prompt 1, sample 0)"),
+        ("count", "returned 15 values for 16 completions (step 3, prompts 0 to 3)"),
+    ],
+)
+def test_a_failed_reward_stops_with_a_checkpoint_and_once_mended_goes_on(work, unfailing, capsys, mode, words):
+    options = arguments(work, f"fickle {mode}", **FICKLE)
+    (work / "mode").write_text(mode)
+    assert train.main(options) == 1
+    message = capsys.readouterr().err
+    assert f"error: reward 'fickle' {words}" in message
+    assert ("Traceback" in message) == (mode == "raise")
+    saved = work / f"fickle {mode}" / "checkpoints" / "step-00000003"
+    assert checkpoint.verify(saved) is None
+    assert json.loads((saved / "state.json").read_text())["state"]["step"] == 3
+    assert train.main(options) == 1  # not mended yet
+    (work / "mode").write_text("")
+    assert train.main(options) == 0
+    assert "going on from step 3" in capsys.readouterr().out
+    assert same(work / f"fickle {mode}", unfailing)
+
+
+def test_a_reward_that_may_be_skipped_drops_its_groups(work, unfailing, capsys):
+    (work / "mode").write_text("nan")
+    assert train.main([*arguments(work, "skip", **FICKLE), "--rewards.fickle.on-error", "skip"]) == 0
+    (work / "mode").write_text("")
+    lines, truth = untimed(work / "skip"), untimed(unfailing)
+    assert [line["rewards/dropped_groups"] for line in lines] == [0, 0, 0, 1, 0]
+    assert lines[:3] == truth[:3]
+    assert lines[3]["completions/mean_length"] == truth[3]["completions/mean_length"]
+    assert lines[3]["loss"] != truth[3]["loss"]
+    assert lines[3]["objective/digest"] != truth[3]["objective/digest"]
+
+
+def test_a_step_whose_groups_are_all_dropped_changes_nothing(work, capsys):
+    (work / "mode").write_text("all")
+    options = arguments(work, "skip all", **FICKLE, loss__target_kl=0.01, optim__weight_decay=0.1)
+    assert train.main([*options, "--rewards.fickle.on-error", "skip"]) == 0
+    (work / "mode").write_text("")
+    lines = untimed(work / "skip all")
+    assert [line["rewards/dropped_groups"] for line in lines] == [0, 0, 0, 4, 0]
+    assert lines[3]["grad_norm"] == 0
+    assert lines[3]["reward"] is None
+    assert lines[4]["beta"] == lines[3]["beta"] != lines[2]["beta"]
+    assert lines[4]["reward"] is not None
+
+
+def groups_of(rewards: dict[str, list], dropped: list[bool]) -> GlobalBatch:
+    values = {name: torch.tensor(r, dtype=torch.float64) for name, r in rewards.items()}
+    ones = torch.ones(len(dropped), 2, dtype=torch.int64)
+    rollout = Rollout([[1]] * len(dropped), ones[..., None], ones[..., None].float(), ones, ones.bool())
+    return GlobalBatch.gather(Ranks(0, 1, torch.device("cpu")), Scores(values, torch.tensor(dropped)), rollout)
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_dropped_groups_count_nowhere(scale):
+    """Not in the value of another reward either, nor in the scale of the batch."""
+    nan = math.nan
+    ours = groups_of({"a": [[1, 3], [nan, nan], [2, 6]], "b": [[5, 4], [90, 10], [0, 1]]}, [False, True, False])
+    truth = groups_of({"a": [[1, 3], [2, 6]], "b": [[5, 4], [0, 1]]}, [False, False])
+    objectives = {"a": parse("bon:4"), "b": parse("mean")}
+    found = []
+    for groups in (ours, truth):
+        linear = groups.linearize(objectives).sum(0)
+        adv = groups.advantages(linear + 100 * groups.dropped[:, None] * torch.tensor([1.0, 2.0]), scale)
+        values = groups.values(objectives).nanmean(1)
+        worth = WeightedSum([1, 2]).value(values)
+        metrics = groups.metrics(worth, groups.values(objectives), groups.scores(objectives), {"a": 1.0, "b": 2.0}, adv)
+        found.append((values, adv[~groups.dropped], metrics))
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-14, atol=0)
+    assert found[0][2].pop("rewards/dropped_groups") == 1
+    assert found[1][2].pop("rewards/dropped_groups") == 0
+    # the share among all groups that were drawn
+    assert [metrics.pop("frac_reward_zero_std") for _, _, metrics in found] == pytest.approx([1 / 3, 1 / 2])
+    assert found[0][2] == pytest.approx(found[1][2], nan_ok=True)
+
+
+def test_a_reward_that_abstains_for_half_of_the_prompts(work):
+    rewards = {"sometimes": "sometimes", "digest": "digest"}
+    assert train.main(arguments(work, "abstains", rewards, train__steps=3, evaluation__prompts=4)) == 0
+    samples = read_jsonl(work / "abstains" / "samples.jsonl")
+    opinions = [row["rewards"]["sometimes"] for row in samples]
+    assert None in opinions
+    assert any(value is not None for value in opinions)
+    for row in samples:
+        if row["rewards"]["sometimes"] is None:
+            assert row["linearized"]["sometimes"] == 0
+            assert row["advantage"] == pytest.approx(row["linearized"]["digest"], abs=1e-12)
+    for line in untimed(work / "abstains"):
+        assert line["rewards/dropped_groups"] == 0
+        assert math.isfinite(line["loss"] + line["rewards/sometimes/mean"])
+    evaluated = json.loads((work / "abstains" / "evaluation.json").read_text())
+    assert set(evaluated) == {"before", "after"}
+
+
+def group_values(rewards: dict[str, list[float]]) -> list[float]:
+    """Of one prompt: the worst of 2 in "short", the best of 4 in "digest", with the group's ranks for the CDF."""
+    short, digest = (sorted(rewards[name]) for name in ("short", "digest"))
+    M = len(short)
+    worst = sum(r * ((1 - k / M) ** 2 - (1 - (k + 1) / M) ** 2) for k, r in enumerate(short))
+    return [worst, sum(r * (((k + 1) / M) ** 4 - (k / M) ** 4) for k, r in enumerate(digest))]
+
+
+AGGREGATES = {
+    "min": {"loss__aggregate": "min"},
+    "smooth_min with a memory": {"loss__aggregate": "smooth_min:4", "loss__aggregate_memory": 0.75},
+    "smooth_min at each prompt": {"loss__aggregate": "smooth_min:4", "loss__aggregate_at": "prompt"},
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATES)
+def test_objectives_of_different_kinds_are_aggregated(work, name, capsys):
+    """The advantages of a step's first group are what its linearised rewards and the logged values ask for."""
+    kinds = ["--rewards.short.objective", "wor:2", "--rewards.digest.objective", "bon:4"]
+    for steps in (2, 5):  # a moving average goes on with the run
+        assert train.main([*arguments(work, name, train__steps=steps, **AGGREGATES[name]), *kinds]) == 0
+    plan = f"maximise {AGGREGATES[name]['loss__aggregate']} of 1 wor:2(short), 1 bon:4(digest)"
+    assert plan + " at each prompt" * ("prompt" in name) + " - 0.05 KL" in capsys.readouterr().out
+    lines, samples, average = untimed(work / name), read_jsonl(work / name / "samples.jsonl"), None
+    for line in lines:
+        rows = [row for row in samples if row["step"] == line["step"]]
+        here = group_values({n: [row["rewards"][n] for row in rows] for n in ("short", "digest")})
+        means = [line["objective/short"], line["objective/digest"]]
+        average = means if average is None else [0.75 * a + 0.25 * b for a, b in zip(average, means, strict=True)]
+        at = {"min": means, "smooth_min with a memory": average, "smooth_min at each prompt": here}[name]
+        if name == "min":
+            share = [float(value == min(at)) for value in at]
+            assert line["objective/aggregate"] == min(means)
+        else:
+            raw = [math.exp(-4 * value) for value in at]
+            share = [x / sum(raw) for x in raw]
+            assert min(means) - 0.2 < line["objective/aggregate"] < sum(means) / 2
+        for row in rows:
+            asked = sum(w * row["linearized"][n] for w, n in zip(share, ("short", "digest"), strict=True))
+            assert row["advantage"] == pytest.approx(asked, rel=1e-9, abs=1e-12)
+    assert len(lines) == 5
+    assert len({line["objective/aggregate"] for line in lines}) == 5
+
+
+@pytest.mark.parametrize("objective", ["bon:4:unbiased", "wor:4:unbiased", "bon:2:unbiased"])
+def test_unbiased_estimators_keep_their_own_baseline(work, objective):
+    """With all four samples drawn only the chosen one has an advantage; the pipeline subtracts nothing more."""
+    rewards, out = {"digest": "digest"}, work / objective.replace(":", " ")
+    options = [*arguments(work, out, rewards, train__steps=3), "--rewards.digest.objective", objective]
+    assert train.main([*options, "--loss.kl-in", "reward", "--loss.beta", "0"]) == 0
+    samples = read_jsonl(out / "samples.jsonl")
+    for step in range(3):
+        rows = [row for row in samples if row["step"] == step]
+        r = torch.tensor([row["rewards"]["digest"] for row in rows], dtype=torch.float64)
+        ordered, truth = r.sort().values, torch.zeros(4, dtype=torch.float64)
+        if objective == "bon:4:unbiased":
+            truth[r.argmax()] = 4 * (ordered[3] - ordered[2])
+        elif objective == "wor:4:unbiased":
+            truth[r.argmin()] = -4 * (ordered[1] - ordered[0])
+        else:  # what the mean of the pairs' best loses without the sample
+            best = lambda x: torch.stack([torch.maximum(a, b) for a, b in itertools.combinations(x, 2)]).mean()  # noqa: E731
+            truth = torch.stack([4 * (best(r) - best(torch.cat((r[:j], r[j + 1 :])))) for j in range(4)])
+        torch.testing.assert_close(torch.tensor([row["advantage"] for row in rows], dtype=torch.float64), truth)
+
+
+def test_diversity_beside_rewards(work):
+    """Best-of-4, worst-of-2 and Rao's entropy in one run: advantages are those of the completions that were shown."""
+    rewards = {"digest": "digest", "short": "length(target=3, scale=10)", "differ": r"equal(pattern='^\W*(\w*)')"}
+    kinds = {"digest": "bon:4", "short": "wor:2", "differ": "rao"}
+    options = arguments(work, "diverse", rewards, train__steps=3, evaluation__prompts=2, evaluation__samples=4)
+    for name, kind in kinds.items():
+        options += [f"--rewards.{name}.objective", kind]
+    assert train.main([*options, "--rewards.differ.weight", "0.5", "--rewards.differ.scale", "2"]) == 0
+    samples, lines = read_jsonl(work / "diverse" / "samples.jsonl"), untimed(work / "diverse")
+    seen = set()
+    for step in range(3):
+        rows = [row for row in samples if row["step"] == step]
+        starts = [re.match(r"\W*(\w*)", row["completion"])[1] for row in rows]
+        share = [-2 * sum(starts[j] == starts[i] for i in range(4) if i != j) / 3 for j in range(4)]
+        assert [row["rewards"]["differ"] for row in rows] == pytest.approx(share)
+        linear = [2 * (c - sum(share) / 4) * 4 / (4 - 2) for c in share]
+        assert [row["linearized"]["differ"] for row in rows] == pytest.approx(linear)
+        for row in rows:
+            x = row["linearized"]
+            assert row["advantage"] == pytest.approx(x["digest"] + x["short"] + 0.5 * x["differ"], abs=1e-12)
+        seen |= set(share)
+        assert lines[step]["rewards/differ/mean"] == pytest.approx(lines[step]["objective/differ"])
+        parts = [lines[step][f"objective/{name}"] for name in kinds]
+        assert lines[step]["objective/aggregate"] == pytest.approx(parts[0] + parts[1] + 0.5 * parts[2])
+    assert len(seen) > 1
+    evaluated = json.loads((work / "diverse" / "evaluation.json").read_text())["after"]
+    assert evaluated["objectives"] == kinds
+    assert all(len(row) == 4 and max(row) <= 0 for row in evaluated["rewards"]["differ"])
+
+
+@pytest.mark.parametrize(("baseline", "samples"), [("loo", 4), ("none", 4), ("none", 1)])
+def test_the_baseline_is_a_choice(work, baseline, samples):
+    out = work / f"{baseline} of {samples}"
+    options = arguments(
+        work, out, {"digest": "digest"}, train__steps=2, loss__baseline=baseline, rollout__samples=samples
+    )
+    assert train.main([*options, "--rewards.digest.objective", "mean"]) == 0
+    rows = read_jsonl(out / "samples.jsonl")
+    for step in range(2):
+        r = [row["rewards"]["digest"] for row in rows if row["step"] == step]
+        ours = [row["advantage"] for row in rows if row["step"] == step]
+        assert ours == pytest.approx(r if baseline == "none" else [4 / 3 * (x - sum(r) / 4) for x in r])
+
+
+def test_a_distortion_from_the_users_file(work, capsys):
+    (work / "rank.py").write_text("def middle(z):\n    return 6 * z * (1 - z)\n")
+    options = arguments(work, "distorted", {"digest": "digest"}, train__steps=2)
+    objective = f"distortion:{work / 'rank.py'}:middle"
+    assert train.main([*options, "--rewards.digest.objective", objective]) == 0
+    assert objective in capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    for line, rows in itertools.groupby(read_jsonl(work / "distorted" / "samples.jsonl"), lambda row: row["step"]):
+        rows = sorted(rows, key=lambda row: row["rewards"]["digest"])
+        r, w = [row["rewards"]["digest"] for row in rows], [6 * k / 4 * (1 - k / 4) for k in range(1, 5)]
+        linear = [-sum(w[k] * (r[k + 1] - r[k]) for k in range(j, 3)) for j in range(4)]
+        assert [row["advantage"] for row in rows] == pytest.approx([x - sum(linear) / 4 for x in linear]), line
+    options[options.index("--train.out") + 1] = str(work / "none")
+    assert train.main([*options, "--rewards.digest.objective", "distortion:rank.py:nothing"]) == 1
+    assert "there is no file 'rank.py'" in capsys.readouterr().err
+
+
+# --- ranks and micro-batches ------------------------------------------------------------------------------------------
+
+LOADS = {
+    "kl in the loss": {
+        "rewards": {"slow": "slow", "digest": "digest", "differ": r"equal(pattern='^\W*(\w*)')"},
+        "rewards__differ__objective": "rao",
+    },
+    "kl in the reward": {
+        "loss__kl_in": "reward",
+        "loss__minibatches": 2,
+        "loss__epochs": 2,
+        "loss__normalization": "grpo",
+        "loss__target_kl": 0.01,
+        "loss__scale": "batch",
+        "evaluation__prompts": 4,
+    },
+}
+
+
+def torchrun(ranks: int, options: list[str]) -> subprocess.Popen:
+    """The command of the README."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(REPOSITORY / "nlgrpo" / "train.py"), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_jsonl(folder / "metrics.jsonl")) < steps:
+        assert time.monotonic() < deadline, "no step in two minutes"
+        time.sleep(0.05)
+
+
+def assert_same_curve(folder: Path, truth: Path) -> None:
+    """To 1e-9; the sampler's own log-probs are float32, and compared with those of the trainer."""
+    ours, theirs = untimed(folder), untimed(truth)
+    assert len(ours) == len(theirs)
+    for line, expected in zip(ours, theirs, strict=True):
+        assert line.keys() == expected.keys()
+        for name, value in expected.items():
+            loose = name.startswith("sampling/")
+            assert line[name] == pytest.approx(value, rel=1e-2 if loose else 1e-9, abs=1e-6 if loose else 1e-12), name
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_micro_batches_do_not_change_the_curve(work, load):
+    for micro in (16384, 1, 40):
+        assert train.main(arguments(work, f"{load} {micro}", train__micro_batch_tokens=micro, **LOADS[load])) == 0
+    assert len(untimed(work / f"{load} 16384")) == 5
+    for micro in (1, 40):
+        assert_same_curve(work / f"{load} {micro}", work / f"{load} 16384")
+
+
+@pytest.mark.slow
+def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
+    load = LOADS["kl in the loss"]
+    assert train.main(arguments(work, "one rank", **load)) == 0
+    options = arguments(work, "two ranks", **load)
+    launcher = torchrun(2, options)
+    wait_for_steps(work / "two ranks", 1)
+    (work / "mode").write_text("hold")
+    time.sleep(0.2)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    (work / "mode").write_text("")
+    output = launcher.communicate(timeout=60)[0]
+    # the ranks exit with 0; torchrun itself ends with an error that names the signal
+    [step] = steps_in(work / "two ranks")
+    assert 1 <= step < 5
+    assert f"stopped and saved at step {step}" in output
+    launcher = torchrun(2, options)
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 0, output
+    assert output.count(f"going on from step {step}") == 1  # one rank speaks
+    assert_same_curve(work / "two ranks", work / "one rank")
+    draws = [[row["completion"] for row in read_jsonl(work / f / "samples.jsonl")] for f in ("one rank", "two ranks")]
+    assert draws[0] == draws[1]
+    assert (work / "two ranks" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_the_kl_in_the_reward_are_as_one(work):
+    load = LOADS["kl in the reward"]
+    assert train.main(arguments(work, "one", train__micro_batch_tokens=40, **load)) == 0
+    launcher = torchrun(2, arguments(work, "two", **load))
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 0, output
+    assert_same_curve(work / "two", work / "one")
+    ours, truth = (json.loads((work / f / "evaluation.json").read_text()) for f in ("two", "one"))
+    assert ours == truth
+
+
+def test_a_process_without_torchrun_saves_on_sigterm_and_exits_with_0(work):
+    load = LOADS["kl in the loss"]
+    (work / "mode").write_text("hold")
+    command = [sys.executable, str(REPOSITORY / "nlgrpo" / "train.py"), *arguments(work, "alone", **load)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    deadline = time.monotonic() + 120
+    while not (work / "alone" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    (work / "mode").write_text("")
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, output
+    assert "stopped and saved at step 1" in output
+    assert steps_in(work / "alone") == [1]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monkeypatch):
+    """Neither the model nor a checkpoint is to hold NaN."""
+    original, calls = learner.clip_gradients, []
+
+    def poisoned(model, max_norm):
+        calls.append(model)
+        if len(calls) == 3:
+            next(model.parameters()).grad.view(-1)[0] = math.nan
+        return original(model, max_norm)
+
+    monkeypatch.setattr(learner, "clip_gradients", poisoned)
+    assert train.main(arguments(work, "poisoned", **{"train.checkpoint_every": 1})) == 1
+    assert "the gradient has the norm nan" in capsys.readouterr().err
+    assert not (work / "poisoned" / "model").exists()
+    assert steps_in(work / "poisoned") == [1, 2]
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_the_plan_and_makes_nothing(work, capsys, monkeypatch):
+    monkeypatch.setattr(decoder, "load", lambda *a, **k: pytest.fail("a dry run loads weights"))
+    before = sorted(work.iterdir())
+    options = arguments(work, "dry", loss__epochs=3, loss__minibatches=2, train__steps=30)
+    assert train.main([*options, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    parameters = sum(p.numel() for p in decoder.build(decoder.read_config(work / "model")).parameters())
+    assert f"{parameters:,} parameters" in shown
+    assert "4 prompts x 4 samples = 16 completions of up to 10 tokens, 16 a rank; 6 optimiser steps" in shown
+    assert "30 steps, 12.0 epochs of the prompts; learning rate 0.01 constant" in shown
+    assert "maximise 1 bon:4(short) + 1 bon:4(digest) - 0.05 KL" in shown
+    assert sorted(work.iterdir()) == before
+
+
+@pytest.mark.parametrize("case", test_decoder.CASES)
+def test_the_plan_counts_the_parameters(case):
+    theirs = test_decoder.random_model(case)
+    assert shape_of(theirs.config).parameters == sum(p.numel() for p in theirs.parameters())
+
+
+# --- choices that change how, and not what ----------------------------------------------------------------------------
+
+
+def test_activation_checkpointing_changes_nothing(work):
+    for on in (False, True):
+        assert train.main(arguments(work, f"checkpointing {on}", model__activation_checkpointing=on)) == 0
+    assert same(work / "checkpointing True", work / "checkpointing False")
+
+
+def test_bfloat16_runs_on_a_cpu_and_goes_on(work):
+    assert train.main(arguments(work, "float32", model__dtype="float32", train__steps=2)) == 0
+    for steps in (1, 2):
+        assert train.main(arguments(work, "bfloat16", model__dtype="bfloat16", train__steps=steps)) == 0
+    one, two = untimed(work / "bfloat16"), untimed(work / "float32")
+    assert [line["step"] for line in one] == [0, 1]
+    assert one[0]["entropy"] == pytest.approx(two[0]["entropy"], rel=0.1)
+    exported = decoder.hf_weights.locate(str(work / "bfloat16" / "model"))
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_adaptive_beta_follows_the_kl(work):
+    target = 0.02
+    assert train.main(arguments(work, "beta", loss__target_kl=target, train__steps=6)) == 0
+    lines = untimed(work / "beta")
+    assert lines[0]["beta"] == 0.05
+    assert {math.copysign(1, line["kl"] - target) for line in lines[:-1]} == {-1, 1}
+    for line, after in itertools.pairwise(lines):
+        error = min(max(line["kl"] / target - 1, -0.2), 0.2)
+        assert after["beta"] == pytest.approx(line["beta"] * (1 + 0.1 * error), rel=1e-12)
