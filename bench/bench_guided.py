@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from common import machine, one_line, save
 
-from nlgrpo.engine import builders
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Search, search
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder, hf_weights, reward_model
+from nlgrpo.model.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).parents[1] / "nlgrpo" / "data" / "assets"
 NEW_TOKENS, PROMPTS = 64, 32
@@ -36,7 +36,7 @@ TARGET = 0.5
 def sides(path: str, device: torch.device) -> tuple[dict[str, Callable[[], int]], dict[str, int]]:
     """What each side does, returning the tokens that it drew; parameters of both models."""
     source = hf_weights.locate(path)
-    policy, tokenizer = decoder.load(source).to(device).eval(), builders.load_tokenizer(source)
+    policy, tokenizer = decoder.load(source).to(device).eval(), load_tokenizer(source)
     critic = reward_model.load(path, device=device)[0].eval()
     lines = (ASSETS / "eval_prompts.jsonl").read_text("utf-8").splitlines()[:PROMPTS]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]

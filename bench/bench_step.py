@@ -140,7 +140,8 @@ def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
     from nlgrpo.runtime import distributed
     from nlgrpo.runtime.timing import StopSignal
     from nlgrpo.train import train
-    from nlgrpo.training import run as runs
+    from nlgrpo.training.build import build
+    from nlgrpo.training.run import open_folder
 
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
@@ -161,8 +162,8 @@ def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
         "evaluation": {"prompts": 0},
     }
     with distributed.start() as ranks:
-        run = runs.build(from_dict(settings, Config()), ranks)
-        runs.open_folder(run)
+        run = build(from_dict(settings, Config()), ranks)
+        open_folder(run)
         learner = run.learner()
         with run.logger() as log:
             write = log.log

@@ -24,13 +24,13 @@ COMMANDS = {
         "nlgrpo.commands.generate:generate",
         'Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4',
     ),
-    "recipes": ("nlgrpo.commands.generate:list_recipes", "List the recipes that `nlgrpo train NAME` runs."),
+    "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the recipes that `nlgrpo train NAME` runs."),
     "report": (
-        "nlgrpo.commands.generate:write_report",
+        "nlgrpo.commands.report:write_report",
         "Write a run's report.html and pictures again: nlgrpo report runs/length-bon",
     ),
     "compare": (
-        "nlgrpo.commands.generate:compare",
+        "nlgrpo.commands.report:compare",
         "Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean",
     ),
     "evaluate": (
@@ -46,11 +46,11 @@ COMMANDS = {
         "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
     ),
     "reward-model": (
-        "nlgrpo.training.scalar_heads.reward_model_training:main",
+        "nlgrpo.commands.reward_model:main",
         "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
     ),
     "value": (
-        "nlgrpo.training.scalar_heads.value_training:main",
+        "nlgrpo.commands.value:main",
         "Fit a value model to rollouts, or to a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "iro": (

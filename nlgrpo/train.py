@@ -22,7 +22,7 @@ from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.evaluation import summary
+from nlgrpo.evaluation import results
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError, Scores
@@ -30,12 +30,13 @@ from nlgrpo.runtime import distributed
 from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
 from nlgrpo.runtime.timing import Clock, StopSignal
 from nlgrpo.training import offline, plan
+from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.metrics import FILE, MetricsLogger, read_jsonl
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.reference_rewards import CalibratedReward
-from nlgrpo.training.run import Run, build, open_folder
+from nlgrpo.training.run import Run, open_folder
 
 
 def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> bool:
@@ -155,7 +156,7 @@ def finish(run: Run, learner: Learner, before: EvaluationSamples | None, console
         after = run.evaluate(learner.model)
         run.write_evaluation(before=before, after=after)
         if run.ranks.first:
-            console.print(summary.before_after_table(before, after, run.config.evaluation.ns))
+            console.print(results.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
         from nlgrpo.evaluation import report  # with matplotlib, which would add a second to the start of every run
 

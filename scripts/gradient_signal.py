@@ -22,9 +22,10 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine import logprobs
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.runtime import distributed
+from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.run import Run, build
+from nlgrpo.training.run import Run
 
 ESTIMATES, BATCHES = 4, 32
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nlgrpo.commands import sweep
 from nlgrpo.evaluation import report
-from nlgrpo.training.sweep_state import read_sweep_state
+from nlgrpo.training.sweeps.state import read_sweep_state
 
 OBJECTIVES = ["mean", "bon:2", "bon:4", "bon:8", "bon:16", "soft:0.1", "soft:0.05"]
 

@@ -17,23 +17,23 @@ from rich.console import Console
 from torch import Tensor
 
 from nlgrpo.commands import decode
-from nlgrpo.commands.decode_methods import DecodingMethod
 from nlgrpo.engine import guided_search
+from nlgrpo.evaluation.decoding_methods import DecodingMethod
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.runtime import distributed
 from nlgrpo.runtime.work_queue import WorkQueue
 
 
-def said_and_worth(c: decode.Comparison, way: DecodingMethod) -> tuple[Tensor, Tensor]:
+def said_and_worth(c: decode.Comparison, method: DecodingMethod) -> tuple[Tensor, Tensor]:
     """(P,) values of the answers, and (P,) their rewards. ValueError for a way that no value model guides."""
-    if not way.values:
-        raise ValueError(f"method {way.method!r} asks no value model: name bon, cd, iro, iro:NUMBER or compressed")
+    if not method.values:
+        raise ValueError(f"method {method.name!r} asks no value model: name bon, cd, iro, iro:NUMBER or compressed")
     found, _ = guided_search.search(
-        c.model, c.batch.ids, way.search, c.sampler.sampling, c.values(way),
+        c.model, c.batch.ids, method.search, c.sampler.sampling, c.values(method),
         seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=True,
     )  # fmt: skip
     answers = [max(own, key=lambda one: one.value) for own in found]
-    weight = sum(1 / c.betas[i] for i in way.values)
+    weight = sum(1 / c.betas[i] for i in method.values)
     values = torch.tensor([one.value for one in answers], dtype=torch.float64) / weight
     return values, c.worth(c.batch, [one.tokens for one in answers], 1)[:, 0]
 
@@ -43,13 +43,13 @@ def main() -> None:
         options, cfg = decode.read_arguments(sys.argv[1:])
         with distributed.start() as ranks:
             c = decode.build(replace(options, choose="value"), cfg, WorkQueue(ranks, Console()))
-            print(f"{len(c.batch.ids)} prompts, {len(c.ways)} ways")
-            for way in c.ways:
+            print(f"{len(c.batch.ids)} prompts, {len(c.methods)} ways")
+            for method in c.methods:
                 said, worth = (
                     "{:.3f} [{:.3f}, {:.3f}]".format(*(float(x) for x in bootstrap(each)))
-                    for each in said_and_worth(c, way)
+                    for each in said_and_worth(c, method)
                 )
-                print(f"{way.method:12} N = {way.budget:<4} V {said}   reward {worth}", flush=True)
+                print(f"{method.name:12} N = {method.budget:<4} V {said}   reward {worth}", flush=True)
     except ValueError as error:
         sys.exit(str(error))
 

@@ -29,7 +29,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import best_of_n, bootstrap
 from nlgrpo.training.metrics import FILE, read_jsonl
-from nlgrpo.training.sweep_state import read_sweep_state
+from nlgrpo.training.sweeps.state import read_sweep_state
 
 METHODS = ["mean", "bon:4", "bon:4/smooth_min:50"]
 LABELS = {

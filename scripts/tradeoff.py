@@ -33,7 +33,8 @@ from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation import figures
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweep_state import Point, read_sweep_state
+from nlgrpo.training.sweeps import runner
+from nlgrpo.training.sweeps.state import Point, read_sweep_state
 
 METHODS = ["ppo", "grpo", "identity", "exp:10", "exp:-10", "vbon", "vbon:bound", "bon_sft", "dpo"]
 SETS = 64  # winners or pairs of a step that draws nothing
@@ -120,7 +121,7 @@ def nlgrpo(arguments: Sequence[str], ranks: int, log: Path) -> None:
     """Run a command whose ranks share nothing but the work; what it prints is kept. Exits as it does where it fails."""
     print(f"nlgrpo {arguments[0]}: {log}", flush=True)
     with log.open("w") as file:
-        status = subprocess.run(sweep.command(arguments, ranks), stdout=file, check=False).returncode
+        status = subprocess.run(runner.command(arguments, ranks), stdout=file, check=False).returncode
     if status:
         sys.exit(status)
 

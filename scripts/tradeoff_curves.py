@@ -15,13 +15,14 @@ from torch import Tensor
 from nlgrpo.calibration import ecdf
 from nlgrpo.calibration.alignment import at_kl, parse_transform
 from nlgrpo.config.schema import Config
-from nlgrpo.engine import builders
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import bootstrap, win_rate
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import read_config
+from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.training.build import load_prompts
 
 LABELS = {"vbon": "vBoN, Eq. 5", "vbon:bound": "vBoN, Eq. 8", "bon_sft": "BoN-SFT"}
 BON = "best-of-N of the reference"
@@ -116,7 +117,7 @@ class Reference:
 def held_out(config: Config, rollouts: ReferenceRollouts, name: str) -> Reference:
     """Raises ValueError where the evaluation has prompts without rollouts."""
     source = hf_weights.locate(config.model.path)
-    _, prompts = builders.load_prompts(config, builders.load_tokenizer(source), shape_of(read_config(source)))
+    _, prompts = load_prompts(config, load_tokenizer(source), shape_of(read_config(source)))
     rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
     if None in rows:
         raise ValueError("the evaluation has other prompts than data.source; leave data.evaluation empty")

@@ -13,79 +13,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.console import Console
-from torch import Tensor
 
 from nlgrpo.config import recipes, schema, validate
 from nlgrpo.config.overrides import override
 from nlgrpo.config.schema import Config
-from nlgrpo.data.prompt_dataset import Batch, plain_text
-from nlgrpo.engine import builders, logprobs
-from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
-from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.engine.rollouts.store import chunk_name
+from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
 from nlgrpo.evaluation import results, rewind
-from nlgrpo.evaluation.estimators import distinct_n
-from nlgrpo.model import decoder, hf_weights
-from nlgrpo.model.architectures import shape_of
-from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.packing import pack
-from nlgrpo.objectives.registry import Objective, parse
-from nlgrpo.rewards import reward_functions
+from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate, is_run, path_of
+from nlgrpo.objectives.registry import parse
 from nlgrpo.runtime import distributed, user_code
-from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.work_queue import WorkQueue
-from nlgrpo.training.losses import kl
-
-REFERENCE = "reference"
-CHUNK = 4  # prompts in a file of completions
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is asked for beside the configuration."""
-
-    models: tuple[str, ...]
-    reference: str
-    out: Path
-    procedures: tuple[str, ...]
-    ns: tuple[int, ...]
-    gold: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All that an evaluation needs."""
-
-    cfg: Config
-    options: Options
-    ranks: Ranks
-    candidates: list[RolloutCollector]  # the reference first; each has its own tokens of the prompts
-    objectives: dict[str, Objective]
-    scorers: list[Scorer]
-    console: Console = field(default_factory=Console)
-
-    @property
-    def samples(self) -> int:
-        return self.cfg.evaluation.samples
-
-    @property
-    def queue(self) -> WorkQueue:
-        return WorkQueue(self.ranks, self.console)
-
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
+def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]:
     """``MODEL... [--reference REF] [--file TOML] [--n 64] [--ns 1,2,4] [--procedures ..] [--gold ..] [--key value]``.
 
     Begins at the configuration of the first model that is a run's folder, else at the blank recipe, or at the file.
@@ -123,7 +66,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     if unknown:
         raise ValueError(f"--gold {unknown[0]}: there is no such reward; there are {', '.join(cfg.rewards)}")
     procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
-    return Options(tuple(named), known.reference or cfg.model.path, known.out, procedures, ns, gold), cfg
+    return EvaluationOptions(tuple(named), known.reference or cfg.model.path, known.out, procedures, ns, gold), cfg
 
 
 ABOUT = """What models are worth under each inference procedure, against a reference.
@@ -138,7 +81,7 @@ def _base(named: Sequence[str], file: Path | None) -> tuple[Config, bool]:
     """What the options are laid over, and whether it is that of a run."""
     if file is not None:
         return schema.read_toml(file, recipes.recipe("blank")), False
-    known = next((_path(name) / "config.json" for name in named if _is_run(_path(name))), None)
+    known = next((path_of(name) / "config.json" for name in named if is_run(path_of(name))), None)
     if known is None:
         return recipes.recipe("blank"), False
     return schema.from_dict(json.loads(known.read_text("utf-8")), where=str(known)), True
@@ -175,162 +118,7 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
     return list(dict.fromkeys(found))
 
 
-def _path(name: str) -> Path:
-    return Path(name.partition("=")[2] or name)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "model" / "config.json").is_file()
-
-
-def _label(name: str) -> str:
-    label, given, path = name.partition("=")
-    return label if given and path else Path(name).name or name
-
-
-# --- what is evaluated ------------------------------------------------------------------------------------------------
-
-
-def build(options: Options, cfg: Config, ranks: Ranks) -> Evaluation:
-    """Read tokenizers, prompts and rewards; weights are read one model at a time, by `draw`."""
-    labels = [REFERENCE, *map(_label, options.models)]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"models need different labels, got {', '.join(labels)}; give one as LABEL=PATH")
-    named = [options.reference, *options.models]
-    candidates = [_candidate(label, name, options, cfg, ranks) for label, name in zip(labels, named, strict=True)]
-    first = candidates[0]
-    for other in candidates[1:]:
-        if other.batch.prompts != first.batch.prompts:
-            raise ValueError(
-                f"{other.label} cannot answer the same prompts as {first.label}: its context or tokenizer leaves out "
-                "others as too long. Lower rollout.max_new_tokens, or choose prompts that fit all models."
-            )
-    objectives, loaded = builders.load_rewards(cfg, ranks.device)
-    reward_functions.check_columns(loaded, list(first.batch.columns))
-    console = Console(quiet=not ranks.first)
-    return Evaluation(cfg, options, ranks, candidates, objectives, scorers(cfg.rewards, objectives, loaded), console)
-
-
-def _candidate(label: str, name: str, options: Options, cfg: Config, ranks: Ranks) -> RolloutCollector:
-    path = _path(name) if label != REFERENCE else Path(name)
-    source = hf_weights.locate(path / "model" if _is_run(path) else str(path))
-    tokenizer = builders.load_tokenizer(source)
-    here = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
-    _, held_out = builders.load_prompts(here, tokenizer, shape_of(decoder.read_config(source)))
-    batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
-    seed = cfg.train.seed ^ (1 << 62)  # that of a run's own evaluation
-    sampling = builders.sampling_of(cfg, tokenizer, source)
-    sampler = Sampler(tokenizer, sampling, cfg.evaluation.samples, cfg.rollout.max_rows, seed, [])
-    dtype = builders.compute_dtype(cfg.model.dtype, ranks.device)
-    origin = Provenance.of(source, tokenizer, dtype, sampling)
-    store = open_store(options.out / "samples", origin, sampler, first=ranks.first)
-    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store)
-
-
-def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
-    """Whether both have the same tokens, so that one can tell how likely the other's completions are."""
-    return a.batch.ids == b.batch.ids and a.sampler.tokenizer.get_vocab() == b.sampler.tokenizer.get_vocab()
-
-
-# --- drawing and scoring ----------------------------------------------------------------------------------------------
-
-
-def draw(e: Evaluation, candidate: RolloutCollector) -> None:
-    """Draw what is not kept yet."""
-    model = cache(partial(candidate.load, e.ranks.device))
-    missing = e.queue.missing(candidate.chunks, candidate.drawn)
-    e.queue.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(model(), chunk))
-
-
-def measure_kl(e: Evaluation, candidates: Sequence[RolloutCollector]) -> None:
-    """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
-    first = e.candidates[0]
-    reference = cache(partial(decoder.load, first.source, dtype=first.dtype, device=e.ranks.device))
-    pieces = [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks]
-    missing = e.queue.missing(pieces, lambda piece: piece[0].store.has(kl_name(e, piece[1])))
-    e.queue.work("KL to the reference", missing, lambda piece: _measure_kl(e, reference(), *piece))
-
-
-def _measure_kl(e: Evaluation, reference: Decoder, candidate: RolloutCollector, chunk: Batch) -> None:
-    device, rollout = e.ranks.device, candidate.rollout(chunk)
-    prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
-    tokens = builders.micro_batch_tokens(None, device)
-    batches = pack(prompts, rollout.completion_ids(), range(len(prompts)), tokens, device)
-    theirs = logprobs.completion_logprobs(reference, rollout, batches, candidate.sampler.sampling.temperature).cpu()
-    ours = rollout.logprobs.flatten(0, 1).to(theirs)
-    found = {kind: kl.estimate(ours, theirs, kind).sum(-1).view(rollout.lengths.shape) for kind in ("k1", "k3")}
-    candidate.store.write(kl_name(e, chunk), found)
-
-
-def kl_name(e: Evaluation, chunk: Batch) -> str:
-    return f"{chunk_name(chunk.index, chunk.ids)}.kl-{e.candidates[0].store.digest}"
-
-
-def score(e: Evaluation, candidate: RolloutCollector, scorer: Scorer) -> None:
-    """What a reward gives to every completion."""
-    missing = e.queue.missing(candidate.chunks, lambda chunk: candidate.scored(chunk, scorer))
-    e.queue.work(f"{candidate.label}: {scorer.name}", missing, lambda chunk: candidate.score(chunk, [scorer]))
-
-
-def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
-    """All chunks of a model, which all ranks have written, in the order of the prompts."""
-    chunks, read = candidate.chunks, candidate.store.read
-    rollouts = [candidate.rollout(chunk) for chunk in chunks]
-    texts = [candidate.sampler.texts(c.prompts, rollout) for c, rollout in zip(chunks, rollouts, strict=True)]
-    has_kl = all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
-    ids = [rollout.completion_ids() for rollout in rollouts]
-    groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
-    completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
-    functions = {scorer.name: scorer.reward.function for scorer in e.scorers}
-    return EvaluationSamples(
-        rewards={s.name: torch.cat([candidate.scores(chunk, s) for chunk in chunks]).double() for s in e.scorers},
-        lengths=torch.cat([rollout.lengths for rollout in rollouts]),
-        objectives={name: str(objective) for name, objective in e.objectives.items()},
-        weights={name: reward.weight for name, reward in e.cfg.rewards.items()},
-        max_length=e.cfg.rollout.max_new_tokens,
-        prompts=[plain_text(p) for p in candidate.batch.prompts][:8],
-        completions=[rows[:8] for rows in completions[:8]],
-        kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
-        distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
-        answers={name: _answers(f, completions) for name, f in functions.items() if hasattr(f, "answer")},
-    )
-
-
-def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
-    there = [chunk for chunk in chunks if chunk is not None]
-    names = sorted(there[0])  # a file has them in any order
-    return {name: torch.cat([chunk[name] for chunk in there]).double() for name in names}
-
-
-def _answers(function: Any, completions: Sequence[Sequence[str]]) -> Tensor:
-    rows = []
-    for texts in completions:
-        known: dict[Any, int] = {}
-        given = [function.answer(text) for text in texts]
-        rows.append([-1 if answer is None else known.setdefault(answer, len(known)) for answer in given])
-    return torch.tensor(rows)
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
-    """Draw, score and collect; the results by label, on the first rank. Collective.
-
-    Raises on every rank what one of them met.
-    """
-    reference, *others = e.candidates
-    alike = [c for c in others if tokenize_alike(reference, c)]
-    for c in others:
-        if c not in alike:
-            e.console.print(f"{c.label} has another tokenizer than the reference: no KL, and lengths in its own tokens")
-    for c in e.candidates:
-        draw(e, c)
-    measure_kl(e, alike)
-    for c in e.candidates:
-        for scorer in e.scorers:
-            score(e, c, scorer)
-    return {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {}
 
 
 def main(arguments: Sequence[str]) -> int:

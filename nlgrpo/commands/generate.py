@@ -15,10 +15,8 @@ import tyro
 from transformers import PreTrainedTokenizerBase
 from tyro.conf import Positional
 
-from nlgrpo.config.recipes import RECIPES
 from nlgrpo.data import prompt_dataset
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.builders import load_tokenizer, stop_ids_of
 from nlgrpo.engine.guided_search import Search
 from nlgrpo.engine.rollouts import guided_responses
 from nlgrpo.engine.rollouts.sampler import decode
@@ -26,6 +24,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model import hf_weights
 from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
 
 
 @dataclass
@@ -154,54 +153,4 @@ def _generate_guided(
     if how.chunk >= sampling.max_new_tokens:
         searched += ", which are whole responses: no value guides"
     print(f"{searched}: {cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
-    return 0
-
-
-def list_recipes(arguments: Sequence[str]) -> int:
-    """Print each recipe's name with the first line of its docstring."""
-    tyro.cli(_nothing, args=list(arguments), prog="nlgrpo recipes")
-    for name, make in RECIPES.items():
-        print(f"{name:<16} {(make.__doc__ or '').strip().splitlines()[0]}")
-    return 0
-
-
-def _nothing() -> None:
-    """List the recipes that `nlgrpo train NAME` runs."""
-
-
-@dataclass
-class Report:
-    """Write one HTML file, and pictures beside it, about runs, evaluations and sweeps."""
-
-    folders: Positional[tuple[Path, ...]]
-    """What `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep` wrote; several may be given."""
-    out: Path | None = None
-    """The page; none: report.html in the folder, or for several folders in the current one."""
-
-
-def write_report(arguments: Sequence[str]) -> int:
-    """Write the page and print where it is."""
-    from nlgrpo.evaluation import report  # with matplotlib, which the other commands need not wait for
-
-    options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
-    print(report.write_report(options.folders, options.out))
-    return 0
-
-
-@dataclass
-class Compare:
-    """Lay the length histograms and best-of-N curves of several runs over each other."""
-
-    runs: Positional[tuple[Path, ...]]
-    """Folders of the runs."""
-    out: Path = Path("compare.png")
-    """The picture."""
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """Draw the picture and print where it is."""
-    from nlgrpo.evaluation import report
-
-    options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
-    print(report.compare(options.runs, options.out))
     return 0

@@ -6,26 +6,12 @@ Every point is a run of `nlgrpo train` in a process of its own. The sweep's fold
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import math
-import os
-import shlex
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
-import torch
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -35,17 +21,22 @@ from rich.text import Text
 from nlgrpo.config import grid, validate
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.config.schema import differences, to_dict
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.evaluation.summary import Row, format_interval, summarize
-from nlgrpo.runtime import atomic_files
-from nlgrpo.runtime.timing import StopSignal
+from nlgrpo.evaluation.results import Row, format_interval, summarize
 from nlgrpo.training import metrics
-from nlgrpo.training import sweep_state as manifests
-from nlgrpo.training.sweep_state import Point, State, SweepState
+from nlgrpo.training.sweeps import state as sweep_state
+from nlgrpo.training.sweeps.runner import (
+    SweepRunner,
+    check_usable,
+    clock_time,
+    locked,
+    merge,
+    say,
+    to_run,
+    visible_gpus,
+)
+from nlgrpo.training.sweeps.state import Point, SweepState
 
-LOCK = "sweep.lock"
-FULL = (atomic_files.CANNOT, os.strerror(errno.ENOSPC))  # the latter of a log that has no room for more
 ABOUT = """Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 --seed 0,1,2
 
 Keys are those of `nlgrpo train`, --objective is that of all rewards, --seed is --train.seed. An option with several
@@ -82,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     command = grid.read(rest)
     folder = options.out or Path(f"runs/{from_arguments(command.start)[0].recipe}-sweep")
-    known = manifests.read(folder).points[0].overrides if (folder / manifests.FILE).exists() else ()
+    known = sweep_state.read(folder).points[0].overrides if (folder / sweep_state.FILE).exists() else ()
     axes = command.axes(known)
     if not axes:
         raise ValueError("no option has several values; write them with commas, such as --loss.beta 1e-2,1e-1")
@@ -117,18 +108,18 @@ def run(
     """
     settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
     _check(settings, ranks, jobs)
-    _usable(folder)
+    check_usable(folder)
     if dry_run:
-        manifest, points = _merge(folder, settings)
+        manifest, points = merge(folder, settings)
         _show(manifest)
-        _say(f"{folder}: {len(points)} points, {len(_to_run(points, retry))} to run; this dry run began none")
+        say(f"{folder}: {len(points)} points, {len(to_run(points, retry))} to run; this dry run began none")
         return 0
     try:
-        with _locked(folder) as lock:
-            manifest, points = _merge(folder, settings)
+        with locked(folder) as lock:
+            manifest, points = merge(folder, settings)
             (folder / "logs").mkdir(exist_ok=True)
             manifest.write()
-            work = Work(manifest, ranks, jobs, lock)
+            work = SweepRunner(manifest, ranks, jobs, lock)
             stopped = work.run_all(list(zip(settings, points, strict=True)), retry)
     except BrokenPipeError:  # of what reads its output
         raise
@@ -148,8 +139,10 @@ def _check(settings: Sequence[Setting], ranks: int, jobs: int) -> None:
     for option, number in (("nproc-per-node", ranks), ("jobs", jobs)):
         if number < 1:
             raise ValueError(f"--{option} = {number}: allowed is >= 1")
-    if jobs > 1 and 0 < len(_gpus()) < jobs * ranks:
-        raise ValueError(f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(_gpus())}")
+    if jobs > 1 and 0 < len(visible_gpus()) < jobs * ranks:
+        raise ValueError(
+            f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(visible_gpus())}"
+        )
     faults: dict[str, list[str]] = {}
     for setting in settings:
         for fault in _faults(setting, ranks):
@@ -174,240 +167,6 @@ def _faults(setting: Setting, ranks: int) -> list[str]:
     return faults
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------
-
-
-def _base(setting: Setting) -> dict[str, Any]:
-    """The configuration without the values that vary and without the run's folder, as JSON has it."""
-    base = json.loads(json.dumps(to_dict(setting.config)))
-    of_all = [f"rewards.{name}.objective" for name in base["rewards"]]
-    for key in ["train.out", *setting.overrides]:
-        for name in of_all if key == grid.OBJECTIVE else [key]:
-            *path, last = name.split(".")
-            section = base
-            for part in path:
-                section = section[part]
-            section.pop(last, None)
-    return base
-
-
-def _usable(folder: Path) -> None:
-    """Refuse a folder that holds something else; what a sweep that was killed at once leaves is nothing."""
-    if folder.exists() and not (folder / manifests.FILE).exists():
-        empty = {LOCK, f"{manifests.FILE}.tmp", "logs"}
-        if not (folder.is_dir() and {path.name for path in folder.iterdir()} <= empty):
-            raise ValueError(f"{folder} exists and holds no sweep; choose another folder with --out")
-
-
-def _merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[Point]]:
-    """The folder's manifest, or a new one, with these points in it; and the points in the order of ``settings``."""
-    base = _base(settings[0])
-    manifest = manifests.read(folder) if (folder / manifests.FILE).exists() else SweepState(folder, base, [])
-    _same_sweep(manifest, base, settings[0].overrides)
-    keys = list((manifest.points or settings)[0].overrides)  # in the order in which names have them
-    wanted = []
-    for setting in settings:
-        overrides = {key: setting.overrides[key] for key in keys}
-        point = next((point for point in manifest.points if point.overrides == overrides), None)
-        if point is None:
-            taken = [point.name for point in manifest.points]
-            point = Point(overrides, folder / grid.folder_name(overrides, taken))
-            manifest.points.append(point)
-        wanted.append(point)
-    for point in manifest.points:  # what its folder says is newer than what was last written here
-        if point.finished():
-            point.state = "done"
-        elif point.state in ("running", "done"):
-            point.state = "stopped" if point.folder.exists() else "waiting"
-    return manifest, wanted
-
-
-def _same_sweep(manifest: SweepState, base: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    known = manifest.points[0].overrides if manifest.points else overrides
-    if set(known) != set(overrides):
-        raise ValueError(
-            f"{manifest.folder} holds a sweep over {', '.join(known)}, and this one is over {', '.join(overrides)}; "
-            "give every one of its options, if only one value, or choose another folder with --out"
-        )
-    changed = differences(manifest.base, base)
-    if changed:
-        lines = [f"{manifest.folder} holds a sweep of another configuration:", *(f"  {line}" for line in changed)]
-        raise ValueError("\n".join([*lines, "  Choose another folder with --out"]))
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """The folder, made where there is none, for this sweep alone: a lock that a run which outlives it holds as well."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another sweep, or a run that one left behind, is at work in {folder}; wait for it"
-            ) from None
-        yield file.fileno()
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Work:
-    """Runs the points of a manifest, ``jobs`` at a time; a thread waits for the process of each."""
-
-    manifest: SweepState
-    ranks: int
-    jobs: int
-    lock: int  # the folder's, which every run holds as well
-    stop: StopSignal = field(default_factory=StopSignal)
-    insisted: bool = False  # by a second Ctrl-C
-    broken: bool = False  # by what ends the other points too
-    writes: threading.Lock = field(default_factory=threading.Lock)
-
-    def run_all(self, points: Sequence[tuple[Setting, Point]], retry: bool) -> bool:
-        """Run what is to be run, in this order. Returns whether a signal ended it early."""
-        todo = _to_run([point for _, point in points], retry)
-        _say(f"{self.manifest.folder}: {len(points)} points, {len(todo)} to run")
-        free, ended = SimpleQueue[int](), list[Point]()
-        for place in range(self.jobs):
-            free.put(place)
-
-        def run(number: int, point: Point) -> None:
-            if self.stop.received or self.broken:
-                return
-            place, where = free.get(), f"[{number}/{len(todo)}] {point.name}"
-            try:
-                _say(f"{where}: {'goes on' if point.folder.exists() else 'begins'}")
-                self._run(next(setting for setting, its in points if its is point), point, place)
-                ended.append(point)
-                how = f"{point.state} after {_time(point.seconds)}" + (f": {point.error}" if point.error else "")
-                _say(f"{where}: {how}{_time_left(self.manifest, (len(todo) - len(ended)) / self.jobs)}")
-            except BaseException:
-                self.broken = True
-                raise
-            finally:
-                free.put(place)
-
-        with ThreadPoolExecutor(self.jobs) as pool:
-            runs = [pool.submit(run, i, point) for i, point in enumerate(todo, 1)]
-            while True:
-                try:
-                    wait(runs)
-                    break
-                except KeyboardInterrupt:  # the second Ctrl-C
-                    self.insisted = True
-        self.stop.restore()
-        for each in runs:
-            each.result()
-        return self.stop.received and bool(_to_run(todo, retry=False))
-
-    def _run(self, setting: Setting, point: Point, place: int) -> None:
-        """Run one point to its end, or to the checkpoint that it writes when it is told to stop."""
-        self._note(point, "running")
-        began = time.monotonic()
-        line = command(["train", *setting.arguments, f"--train.out={point.folder}"], self.ranks)
-        with point.log.open("ab") as log:
-            log.write(f"$ {shlex.join(line)}\n".encode())
-            log.flush()
-            first = log.tell()
-            status = self._wait(line, log.fileno(), _environment(place, self.ranks, self.jobs))
-        point.seconds = round(point.seconds + time.monotonic() - began, 1)
-        if point.finished():
-            self._note(point, "done", status)
-        elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # it was told to
-            self._note(point, "stopped", status)
-        else:
-            error = _error(point, status, first)
-            full = any(said in error for said in FULL)
-            self._note(point, "stopped" if full else "failed", status, error)
-            if full:
-                raise ValueError(f"{point.name}: {error.removeprefix('error: ')}")
-
-    def _note(self, point: Point, state: State, status: int | None = None, error: str = "") -> None:
-        with self.writes:
-            point.state, point.status, point.error = state, status, error
-            self.manifest.write()
-
-    def _wait(self, line: Sequence[str], log: int, environment: Mapping[str, str]) -> int:
-        """The exit status of a process that is told of a stop once, however the sweep was, and again if it was.
-
-        It leads a session of its own, because a Ctrl-C goes to the whole group of the terminal, and the ranks of a
-        torchrun would get it twice.
-        """
-        child = subprocess.Popen(
-            line,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=[self.lock],
-            start_new_session=True,
-        )
-        told = 0
-        while child.poll() is None:
-            if told < (self.stop.received or self.broken) + self.insisted:
-                child.terminate()
-                told += 1
-            time.sleep(0.05)
-        return child.wait()
-
-
-def _to_run(points: Sequence[Point], retry: bool) -> list[Point]:
-    passed = ("done",) if retry else ("done", "failed")
-    return [point for point in points if point.state not in passed]
-
-
-def command(arguments: Sequence[str], ranks: int) -> list[str]:
-    """What starts `nlgrpo` with these arguments in a process of its own, by torchrun where the ranks are several."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments]
-
-
-def _environment(place: int, ranks: int, jobs: int) -> dict[str, str]:
-    """Of a run at one of the ``jobs`` places: of several, each has GPUs and its share of the cores to itself."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what it prints comes before the error that ends it
-    if not {"", os.getcwd()} & set(sys.path):  # `python -m` would look into this folder first, as the sweep did not
-        environment["PYTHONSAFEPATH"] = "1"
-    if jobs > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // (jobs * ranks)))
-        if gpus := _gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place * ranks : (place + 1) * ranks])
-    return environment
-
-
-def _gpus() -> list[str]:
-    """By the names that CUDA_VISIBLE_DEVICES gives them."""
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
-
-
-def _error(point: Point, status: int, first: int) -> str:
-    """The last line that a failed run wrote behind byte ``first`` of its log, of those that name an error if any do."""
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    with point.log.open("rb") as log:
-        log.seek(first)
-        lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    named = [line for line in lines if line.startswith("error:")]
-    return (named or lines or [f"exit status {status} without a word"])[-1]
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _time_left(manifest: SweepState, points: float) -> str:
-    """For so many points, one after another, by the mean of those that are done."""
-    took = [point.seconds for point in manifest.points if point.state == "done" and point.seconds > 0]
-    return f"; about {_time(points * sum(took) / len(took))} left" if took and points else ""
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -425,7 +184,7 @@ def _show(manifest: SweepState) -> None:
             format_interval(row, "\n") + ("" if one or not i else f"\n{row.procedure}") for i, row in enumerate(rows)
         ]
         cells = [*map(grid.shown, point.overrides.values()), *values, *["-"] * (2 - len(rows)), _kl(point)]
-        table.add_row(*map(Text, cells), _time(point.seconds) if point.seconds else "-", point.state)
+        table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", point.state)
     console = Console(width=None if sys.stdout.isatty() else metrics.PLAIN_WIDTH)
     console.print(table)
 

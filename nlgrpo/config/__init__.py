@@ -2,6 +2,6 @@
 
 `schema` has the dataclasses of a training run, `reward_model_config` and `value_config` those of the other two;
 `recipes` are functions that return a whole configuration; `overrides` lays TOML files and ``--section.key value`` over
-it; `validate` refuses, `advisories` warns; `grid` expands a sweep. Imports `objectives`, `calibration`, `model` and
+it; `validate` refuses what cannot be run; `grid` expands a sweep. Imports `objectives`, `calibration`, `model` and
 `runtime`. Read `schema.py` first.
 """

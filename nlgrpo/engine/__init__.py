@@ -2,8 +2,8 @@
 
 `generation.generate` samples M completions of each prompt with a KV cache; `sampling` has the filters and the noise;
 `transformers_backend` runs architectures that the decoder lacks; `guided_search` is value-guided decoding (IRO, SPI)
-over `chunked_decoding` and `branching_cache`; `builders` makes tokenizer, prompts and rewards from a configuration;
-`rollouts/` scores and stores completions. Imports every room below `training`. Read `generation.py` first.
+over `chunked_decoding` and `branching_cache`; `rollouts/` scores and stores completions. Imports every room below
+`training`. Read `generation.py` first.
 """
 
 from nlgrpo.engine.generation import Rollout, generate

@@ -1,8 +1,8 @@
 """Is a model better where it will be used: estimators, results, figures, reports.
 
-`estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests); `results` makes the
-tables of ``nlgrpo evaluate``; `report` writes the HTML page from what `run_loader` reads, with `html_page` and the
-`*figures`. Imports `training` and the rooms below it. Read `estimators.py` first.
+`estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests); `model_evaluation`
+samples and scores models and `results` makes the tables; `decoding` compares decoding methods; `report` writes the
+HTML page from what `run_loader` reads, with `html_page` and the figures. Imports `training` and the rooms below it. Read `estimators.py` first.
 """
 
 from nlgrpo.evaluation.estimators import (

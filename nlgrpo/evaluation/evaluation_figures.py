@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nlgrpo.evaluation.figures import GREY, NAMED, SeriesStyle, figure_of, legend, shortened
+from nlgrpo.evaluation.figures import GREY, NAMED, Style, figure_of, legend, shortened
 from nlgrpo.evaluation.results import Entry, Estimate
 
 KLS = ("kl/k1", "kl/k3", "kl/training")  # what the distance is taken from, the best first
@@ -91,7 +91,7 @@ class Table:
 # --- against N --------------------------------------------------------------------------------------------------------
 
 
-def best_of_n(table: Table, looks: Mapping[str, SeriesStyle], *, narrow: bool = False) -> Figure:
+def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
     """Every reward against N with intervals, under best-of-N, and where it was evaluated worst-of-N and majority."""
     wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.of_kind(name, kind)][:PANELS]
     figure, panels = _grid(len(wanted), narrow)
@@ -110,7 +110,7 @@ def best_of_n(table: Table, looks: Mapping[str, SeriesStyle], *, narrow: bool = 
     return figure
 
 
-def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], own: SeriesStyle, label: str) -> None:
+def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], own: Style, label: str) -> None:
     ns = [n for n, _ in points]
     value, low, high = np.array([[e.value, e.low, e.high] for _, e in points]).T
     axes.fill_between(ns, low, high, color=own.colour, alpha=0.13, linewidth=0)
@@ -149,9 +149,7 @@ def _win_rate(table: Table, model: str, quantity: str, n: int) -> Estimate | Non
     return None if entry is None else entry.win_rate
 
 
-def win_rates(
-    table: Table, looks: Mapping[str, SeriesStyle], places: Mapping[str, Place], *, narrow: bool = False
-) -> Figure:
+def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Place], *, narrow: bool = False) -> Figure:
     """Win rate against the reference over the KL to it, with intervals; lines join models of one family.
 
     In the panels of single completions, what best-of-N of the reference itself would reach (dashed): N/(N+1) at a KL of
@@ -187,7 +185,7 @@ def _reference_curve(axes: Axes, furthest: float) -> None:
 def _scatter(
     axes: Axes,
     found: Mapping[str, tuple[Estimate, Estimate]],
-    looks: Mapping[str, SeriesStyle],
+    looks: Mapping[str, Style],
     places: Mapping[str, Place],
     *,
     percent: bool = False,
@@ -260,7 +258,7 @@ def _is_reward(table: Table, quantity: str) -> bool:
 def fronts(
     table: Table,
     pairs: Sequence[tuple[str, str]],
-    looks: Mapping[str, SeriesStyle],
+    looks: Mapping[str, Style],
     places: Mapping[str, Place],
     *,
     narrow: bool = False,

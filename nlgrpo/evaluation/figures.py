@@ -37,7 +37,7 @@ POINTS_IN_ALL = 6000  # of all runs' curves in a panel, by which the page of man
 
 
 @dataclass(frozen=True)
-class SeriesStyle:
+class Style:
     """How a model looks in all pictures."""
 
     colour: str = GREY
@@ -49,12 +49,10 @@ class SeriesStyle:
         return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
 
 
-def series_style(place: int, again: int = 0) -> SeriesStyle:
+def series_style(place: int, again: int = 0) -> Style:
     """Of the model at a ``place``; ``again`` counts other evaluations of it, which have its colour."""
     turn = place // len(COLOURS) + again
-    return SeriesStyle(
-        COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)]
-    )
+    return Style(COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)])
 
 
 # --- histograms -------------------------------------------------------------------------------------------------------
@@ -62,7 +60,7 @@ def series_style(place: int, again: int = 0) -> SeriesStyle:
 
 def lengths(
     sampled: Mapping[str, EvaluationSamples],
-    looks: Mapping[str, SeriesStyle],
+    looks: Mapping[str, Style],
     targets: Sequence[float],
     *,
     narrow: bool = False,
@@ -81,9 +79,7 @@ def lengths(
     return figure
 
 
-def rewards(
-    sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, SeriesStyle], *, narrow: bool = False
-) -> Figure:
+def rewards(sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
     """A histogram of every reward, up to six, of references and trained models."""
     names = list(dict.fromkeys(name for s in sampled.values() for name in s.rewards))[:6]
     figure, panels = _panels(len(names), len(sampled), narrow)
@@ -129,7 +125,7 @@ def _edges_of(values: np.ndarray) -> np.ndarray:
 
 
 def _distribution(
-    axes: Axes, values: Mapping[str, np.ndarray], looks: Mapping[str, SeriesStyle], edges: np.ndarray, *, per_bin: bool
+    axes: Axes, values: Mapping[str, np.ndarray], looks: Mapping[str, Style], edges: np.ndarray, *, per_bin: bool
 ) -> None:
     """Histograms over each other, or where they are many a row for each, the darker the more."""
     heights = {label: _percent(x, edges, per_bin) for label, x in values.items()}
@@ -138,9 +134,7 @@ def _distribution(
         return
     for label, percent in heights.items():
         own = looks[label]
-        axes.stairs(
-            percent, edges, fill=True, color=own.colour, alpha=0.35 if own == SeriesStyle() else 0.25, linewidth=0
-        )
+        axes.stairs(percent, edges, fill=True, color=own.colour, alpha=0.35 if own == Style() else 0.25, linewidth=0)
         axes.stairs(percent, edges, color=own.colour, linewidth=1.6, linestyle=own.line["linestyle"], label=label)
 
 
@@ -149,7 +143,7 @@ def _percent(values: np.ndarray, edges: np.ndarray, per_bin: bool) -> np.ndarray
     return counts if per_bin else counts / np.diff(edges)
 
 
-def _rows(axes: Axes, heights: Mapping[str, np.ndarray], looks: Mapping[str, SeriesStyle], edges: np.ndarray) -> None:
+def _rows(axes: Axes, heights: Mapping[str, np.ndarray], looks: Mapping[str, Style], edges: np.ndarray) -> None:
     most = max(float(h.max()) for h in heights.values()) or 1.0
     for i, (label, percent) in enumerate(heights.items()):
         colours = np.array([[to_rgba(looks[label].colour)] * len(percent)])
@@ -183,11 +177,11 @@ def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) ->
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
-Series = tuple[Sequence[Mapping[str, Any]], str, str, SeriesStyle]  # what was logged, the metric, its name, its look
+Series = tuple[Sequence[Mapping[str, Any]], str, str, Style]  # what was logged, the metric, its name, its look
 
 
 def curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, SeriesStyle], *, narrow: bool = False
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Style], *, narrow: bool = False
 ) -> Figure:
     """Rewards, objectives, KL, beta where it changes, and length over the steps, or `CHOICES`; of one or several."""
     wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
@@ -228,7 +222,7 @@ def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Se
     names = sorted({name for entry in logged for name in entry})
     found = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if re.match(r"rewards/.+/mean$", n)}
     objectives = {n: n.removeprefix("objective/") for n in names if n.startswith("objective/")}
-    colours = {name: SeriesStyle(COLOURS[i % len(COLOURS)]) for i, name in enumerate(found.values())}
+    colours = {name: Style(COLOURS[i % len(COLOURS)]) for i, name in enumerate(found.values())}
     betas = {entry["beta"] for entry in logged if isinstance(entry.get("beta"), int | float)}
     fixed = f", beta = {next(iter(betas)):g}" if len(betas) == 1 else ""
     panels = [
@@ -240,15 +234,15 @@ def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Se
     if len(betas) > 1:
         panels.append(("Weight of the KL", "beta", {"beta": "beta"}))
     if "logps/chosen" in names:
-        panels, colours = CHOICES[: 4 if "rewards/margins" in names else 2], {"rejected": SeriesStyle(COLOURS[1])}
+        panels, colours = CHOICES[: 4 if "rewards/margins" in names else 2], {"rejected": Style(COLOURS[1])}
     return [
-        (title, ylabel, [(logged, name, label, colours.get(label, SeriesStyle())) for name, label in series.items()])
+        (title, ylabel, [(logged, name, label, colours.get(label, Style())) for name, label in series.items()])
         for title, ylabel, series in panels
     ]
 
 
 def _of_several(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, SeriesStyle]
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Style]
 ) -> list[tuple[str, str, list[Series]]]:
     """A panel for each metric; rewards up to six."""
     names = {name for logged in runs.values() for entry in logged[-50:] for name in entry}
@@ -268,7 +262,7 @@ def _of_several(
 
 
 def _curve(
-    axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, its: SeriesStyle, *, most: int, faint: bool
+    axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, its: Style, *, most: int, faint: bool
 ) -> bool:
     """Draw one metric as a moving average, at ``most`` points, and ``faint`` as logged; false where it never was."""
     points = [(entry["step"], entry[name]) for entry in logged if isinstance(entry.get(name), int | float)]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nlgrpo.evaluation.figures import Picture, SeriesStyle
+from nlgrpo.evaluation.figures import Picture, Style
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --paper: #fff; --line: #d8dee4; --card: #f6f8fa;
@@ -212,7 +212,7 @@ SHAPES = {  # of matplotlib's markers, around (18, 7)
 }
 
 
-def swatch(series_style: SeriesStyle) -> str:
+def swatch(series_style: Style) -> str:
     """The line and the marker by which the pictures show a model."""
     dash = f' stroke-dasharray="{" ".join(str(2 * d) for d in series_style.dash)}"' if series_style.dash else ""
     return (

@@ -30,9 +30,17 @@ from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_ev
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.evaluation.html_page import Cell
-from nlgrpo.evaluation.results import Entry, Estimate
+from nlgrpo.evaluation.results import (
+    WEIGHTED_SUM,
+    Entry,
+    Estimate,
+    Row,
+    format_change,
+    format_interval,
+    summarize,
+    weighted_best_of_n,
+)
 from nlgrpo.evaluation.run_loader import NS, REFERENCE, TRAINING_KL, ReportData
-from nlgrpo.evaluation.summary import WEIGHTED_SUM, Row, format_change, format_interval, summarize, weighted_best_of_n
 from nlgrpo.rewards.reward_functions import parse_spec
 from nlgrpo.runtime import atomic_files
 
@@ -86,10 +94,10 @@ class _Report:
             return {}
         return {model.label: f"trained: {figures.objective_label(model.sampled)}"}
 
-    def _looks(self) -> dict[str, figures.SeriesStyle]:
+    def _looks(self) -> dict[str, figures.Style]:
         """A model keeps its look in all pictures, and its colour in all evaluations of it."""
         references = dict.fromkeys([*self.found.references, *(e.model for e in self.found.reference_entries)])
-        looks = {label: figures.SeriesStyle(dash=figures.DASHES[i % 4]) for i, label in enumerate(references)}
+        looks = {label: figures.Style(dash=figures.DASHES[i % 4]) for i, label in enumerate(references)}
         places: dict[str, list[str]] = {}
         for model in self.found.models:
             same = places.setdefault(model.name, [])

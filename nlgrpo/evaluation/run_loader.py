@@ -20,11 +20,11 @@ from torch import Tensor
 
 from nlgrpo.engine.rollouts.evaluation_samples import FILE, EvaluationSamples, read_evaluation
 from nlgrpo.evaluation import results
-from nlgrpo.evaluation.results import Entry, Estimate, compared
-from nlgrpo.evaluation.summary import WEIGHTED_SUM, weighted_best_of_n
+from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import is_pairwise, parse
-from nlgrpo.training import metrics, sweep_state
+from nlgrpo.training import metrics
+from nlgrpo.training.sweeps import state as sweep_state
 
 CONFIGS = ("config.json", "config.toml")
 NS = (1, 2, 4, 8, 16)

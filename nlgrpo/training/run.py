@@ -1,4 +1,4 @@
-"""The parts of a run, built from its configuration, and what its folder holds."""
+"""A training run: everything that the loop works with, and the run's folder. `build.py` makes one."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.config import schema, validate
+from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
-from nlgrpo.engine import builders
 from nlgrpo.engine.rollouts import evaluation_samples
-from nlgrpo.engine.rollouts.collect import Provenance
 from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.model import decoder, hf_weights
-from nlgrpo.model.architectures import Shape, shape_of
+from nlgrpo.model import decoder
+from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, full_parameters, shard
-from nlgrpo.objectives import aggregation, registry
+from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
-from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime import atomic_files, checkpoint
+from nlgrpo.runtime.device import micro_batch_tokens
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
-from nlgrpo.training import critic, metrics, offline, reference_rewards, run_folder
+from nlgrpo.training import critic, metrics, offline, run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.training.losses.kl import AdaptiveBeta
 from nlgrpo.training.reference_rewards import ReferenceRewards
@@ -92,7 +90,7 @@ class Run:
 
     @property
     def micro_batch_tokens(self) -> int:
-        return builders.micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
+        return micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
 
     def weights(self) -> dict[str, float]:
         return {name: reward.weight for name, reward in self.config.rewards.items()}
@@ -229,46 +227,6 @@ class Run:
             with atomic_files.into(folder):
                 decoder.save(learner.model, folder, tokenizer=self.tokenizer, parameters=parameters, like=self.source)
         return folder
-
-
-def build(cfg: Config, ranks: Ranks) -> Run:
-    """Read tokenizer, data and rewards and fit them together; the weights are read later, by `Run.learner`.
-
-    Raises ValueError for whatever of the configuration cannot be run.
-    """
-    validate.check(cfg, world=ranks.world)
-    source = hf_weights.locate(cfg.model.path)
-    shape = shape_of(decoder.read_config(source))
-    tokenizer = builders.load_tokenizer(source)
-    prompts, held_out = builders.load_prompts(cfg, tokenizer, shape)
-    parsed, loaded = builders.load_rewards(cfg, ranks.device)
-    for known in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
-        reward_functions.check_columns(loaded, known.names)
-    sampling = builders.sampling_of(cfg, tokenizer, source)
-    compute = builders.compute_dtype(cfg.model.dtype, ranks.device)
-    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)
-    origin = partial(Provenance.of, source, tokenizer, compute, sampling)
-    critic.check(cfg, shape, longest=max(map(len, prompts.ids), default=0) + cfg.rollout.max_new_tokens)
-    samples = offline.make(cfg, loaded, parsed, prompts, origin)
-    return Run(
-        config=cfg,
-        ranks=ranks,
-        tokenizer=tokenizer,
-        shape=shape,
-        source=source,
-        prompts=prompts if samples is None else samples.prompts,
-        held_out=held_out,
-        sampler=sampler,
-        objectives=parsed,
-        aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        references=reference_rewards.make(cfg, sampler, parsed, prompts, origin, ranks),
-        samples=samples,
-        compute=compute,
-        progress=Progress(beta=cfg.loss.beta),
-    )
-
-
-# --- the folder -------------------------------------------------------------------------------------------------------
 
 
 def open_folder(run: Run) -> None:

@@ -10,14 +10,14 @@ from helpers import EOS, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
-from nlgrpo.commands import decode as decoding
-from nlgrpo.commands import decode_methods
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Search
 from nlgrpo.engine.rollouts import guided_responses
 from nlgrpo.engine.rollouts.store import digest_of_prompt
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.evaluation import decoding
+from nlgrpo.evaluation.decoding_methods import DecodingMethod, decoding_method
 from nlgrpo.model import decoder, reward_model
 from nlgrpo.rewards.builtin import final_answer
 
@@ -313,7 +313,9 @@ def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
         assert cli.main(arguments(work, "kept")) == 0
     assert json.loads((work / "kept" / "decode.json").read_text()) == before
     made, original = [], decoding.decode
-    monkeypatch.setattr(decoding, "decode", lambda c, way: made.append((way.method, way.budget)) or original(c, way))
+    monkeypatch.setattr(
+        decoding, "decode", lambda c, method: made.append((method.name, method.budget)) or original(c, method)
+    )
     assert cli.main(arguments(work, "kept", budgets=(4, 2), methods=("bon", "iro", "cd"))) == 0
     assert sorted(made) == [("bon", 2), ("cd", 2), ("cd", 4), ("iro", 2)]
     made.clear()
@@ -330,7 +332,7 @@ def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
 def test_one_way_by_two_names_is_decoded_once(work, monkeypatch):
     """All of two values, and the first two."""
     made, original = [], decoding.decode
-    monkeypatch.setattr(decoding, "decode", lambda c, way: made.append(way.method) or original(c, way))
+    monkeypatch.setattr(decoding, "decode", lambda c, method: made.append(method.name) or original(c, method))
     assert cli.main(arguments(work, "names", methods=("iro", "iro:1", "iro:2"))) == 0
     assert len(made) == 2
     found = results(work, "names")
@@ -351,21 +353,19 @@ def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
     assert rows[0]["rewards"] != rows[1]["rewards"]
 
 
-def test_ways():
-    way, DecodingMethod, like = (
-        decode_methods.way,
-        decode_methods.DecodingMethod,
-        Search(temperature=0.5, diverse=False),
+def test_methods():
+    like = Search(temperature=0.5, diverse=False)
+    assert decoding_method("iro", 8, Search(), 64, 3) == DecodingMethod("iro", 8, Search(2, 4, 16), (0, 1, 2))
+    assert decoding_method("iro:2", 16, Search(), 64, 3) == DecodingMethod("iro:2", 16, Search(4, 4, 16), (0, 1))
+    assert decoding_method("iro", 7, Search(), 64, 1).search == Search(1, 7, 16)
+    assert decoding_method("iro", 8, like, 64, 1).search == Search(2, 4, 16, 0.5, False)
+    assert decoding_method("bon", 9, like, 64, 0) == DecodingMethod("bon", 9, Search(1, 9, 64))
+    assert decoding_method("bon", 9, like, 64, 3, True, by_value=True) == DecodingMethod(
+        "bon", 9, Search(1, 9, 64), (0, 1, 2)
     )
-    assert way("iro", 8, Search(), 64, 3) == DecodingMethod("iro", 8, Search(2, 4, 16), (0, 1, 2))
-    assert way("iro:2", 16, Search(), 64, 3) == DecodingMethod("iro:2", 16, Search(4, 4, 16), (0, 1))
-    assert way("iro", 7, Search(), 64, 1).search == Search(1, 7, 16)
-    assert way("iro", 8, like, 64, 1).search == Search(2, 4, 16, 0.5, False)
-    assert way("bon", 9, like, 64, 0) == DecodingMethod("bon", 9, Search(1, 9, 64))
-    assert way("bon", 9, like, 64, 3, True, by_value=True) == DecodingMethod("bon", 9, Search(1, 9, 64), (0, 1, 2))
-    assert way("args", 9, like, 64, 0, by_value=True) == way("args", 9, Search(), 64, 0)
-    assert way("args", 9, like, 64, 0).weight == 1.0
-    assert way("compressed", 8, like, 64, 3, True) == DecodingMethod(
+    assert decoding_method("args", 9, like, 64, 0, by_value=True) == decoding_method("args", 9, Search(), 64, 0)
+    assert decoding_method("args", 9, like, 64, 0).weight == 1.0
+    assert decoding_method("compressed", 8, like, 64, 3, True) == DecodingMethod(
         "compressed", 8, Search(2, 4, 16, 0.5, False), (3,)
     )
 

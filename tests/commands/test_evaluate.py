@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM
 from nlgrpo import cli
 from nlgrpo.commands import evaluate
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.evaluation import model_evaluation
 from nlgrpo.evaluation.estimators import best_of_n, maj_at_k, paired_test, selected_value, win_rate
+from nlgrpo.model import decoder
 from nlgrpo.objectives.registry import parse
+from nlgrpo.runtime.distributed import Ranks
 
 REWARDS = '''
 from pathlib import Path
@@ -123,7 +126,7 @@ def test_kl_is_that_of_transformers(work, results):
     }
     folder = work / "first"
     cfg = evaluate.read_arguments(arguments(work, "first")[1:])
-    e = evaluate.build(*cfg, evaluate.Ranks(0, 1, torch.device("cpu")))
+    e = model_evaluation.build(*cfg, Ranks(0, 1, torch.device("cpu")))
     candidate = e.candidates[1]
     for row, chunk in enumerate(candidate.chunks[:1]):
         rollout = candidate.rollout(chunk)
@@ -144,7 +147,7 @@ def test_kl_is_that_of_transformers(work, results):
 
 def test_nothing_is_drawn_or_scored_twice(work, results, monkeypatch, capsys):
     before = kept(work / "first")
-    monkeypatch.setattr(evaluate.models, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(decoder, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     again = arguments(work, "first", "renamed=" + str(work / "other"), gold="even", ns="1,4")
     assert cli.main(again) == 0
     assert kept(work / "first") == before
@@ -241,7 +244,7 @@ def test_a_run_brings_its_configuration_and_its_own_samples(work):
 
 
 def test_votes(work, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "CHUNK", 2)
+    monkeypatch.setattr(model_evaluation, "CHUNK", 2)
     (tmp_path / "vote.py").write_text(
         "class Vote:\n"
         "    def __init__(self): pass\n"

@@ -25,6 +25,7 @@ from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.scalar_heads.value_dataset import Outcomes
+from nlgrpo.training.scalar_heads.value_loop import Loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -249,7 +250,7 @@ def test_candidates_that_ended_early_fill_their_places():
 def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
     changes = {"prompts": 5, "iterations": 3, "betas": ()}
     options, cfg = iro.read_arguments(arguments(work, "none", **changes)[1:])
-    loop = iro.Loop(options, cfg, WorkQueue(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
+    loop = Loop(options, cfg, WorkQueue(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
     monkeypatch.setattr(guided_responses.Guide, "digest", lambda _: "")  # of values that are not there yet
     # ten are trained on, of which no value learns from the last two; two are held out
     new = [[0, 1, 2], [3, 4, 5], [6, 7, 0]]

@@ -16,16 +16,19 @@ from transformers import AutoModelForCausalLM
 
 from nlgrpo import cli
 from nlgrpo.calibration import kolmogorov_smirnov
-from nlgrpo.commands import rollout
 from nlgrpo.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from nlgrpo.engine import builders, generation
+from nlgrpo.engine import generation
 from nlgrpo.engine.rollouts import collect, store
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.evaluation.rollout_tables import summarize
 from nlgrpo.model import decoder, hf_weights
+from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime import work_queue
+from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training.build import load_rewards, sampling_of
 
 K = 5
 P = 7
@@ -111,10 +114,10 @@ def config(work, **rewards):
 def of_run(cfg, **sampling):
     """The two arguments of `check`, made as a run makes them."""
     source = hf_weights.locate(cfg.model.path)
-    tokenizer = builders.load_tokenizer(source)
-    chosen = dataclasses.replace(builders.sampling_of(cfg, tokenizer, source), **sampling)
-    objectives, rewards = builders.load_rewards(cfg, torch.device("cpu"))
-    dtype = builders.compute_dtype(cfg.model.dtype, torch.device("cpu"))
+    tokenizer = load_tokenizer(source)
+    chosen = dataclasses.replace(sampling_of(cfg, tokenizer, source), **sampling)
+    objectives, rewards = load_rewards(cfg, torch.device("cpu"))
+    dtype = compute_dtype(cfg.model.dtype, torch.device("cpu"))
     return Provenance.of(source, tokenizer, dtype, chosen), scorers(cfg.rewards, objectives, rewards)
 
 
@@ -136,7 +139,7 @@ def rollouts(work):
 def by_hand(work):
     """Every prompt alone, in the order of the source, from the engine: the order and the batches cannot show."""
     model = decoder.load(work / "base", dtype=torch.float64)
-    tokenizer = builders.load_tokenizer(work / "base")
+    tokenizer = load_tokenizer(work / "base")
     rows = [json.loads(line) for line in (work / "prompts.jsonl").read_text().splitlines()]
     sampling = Sampling(max_new_tokens=8, stop_ids=(tokenizer.eos_token_id,))
     ids = [tokenizer(row["prompt"]).input_ids for row in rows]
@@ -217,7 +220,7 @@ def test_an_abstaining_reward_has_no_cdf(work, capsys):
     assert torch.equal(absent, found.lengths > 6)
     with pytest.raises(ValueError, match=f"'shy' abstained for samples of {int(absent.any(1).sum())} prompts"):
         found.ecdf("shy")
-    summary = rollout.summarize("shy", found.rewards["shy"])
+    summary = summarize("shy", found.rewards["shy"])
     assert (summary.mean, summary.deviation, summary.abstained) == (1.0, 0.0, int(absent.sum()))
     assert str(int(absent.sum())) in capsys.readouterr().out
 
@@ -400,7 +403,7 @@ def test_another_tokenizer_is_refused(work, rollouts):
 
 
 def test_a_tokenizer_that_has_been_used_is_the_same(work):
-    tokenizer = builders.load_tokenizer(work / "base")
+    tokenizer = load_tokenizer(work / "base")
     before = store.digest_of_tokenizer(tokenizer)
     tokenizer(["w1", "w1 w2"], padding=True, truncation=True, max_length=1)
     assert store.digest_of_tokenizer(tokenizer) == before
@@ -569,7 +572,7 @@ def test_summary_by_counting():
     rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
     pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
     tied = [sum(row[i] == row[j] for i, j in pairs) / len(pairs) for row in rewards.tolist()]
-    found = rollout.summarize("x", rewards)
+    found = summarize("x", rewards)
     assert found.mean == pytest.approx(14 / 12)
     assert found.deviation == pytest.approx(rewards.flatten().std().item())
     assert found.within == pytest.approx((0 + (2 / 3) ** 0.5 + (5 / 3) ** 0.5) / 3)

@@ -5,8 +5,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from nlgrpo.data.retokenize import Retokenizer
-from nlgrpo.engine.builders import load_tokenizer
 from nlgrpo.model import hf_weights
+from nlgrpo.model.tokenizer import load_tokenizer
 
 
 def by_letters(**special):

@@ -25,7 +25,7 @@ from nlgrpo.evaluation.estimators import (
     win_rate,
     worst_of_n,
 )
-from nlgrpo.evaluation.summary import before_after_table, summarize, weighted_best_of_n
+from nlgrpo.evaluation.results import before_after_table, summarize, weighted_best_of_n
 from nlgrpo.objectives.registry import parse
 
 

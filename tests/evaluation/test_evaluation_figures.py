@@ -10,7 +10,7 @@ from nlgrpo.evaluation.evaluation_figures import Place, Table
 from nlgrpo.evaluation.results import Entry, Estimate
 
 MODELS = {"reference": 0.0, "x": 1.0, "y": 2.0}
-LOOKS = {"reference": figures.SeriesStyle(), "x": figures.series_style(0), "y": figures.series_style(1)}
+LOOKS = {"reference": figures.Style(), "x": figures.series_style(0), "y": figures.series_style(1)}
 
 
 def estimate(value, width=0.5):

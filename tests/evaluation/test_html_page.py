@@ -147,9 +147,7 @@ def test_a_run_looks_the_same_in_every_picture(folders, tmp_path, monkeypatch):
 
     def picture(draw):
         tables = [a for a in draw.args if isinstance(a, dict)]
-        seen[draw.func.__name__] = next(
-            a for a in tables if isinstance(next(iter(a.values()), None), figures.SeriesStyle)
-        )
+        seen[draw.func.__name__] = next(a for a in tables if isinstance(next(iter(a.values()), None), figures.Style))
         return figures.Picture(b"", "<svg/>", "<svg/>")
 
     monkeypatch.setattr(figures, "picture", picture)

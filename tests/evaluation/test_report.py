@@ -17,7 +17,7 @@ from PIL import Image
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import best_of_n
-from nlgrpo.evaluation.figures import SeriesStyle
+from nlgrpo.evaluation.figures import Style
 from nlgrpo.evaluation.html_page import SCRIPT
 from nlgrpo.evaluation.report import compare, length_targets, write_report
 from nlgrpo.training import run, run_folder
@@ -220,7 +220,7 @@ def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longes
         torch.arange(longest + 1).repeat(8, 1),
         longest,
     )  # 0, which is drawn with 1, to longest
-    edges, values = heights(figures.lengths({"before": data}, {"before": SeriesStyle()}, []))[0]
+    edges, values = heights(figures.lengths({"before": data}, {"before": Style()}, []))[0]
     assert (values * np.diff(edges)).sum() == pytest.approx(100)
     assert edges[-1] == longest + 0.5
     assert values[1:] == pytest.approx(np.full(len(values) - 1, 100 / (longest + 1)))
@@ -229,7 +229,7 @@ def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longes
 
 def test_length_targets_are_lines_in_the_figure():
     models = {"reference": sampled(20), "trained: bon:4": sampled(10)}
-    looks = dict(zip(models, (SeriesStyle(), figures.series_style(0)), strict=True))
+    looks = dict(zip(models, (Style(), figures.series_style(0)), strict=True))
     axes = figures.lengths(models, looks, [8.0, 24.0]).axes[0]
     assert [line.get_xdata()[0] for line in axes.lines] == [8, 24]
     legend = [text.get_text() for text in axes.get_legend().get_texts()]

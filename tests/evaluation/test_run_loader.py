@@ -11,7 +11,7 @@ import torch
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
 from nlgrpo.evaluation import config_diff, run_loader
 from nlgrpo.evaluation import results as evaluation_results
-from nlgrpo.training import sweep_state
+from nlgrpo.training.sweeps import state as sweep_state
 
 
 def sampled(seed=0, prompts=4, n=5, names=("a", "b"), objective="bon:4", weights=(0.5, 0.5)):

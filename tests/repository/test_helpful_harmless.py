@@ -17,7 +17,7 @@ from nlgrpo.config import schema
 from nlgrpo.config.recipes import from_arguments, recipe
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import plan
-from nlgrpo.training import run as runs
+from nlgrpo.training.build import build
 
 ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # else LlamaConfig is Llama 7B as it stands
 PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, and a token more in embedding and head
@@ -61,7 +61,7 @@ def test_the_recipe_of_7b_has_a_plan(parts, capsys):
 def test_8_gpus_of_80_gb_hold_it(parts):
     """By the plan's own estimate, with prompts of 512 tokens and reward models of 4B in bfloat16 put in by hand."""
     cfg, _ = from_arguments(["helpful-harmless", *parts, "--model.dtype", "bfloat16"])
-    run = runs.build(cfg, Ranks(0, 1, torch.device("cpu")))
+    run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     run.prompts.ids[0] = [1] * 512
     on_gpus = dataclasses.replace(run, ranks=Ranks(0, 8, torch.device("cuda")))
     uses = plan.memory(on_gpus)

@@ -94,13 +94,13 @@ def updated(root, case: Case, ranks: Ranks, **dtypes):
     return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
 
 
-def chosen_by(case: Case, ranks: Ranks) -> offline.Chosen:
+def chosen_by(case: Case, ranks: Ranks) -> offline.OfflineBatch:
     """This rank's winners or pairs: every prompt that is not dropped has the first and the last of its completions."""
     rollout = random_rollout(LENGTHS, [1, 4, 2, 6])
     kept = [p for p, dropped in enumerate(case.dropped) if not dropped]
     rows = [3 * p + j for p in kept[ranks.rank :: ranks.world] for j in ((0, 2) if case.loss.paired else (0,))]
     ids = [rollout.completion_ids()[r] for r in rows]
-    return offline.Chosen([rollout.prompt_ids[r // 3] for r in rows], ids, 1 + case.loss.paired, len(kept))
+    return offline.OfflineBatch([rollout.prompt_ids[r // 3] for r in rows], ids, 1 + case.loss.paired, len(kept))
 
 
 def sampled(model, part: slice) -> Rollout:

@@ -23,7 +23,7 @@ from nlgrpo.training.metrics import read_jsonl
 TOO_LARGE = os.strerror(errno.EFBIG)
 MAIN = {
     "train": "nlgrpo.train:main",
-    "reward-model": "nlgrpo.training.scalar_heads.reward_model_training:main",
+    "reward-model": "nlgrpo.commands.reward_model:main",
     "evaluate": "nlgrpo.cli:main",
 }
 # where the room ends, at which call, and for files of how many bytes; then the folder that is named

@@ -280,10 +280,10 @@ def test_which_completions_a_reward_judges():
     groups = GlobalBatch(rewards, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, {}, {})
     means = {"a": parse("mean"), "b": parse("mean"), "c": parse("mean")}
     of_a = [[True, False, True], [False] * 3]
-    assert groups.judged(means, {"a": 1.0, "b": 0.0, "c": 0.0}).tolist() == of_a
-    assert groups.judged(means, {"a": 1.0, "b": -1.0, "c": 0.0}).tolist() == [of_a[0], [False, False, True]]
+    assert groups.has_reward(means, {"a": 1.0, "b": 0.0, "c": 0.0}).tolist() == of_a
+    assert groups.has_reward(means, {"a": 1.0, "b": -1.0, "c": 0.0}).tolist() == [of_a[0], [False, False, True]]
     pair = means | {"b": parse("bon:2:unbiased")}  # which needs two
-    assert groups.judged(pair, {"a": 1.0, "b": 1.0, "c": 0.0}).tolist() == of_a
+    assert groups.has_reward(pair, {"a": 1.0, "b": 1.0, "c": 0.0}).tolist() == of_a
 
 
 def test_a_completion_that_no_reward_judges_teaches_nothing(root, prompts, tmp_path):

@@ -28,7 +28,7 @@ from nlgrpo.evaluation import figures
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import offline
-from nlgrpo.training import run as runs
+from nlgrpo.training.build import build
 from nlgrpo.training.learner import Learner, make_optimizer
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -205,7 +205,7 @@ def rollouts(root):
 
 
 def run_of(root, **more):
-    return runs.build(from_arguments(options(root, **more))[0], ALONE)
+    return build(from_arguments(options(root, **more))[0], ALONE)
 
 
 def of_step(run, cursor, count, ranks=ALONE):
@@ -366,7 +366,7 @@ def test_its_curves_are_those_that_it_logs(runs_of):
          "rewards/accuracies": 0.25 * i} for i in range(4)
     ]  # fmt: skip
     given = {f"run {i}": logged for i in range(runs_of)}
-    panels = figures.curves(given, {name: figures.SeriesStyle() for name in given}).axes
+    panels = figures.curves(given, {name: figures.Style() for name in given}).axes
     assert [panel.get_title() for panel in panels] == [title for title, *_ in figures.CHOICES]
     assert [panel.lines[0].get_ydata().tolist() for panel in panels] == [
         [1, 1, 1, 1], [-3, -4, -5, -6], [0, 0.5, 1, 1.5], [0, 0.25, 0.5, 0.75]

@@ -15,7 +15,7 @@ from nlgrpo.config.schema import Config, LossConfig, RewardConfig, RolloutConfig
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training import run as runs
+from nlgrpo.training.build import build
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7"]
 REWARDS = """
@@ -77,7 +77,7 @@ def metrics_of(folder):
 def held_of(root, **more):
     """What the first step of a run is told: its rollout, rewards, what is held, and the reference's own numbers."""
     cfg, _ = from_arguments(options(root, **more))
-    run = runs.build(cfg, Ranks(0, 1, torch.device("cpu")))
+    run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     learner = run.learner()
     batch = run.next_batch()
     rollout = run.sampler.draw(learner.model, batch)

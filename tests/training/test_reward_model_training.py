@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
+from nlgrpo.commands import reward_model as reward_model_command
 from nlgrpo.config.reward_model_config import RewardModelConfig, check, from_arguments
 from nlgrpo.model import reward_model
 from nlgrpo.model.fsdp import full_parameters
@@ -205,7 +206,7 @@ def test_a_run_goes_on_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "optim__warmup_steps": 2, **LOSS}
     update = "nlgrpo.training.scalar_heads.trainer:Trainer.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
-    command = {"main": "nlgrpo.training.scalar_heads.reward_model_training:main"}
+    command = {"main": "nlgrpo.commands.reward_model:main"}
     jobs = [Job(arguments(work, name, **more), *order, **command) for name, order in orders.items()]
     jobs += [Job(arguments(work, name, **more), **command) for name in ("term", "kill")]
     truth, term, kill, *again = run_all(jobs)
@@ -219,7 +220,7 @@ def test_a_run_goes_on_bit_for_bit(work):
 
 
 def test_from_runs_and_checkpoints_of_our_own(work, capsys):
-    assert training.main(arguments(work, "first", train__epochs=1, train__checkpoint_every=2)) == 0
+    assert reward_model_command.main(arguments(work, "first", train__epochs=1, train__checkpoint_every=2)) == 0
     exported, trained = reward_model.load(str(work / "first"), dtype=torch.float64)
     assert trained
     (last, middle) = sorted((work / "first" / "checkpoints").glob("step-*"), reverse=True)
@@ -230,7 +231,7 @@ def test_from_runs_and_checkpoints_of_our_own(work, capsys):
     from_middle, _ = reward_model.load(str(middle), dtype=torch.float64)
     assert not torch.equal(from_middle.embed.weight, exported.embed.weight)
 
-    assert training.main([*arguments(work, "dry"), "--dry-run", "--model.path", str(last)]) == 0
+    assert reward_model_command.main([*arguments(work, "dry"), "--dry-run", "--model.path", str(last)]) == 0
     assert "the classifier's head" in capsys.readouterr().out
     assert not (work / "dry").exists()
     (last / "state.json").write_text("{}")
@@ -271,17 +272,17 @@ def test_from_a_checkpoint_of_the_main_job(work, monkeypatch):
 
 
 def test_another_configuration_is_refused_in_the_same_folder(work, capsys):
-    assert training.main(arguments(work, "claimed", train__epochs=0.3)) == 0
-    assert training.main(arguments(work, "claimed", train__epochs=0.3, optim__lr=0.02)) == 1
+    assert reward_model_command.main(arguments(work, "claimed", train__epochs=0.3)) == 0
+    assert reward_model_command.main(arguments(work, "claimed", train__epochs=0.3, optim__lr=0.02)) == 1
     assert "optim.lr: 0.01 -> 0.02" in capsys.readouterr().err
     restart = arguments(work, "claimed", "--train.restart", train__epochs=0.3, optim__lr=0.02)
-    assert training.main(restart) == 0
+    assert reward_model_command.main(restart) == 0
     assert len(read_jsonl(work / "claimed" / "metrics.jsonl")) == 1
 
 
 def test_one_pair_alone(work, tmp_path, capsys):
     (tmp_path / "one.jsonl").write_text((work / "pairs.jsonl").read_text().splitlines()[0])
-    assert training.main(arguments(work, tmp_path / "one", data__source=tmp_path / "one.jsonl")) == 0
+    assert reward_model_command.main(arguments(work, tmp_path / "one", data__source=tmp_path / "one.jsonl")) == 0
     assert "held out   nothing" in capsys.readouterr().out
     assert json.loads((tmp_path / "one" / "reward_model.json").read_text()) == {"before": {}, "after": {}}
 
@@ -359,7 +360,7 @@ def test_columns_need_three_names():
 def test_what_cannot_be_run_ends_in_a_message(work, capsys, more, message):
     more = [str(work / "pairs.jsonl") if part == "SOURCE" else part for part in more]
     try:
-        status = training.main([*arguments(work, "bad"), *more])
+        status = reward_model_command.main([*arguments(work, "bad"), *more])
     except SystemExit as ended:  # of tyro, whose message is its own
         status = ended.code
     said = capsys.readouterr().err
@@ -370,13 +371,13 @@ def test_what_cannot_be_run_ends_in_a_message(work, capsys, more, message):
 
 @pytest.mark.parametrize(("command", "said"), [([], r"value \.\.\.\]$"), (["serve"], "got 'serve'$")])
 def test_other_subcommands(capsys, command, said):
-    assert training.main(command) == 1
+    assert reward_model_command.main(command) == 1
     assert re.search(said, capsys.readouterr().err.strip())
 
 
 def test_help_lists_the_keys(capsys):
     with pytest.raises(SystemExit, match="0"):
-        training.main(["--help"])
+        reward_model_command.main(["--help"])
     shown = capsys.readouterr().out
     assert all(
         f"--{key} " in shown for key in ("data.chosen-column", "loss.centering", "train.pairs", "evaluation.every")

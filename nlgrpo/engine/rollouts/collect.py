@@ -55,7 +55,7 @@ class Scorer:
 def scorers(
     asked: Mapping[str, RewardConfig], objectives: Mapping[str, Objective], rewards: Sequence[Reward]
 ) -> list[Scorer]:
-    """Of the rewards that `builders.load_rewards` made from the configuration's."""
+    """Return a scorer for each of the ``rewards`` that were loaded from the configuration."""
     found = []
     for reward in rewards:
         own = asked[reward.name]

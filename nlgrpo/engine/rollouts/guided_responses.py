@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo.data.prompt_dataset import Prompt, encode
 from nlgrpo.data.retokenize import Retokenizer
 from nlgrpo.engine import guided_search
-from nlgrpo.engine.builders import load_tokenizer
 from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.guided_search import Candidate, Cost, Search, Value
@@ -29,6 +28,7 @@ from nlgrpo.model import reward_model
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import bins
 from nlgrpo.model.reward_model import score as score_head
+from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.model.value_model import as_values, kind_of
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.builtin import vote

@@ -1,6 +1,6 @@
 """Samples of the reference, drawn and scored once before training: `nlgrpo rollout` writes them, `load` reads them.
 
-A folder has ``sampler.json``, which says what was drawn from what, for which prompts, and how it was scored;
+A folder has ``rollouts.json``, which says what was drawn from what, for which prompts, and how it was scored;
 completions and scores lie in files below ``samples`` (`draws`). Shapes: P prompts, K samples a prompt.
 """
 
@@ -42,7 +42,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Index:
-    """What ``sampler.json`` holds.
+    """What ``rollouts.json`` holds.
 
     ``model`` is the path or name that the reference was given by. ``prompts`` are digests of token ids, in the order of
     the source, and ``columns`` of the other columns that they had when they were scored, "" without any; ``files``
@@ -81,7 +81,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Raises ValueError where ``sampler.json`` is missing or damaged."""
+    """Raises ValueError where ``rollouts.json`` is missing or damaged."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing; give the --out folder of `nlgrpo rollout`")

@@ -6,7 +6,6 @@ On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli reward-model train
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,13 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.config.reward_model_config import RewardModelConfig, check, from_arguments
+from nlgrpo.config.reward_model_config import RewardModelConfig, check
 from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
-from nlgrpo.engine.builders import load_tokenizer
 from nlgrpo.model import reward_model
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.packing import PairBatch, empty_pair_batch, pack_pairs
+from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.bradley_terry import bradley_terry_loss, evaluate_pairs
@@ -170,15 +169,6 @@ def load_pairs(
             "name another data.evaluation, or evaluation.pairs = 0"
         )
     return kept, held_out
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``reward-model train ...``; see `trainer.command`."""
-    return trainer.command(sys.argv[1:] if arguments is None else arguments, "reward-model", {"train": _train})
-
-
-def _train(arguments: Sequence[str], dry_run: bool) -> None:
-    trainer.launch(from_arguments(arguments), build, dry_run=dry_run)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.data.prompt_dataset import visits
-from nlgrpo.engine.builders import compute_dtype, micro_batch_tokens
 from nlgrpo.model import decoder, fsdp, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, full_parameters
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
+from nlgrpo.runtime.device import compute_dtype, micro_batch_tokens
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation

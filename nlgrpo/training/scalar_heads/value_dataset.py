@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.data.retokenize import Retokenizer
-from nlgrpo.engine.builders import load_tokenizer
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.engine.rollouts.store import digest_of_tokenizer, same_ids
 from nlgrpo.model import hf_weights
+from nlgrpo.model.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

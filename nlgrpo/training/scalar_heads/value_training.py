@@ -18,8 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from nlgrpo.config.value_config import ValueConfig, check, from_arguments
-from nlgrpo.engine.builders import compute_dtype, load_tokenizer
+from nlgrpo.config.value_config import ValueConfig, check
 from nlgrpo.engine.rollouts.store import same_ids
 from nlgrpo.model import decoder, reward_model
 from nlgrpo.model.architectures import shape_of
@@ -27,8 +26,10 @@ from nlgrpo.model.attention import implementation
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import shard
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
+from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.model.value_model import as_values, kind_of, outputs, set_kind
 from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.gae import lambda_returns
 from nlgrpo.training.scalar_heads import trainer, value_dataset
@@ -262,19 +263,6 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str]) -> int:
-    """``value train ...``, ``value compress ...``; see `trainer.command`."""
-
-    def launch(rest: Sequence[str], dry_run: bool, *, compress: bool) -> None:
-        trainer.launch(from_arguments(rest, compress=compress), build, dry_run=dry_run)
-
-    modes = {
-        "train": lambda rest, dry_run: launch(rest, dry_run, compress=False),
-        "compress": lambda rest, dry_run: launch(rest, dry_run, compress=True),
-    }
-    return trainer.command(arguments, "value", modes)
 
 
 def plan(run: ValueTrainer) -> Table:

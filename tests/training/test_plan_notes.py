@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from nlgrpo import train
-from nlgrpo.config.advisories import notes
 from nlgrpo.config.recipes import RECIPES, recipe
 from nlgrpo.config.schema import LossConfig, RewardConfig, RolloutConfig
 from nlgrpo.objectives.registry import parse
+from nlgrpo.training.plan import notes
 
 
 def said(objective="bon:4", rollout=None, transform="", **loss):

@@ -15,7 +15,7 @@ from nlgrpo.engine.guided_search import Search
 class DecodingMethod:
     """A method at a budget."""
 
-    method: str
+    name: str
     budget: int
     search: Search
     values: tuple[int, ...] = ()
@@ -24,7 +24,7 @@ class DecodingMethod:
     """Of the reward of prefixes; None: it is not asked for."""
 
 
-def way(
+def decoding_method(
     method: str, budget: int, like: Search, longest: int, values: int, compressed: bool = False, by_value: bool = False
 ) -> DecodingMethod:
     """Raises ValueError for a method that is none, or that needs other value models than there are.
@@ -80,7 +80,7 @@ def _unknown(method: str) -> str:
     return f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"
 
 
-def theory(way: DecodingMethod, length: int) -> dict[str, float]:
+def theory(method: DecodingMethod, length: int) -> dict[str, float]:
     """A prompt's cost by IRO's Proposition 1, for responses of H tokens.
 
     Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
@@ -88,8 +88,8 @@ def theory(way: DecodingMethod, length: int) -> dict[str, float]:
     logarithm to base 10 is given: Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N. Best-of-N
     by value is a search with L = H.
     """
-    tokens, queries = float(way.budget * length), float(way.budget * length / way.search.chunk)
-    if not way.values:  # best-of-N, or ARGS, which asks for the reward at every token
-        return {"tokens": tokens, "reward_queries": float(way.budget) if way.weight is None else queries}
-    samples = max(1.0, length / way.search.chunk) * math.log10(way.budget)
-    return {"tokens": tokens, "value_queries": len(way.values) * queries, "log10_samples": samples}
+    tokens, queries = float(method.budget * length), float(method.budget * length / method.search.chunk)
+    if not method.values:  # best-of-N, or ARGS, which asks for the reward at every token
+        return {"tokens": tokens, "reward_queries": float(method.budget) if method.weight is None else queries}
+    samples = max(1.0, length / method.search.chunk) * math.log10(method.budget)
+    return {"tokens": tokens, "value_queries": len(method.values) * queries, "log10_samples": samples}

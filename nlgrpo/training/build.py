@@ -1,52 +1,70 @@
-"""The parts that a configuration names, read and made: tokenizer, prompts, rewards with their objectives, sampling."""
+"""Builds what a configuration names: prompts, rewards with their objectives, the sampling, and a whole run."""
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
 from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.rollouts.collect import Provenance
+from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.model import decoder
-from nlgrpo.objectives import registry
+from nlgrpo.model import decoder, hf_weights
+from nlgrpo.model.architectures import shape_of
+from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
+from nlgrpo.objectives import aggregation, registry
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime import user_code
+from nlgrpo.runtime.device import compute_dtype
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training import critic, offline, reference_rewards
+from nlgrpo.training.run import Progress, Run
 
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
+def build(cfg: Config, ranks: Ranks) -> Run:
+    """Read tokenizer, data and rewards and fit them together; the weights are read later, by `Run.learner`.
 
-
-def micro_batch_tokens(asked: int | None, device: torch.device) -> int:
-    """Tokens that one forward and backward takes: what is asked for, or what suits the device."""
-    return asked or (16384 if device.type == "cuda" else 1024)
-
-
-def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """The model directory's tokenizer; no code of it is run.
-
-    Raises ValueError where there is none, or one without words, which transformers makes from nothing.
+    Raises ValueError for whatever of the configuration cannot be run.
     """
-    decoder.read_config(source)  # which says more of a broken one
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare ones
-        raise ValueError(f"{source} has no tokenizer that transformers can read: {error}") from error
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise ValueError(
-            f"{source} has no tokenizer: its files (tokenizer.json, or vocab.json with merges.txt) are missing"
-        )
-    return tokenizer
+    validate.check(cfg, world=ranks.world)
+    source = hf_weights.locate(cfg.model.path)
+    shape = shape_of(decoder.read_config(source))
+    tokenizer = load_tokenizer(source)
+    prompts, held_out = load_prompts(cfg, tokenizer, shape)
+    parsed, loaded = load_rewards(cfg, ranks.device)
+    for known in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
+        reward_functions.check_columns(loaded, known.names)
+    sampling = sampling_of(cfg, tokenizer, source)
+    compute = compute_dtype(cfg.model.dtype, ranks.device)
+    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)
+    origin = partial(Provenance.of, source, tokenizer, compute, sampling)
+    critic.check(cfg, shape, longest=max(map(len, prompts.ids), default=0) + cfg.rollout.max_new_tokens)
+    samples = offline.make(cfg, loaded, parsed, prompts, origin)
+    return Run(
+        config=cfg,
+        ranks=ranks,
+        tokenizer=tokenizer,
+        shape=shape,
+        source=source,
+        prompts=prompts if samples is None else samples.prompts,
+        held_out=held_out,
+        sampler=sampler,
+        objectives=parsed,
+        aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
+        references=reference_rewards.make(cfg, sampler, parsed, prompts, origin, ranks),
+        samples=samples,
+        compute=compute,
+        progress=Progress(beta=cfg.loss.beta),
+    )
 
 
 def _room_for_prompts(cfg: Config, limits: Limits) -> int:
@@ -127,29 +145,6 @@ def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -
         max_new_tokens=r.max_new_tokens,
         stop_ids=tuple(dict.fromkeys((*r.stop_ids, *stop_ids_of(tokenizer, source)))),
     )
-
-
-def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
-    """The ids that end a text: those of the directory's configs, and the tokenizer's EOS.
-
-    Raises ValueError for a config that is not JSON, or whose ``eos_token_id`` is neither an id nor a list of such.
-    """
-    ids: list[int] = []
-    for path in (source / "generation_config.json", source / "config.json"):
-        if path.is_file():
-            ids += _declared_stops(path)
-    return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
-
-
-def _declared_stops(path: Path) -> list[int]:
-    try:
-        declared = json.loads(path.read_text("utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} holds no JSON object: {error}") from error
-    found = declared if isinstance(declared, list) else [] if declared is None else [declared]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
-        raise ValueError(f"{path}: eos_token_id = {declared!r} is neither a token id nor a list of token ids")
-    return found
 
 
 def load_rewards(

@@ -1,0 +1,48 @@
+"""The commands ``nlgrpo report`` and ``nlgrpo compare``: the HTML page of runs, and one picture of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tyro.conf import Positional
+
+
+@dataclass
+class Report:
+    """Write one HTML file, and pictures beside it, about runs, evaluations and sweeps."""
+
+    folders: Positional[tuple[Path, ...]]
+    """What `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep` wrote; several may be given."""
+    out: Path | None = None
+    """The page; none: report.html in the folder, or for several folders in the current one."""
+
+
+def write_report(arguments: Sequence[str]) -> int:
+    """Write the page and print where it is."""
+    from nlgrpo.evaluation import report  # with matplotlib, which the other commands need not wait for
+
+    options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
+    print(report.write_report(options.folders, options.out))
+    return 0
+
+
+@dataclass
+class Compare:
+    """Lay the length histograms and best-of-N curves of several runs over each other."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of the runs."""
+    out: Path = Path("compare.png")
+    """The picture."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Draw the picture and print where it is."""
+    from nlgrpo.evaluation import report
+
+    options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
+    print(report.compare(options.runs, options.out))
+    return 0

@@ -1,0 +1,161 @@
+"""Pages of the documentation that are generated from the code: commands, configuration keys, and the API by room.
+
+mkdocs runs this file (``make docs``); nothing is written into the working tree but ``build/``.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mkdocs_gen_files
+
+ROOT = Path(__file__).parents[1]
+API = ROOT / "build" / "api"  # where `kernels/` stands as `nlgrpo/kernels`, for the reader of docstrings
+
+CONFIGURATIONS = {
+    "train": ("nlgrpo.config.schema", "Config", "Keys of `nlgrpo train`, `sweep`, `evaluate`, `rollout`, `iro`, `decode`"),
+    "reward-model": ("nlgrpo.config.reward_model_config", "RewardModelConfig", "Keys of `nlgrpo reward-model train`"),
+    "value": ("nlgrpo.config.value_config", "ValueConfig", "Keys of `nlgrpo value train` and `nlgrpo value compress`"),
+}
+WITH_KEYS = {"train", "reward-model", "value"}  # commands whose help is the configuration, which has its own page
+
+# page: (title, modules in the order in which they are shown)
+PAGES = {
+    "objectives": ("Objectives and aggregation", ["nlgrpo.objectives"]),
+    "calibration": ("Calibration, ECDFs, variational best-of-N", ["nlgrpo.calibration"]),
+    "losses": ("Losses", ["nlgrpo.training.losses"]),
+    "evaluation": ("Evaluation", ["nlgrpo.evaluation"]),
+    "kernels": ("Kernels", ["nlgrpo.kernels"]),
+    "model-engine": ("Model and engine", ["nlgrpo.model", "nlgrpo.engine"]),
+    "rollouts-rewards": ("Rollouts, rewards, data", ["nlgrpo.engine.rollouts", "nlgrpo.rewards", "nlgrpo.data"]),
+    "training": ("Training", ["nlgrpo.training", "nlgrpo.training.scalar_heads", "nlgrpo.training.sweeps"]),
+    "integrations": ("Integrations", ["nlgrpo.integrations"]),
+    "runtime": ("Runtime", ["nlgrpo.runtime"]),
+}
+
+
+def modules(room: str) -> Iterator[str]:
+    """The room's modules; rooms inside it have entries of their own."""
+    folder = ROOT / "kernels" if room == "nlgrpo.kernels" else ROOT / Path(*room.split("."))
+    yield from (f"{room}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__")
+
+
+def document(path: str, text: str) -> None:
+    with mkdocs_gen_files.open(f"reference/{path}.md", "w") as page:
+        page.write(text)
+
+
+def link_sources() -> None:
+    """Lay out ``build/api/nlgrpo`` with links to the sources, as the package is installed."""
+    package = API / "nlgrpo"
+    package.mkdir(parents=True, exist_ok=True)
+    for source in [*(p for p in (ROOT / "nlgrpo").iterdir() if p.name != "__pycache__"), ROOT / "kernels"]:
+        link = package / source.name
+        if link.is_symlink():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(source, target_is_directory=source.is_dir())
+
+
+def api_page(title: str, rooms: list[str]) -> str:
+    lines = [f"# {title}\n"]
+    for room in rooms:
+        lines.append(f"{inspect.getdoc(import_module(room)) or ''}\n")
+        lines += [f"::: {module}\n" for module in modules(room)]
+    return "\n".join(lines)
+
+
+def descriptions(section: type) -> dict[str, str]:
+    """The text below each field of a dataclass."""
+    tree = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found, field = {}, ""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            field = node.target.id
+        elif field and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found[field] = inspect.cleandoc(str(node.value.value))
+            field = ""
+    inherited = [descriptions(base) for base in section.__bases__ if dataclasses.is_dataclass(base)]
+    return {name: text for base in inherited for name, text in base.items()} | found
+
+
+def key_table(section: Any, prefix: str) -> list[str]:
+    """A row for each key of an instance of a configuration's section."""
+    texts = descriptions(type(section))
+    rows = ["| key | default | |", "|---|---|---|"]
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        text = " ".join(texts.get(field.name, "").split()).replace("|", "\\|")
+        kind = str(field.type).replace("|", "\\|")
+        rows.append(f"| `{prefix}{field.name}`<br>{kind} | `{value!r}` | {text} |".replace("`''`", '`""`'))
+    return rows
+
+
+def configuration_page() -> str:
+    lines = [
+        "# Configuration keys\n",
+        "A recipe or the defaults come first, a TOML file is laid over them, and `--section.key value` over both. "
+        "[Your own model, data and reward](../guides/your-model-data-reward.md) explains how.\n",
+    ]
+    for place, name, title in CONFIGURATIONS.values():
+        config = getattr(import_module(place), name)
+        lines.append(f"## {title}\n")
+        scalars = [f for f in dataclasses.fields(config) if not dataclasses.is_dataclass(_default(config, f))]
+        for field in dataclasses.fields(config):
+            section = _default(config, field)
+            if field not in scalars:
+                lines += [f"### [{field.name}]\n", *key_table(section, f"{field.name}."), ""]
+            elif field.name == "rewards":
+                reward = import_module(place).RewardConfig()
+                lines += ["### [rewards.NAME]\n", *key_table(reward, "rewards.NAME."), ""]
+    return "\n".join(lines)
+
+
+def _default(config: type, field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def help_of(where: str, arguments: list[str]) -> str:
+    """What ``nlgrpo COMMAND --help`` prints."""
+    module, function = where.split(":")
+    shown = io.StringIO()
+    os.environ["COLUMNS"] = "100"
+    with redirect_stdout(shown):
+        try:
+            getattr(import_module(module), function)([*arguments, "--help"])
+        except SystemExit as end:
+            assert end.code in (0, None), shown.getvalue()
+    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()).strip()
+
+
+def commands_page() -> str:
+    cli = import_module("nlgrpo.cli")
+    lines = ["# Commands\n", "`nlgrpo --help` lists the commands, `nlgrpo COMMAND --help` their options.\n"]
+    for name, (where, about) in cli.COMMANDS.items():
+        lines += [f"## nlgrpo {name}\n", f"{about}\n"]
+        if name in WITH_KEYS:
+            lines.append("Its options are the [configuration keys](configuration.md), and `--dry-run`.\n")
+        else:
+            lines.append(f"```text\n{help_of(where, [])}\n```\n")
+    return "\n".join(lines)
+
+
+sys.path.insert(0, str(ROOT))
+link_sources()
+document("commands", commands_page())
+document("configuration", configuration_page())
+for page, (title, rooms) in PAGES.items():
+    document(page, api_page(title, rooms))
