@@ -2,7 +2,8 @@
 # make test       install what the tests need and run them
 # make test-slow  those marked slow: they build, start many processes, or take more than ten seconds
 # make test-asan  the tests of the compiled CPU ops, under AddressSanitizer and UBSan
-# make check      formatter, linter, type checker, import contracts
+# make check      formatter, linter, type checker, import contracts, documentation without warnings
+# make docs       build the documentation into build/site
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,7 +17,10 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildca
 	tests/config/test_schema.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
 	tests/training/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 
-.PHONY: train test test-slow test-asan check clean
+# Both variables silence announcements about later versions of mkdocs.
+DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
+
+.PHONY: train test test-slow test-asan check docs clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -51,6 +55,11 @@ check: $(VENV)/installed-check
 	$(RUN)ruff check .
 	$(RUN)mypy
 	$(RUN)lint-imports --no-cache --no-logo
+	$(DOCS) --quiet --strict --site-dir build/site-check
+
+docs: $(VENV)/installed-check
+	$(DOCS) --quiet --strict
+	@echo "build/site/index.html"
 
 # The compiled CPU ops are built against the installed torch: torch comes first, and the build sees it (no isolation).
 $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
