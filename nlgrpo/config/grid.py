@@ -1,8 +1,8 @@
-"""A grid of configurations: which values the command line gives an option, which points they make, and their names.
+"""A grid of configurations: the values of each option, the points of the grid, and their names.
 
-One rule parts values: a comma that stands outside of brackets and quotes. ``length(target=25, scale=128)`` is one value
-for its brackets, and so is ``'distortion:0,1,2'`` for its quotes, which are taken off. A key that is a list, such as
-``evaluation.ns``, takes every one of several values in brackets: ``[1,4],[1,8]``.
+Commas outside of brackets and quotes separate values. ``length(target=25, scale=128)`` is one value because of its
+brackets, and ``'distortion:0,1,2'`` because of its quotes, which are removed. A key that is a list, such as
+``evaluation.ns``, takes each of several values in brackets: ``[1,4],[1,8]``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from nlgrpo.config.overrides import LISTS
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, dashed
 
-OBJECTIVE = "objective"  # the option for the objectives of all rewards
+OBJECTIVE = "objective"  # sets the objective of all rewards
 SHORT = {"seed": "train.seed"}
 NOT_SWEPT = {
-    "train.out": "every point has a folder of its own; the sweep's is named by --out",
-    "train.restart": "a point begins anew when its folder is removed",
+    "train.out": "every point has its own folder; --out names the folder of the sweep",
+    "train.restart": "remove the folder of a point to restart it",
 }
-LONGEST_PART, LONGEST_NAME = 60, 120  # characters in a folder's name: of one key with its value, and of all
+LONGEST_PART, LONGEST_NAME = 60, 120  # maximum characters of one key=value, and of a folder's name
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
 def split(text: str) -> list[str]:
-    """The values in ``text``, parted by commas outside of brackets and quotes; without a comma it is one as it stands.
+    """Split ``text`` into values at commas outside of brackets and quotes.
 
-    A quote counts inside brackets and at the beginning of a value, so that an apostrophe is none. Raises ValueError for
-    brackets or quotes that are left open, and for an empty value.
+    A quote counts only inside brackets and at the start of a value, so an apostrophe is not one. Raises ValueError for
+    unbalanced brackets or quotes, and for an empty value.
     """
     if "," not in text:
         return [text]
@@ -56,10 +56,10 @@ def split(text: str) -> list[str]:
         if depth < 0:
             break
     if quote or depth:
-        raise ValueError(f"{text}: {'a quote' if quote else 'a bracket'} has no partner; put such a value in quotes")
+        raise ValueError(f"{text}: unbalanced {'quote' if quote else 'bracket'}; put such a value in quotes")
     values = [part.strip() for part in (*parts, text[start:])]
     if not all(values):
-        raise ValueError(f"{text}: a value between its commas is empty; an empty text is ''")
+        raise ValueError(f"{text}: empty value between commas; write an empty text as ''")
     return [_unquoted(value) for value in values]
 
 
@@ -70,25 +70,25 @@ def _unquoted(value: str) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """What a sweep's command line says: ``start`` goes to every point as it is, ``options`` have a value or several."""
+    """A parsed command line: ``start`` is passed to every point, ``options`` have one or more values each."""
 
     start: list[str]
     options: dict[str, list[str]]
 
     def axes(self, known: Collection[str] = ()) -> list[str]:
-        """The options with several values, and those with one that an earlier command gave several."""
+        """Return the options with several values, and those in ``known``, which had several in an earlier command."""
         before = {dashed(name) for name in known}
         return [key for key, values in self.options.items() if len(values) > 1 or dashed(key) in before]
 
     def rows(self) -> list[dict[str, str]]:
-        """The options of every point: the cross product, in which the last option changes fastest."""
+        """Return the options of every point: the cross product, where the last option changes fastest."""
         return [dict(zip(self.options, values, strict=True)) for values in itertools.product(*self.options.values())]
 
 
 def read(arguments: Sequence[str]) -> Command:
-    """``[recipe] [file.toml] [--key value[,value ...] ...]``, with ``--objective`` and ``--seed`` as short forms.
+    """Parse ``[recipe] [file.toml] [--key value[,value ...] ...]``, with short forms ``--objective`` and ``--seed``.
 
-    Raises ValueError for an option that is given twice, and for values that are not parted by commas.
+    Raises ValueError for an option that is given twice, and for values that are not separated by commas.
     """
     first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     start, options = list(arguments[:first]), dict[str, list[str]]()
@@ -103,7 +103,7 @@ def read(arguments: Sequence[str]) -> Command:
 
 
 def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The options by their names without dashes, each with the arguments up to the next one."""
+    """Return the options, named without leading dashes, each with the arguments up to the next option."""
     found: list[tuple[str, list[str]]] = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -112,14 +112,14 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif found:
             found[-1][1].append(argument)
         else:
-            raise ValueError(f"{argument} is no option; the keys are listed by `nlgrpo train --help`")
+            raise ValueError(f"{argument} is not an option; `nlgrpo train --help` lists the keys")
     return found
 
 
 def _values(key: str, parts: Sequence[str]) -> list[str]:
     is_list = dashed(f"--{key}") in LISTS
     if len(parts) > 1 and not is_list:
-        raise ValueError(f"--{key} {' '.join(parts)}: values are parted by commas, without spaces: {','.join(parts)}")
+        raise ValueError(f"--{key} {' '.join(parts)}: separate values by commas, without spaces: {','.join(parts)}")
     if len(parts) > 1:  # one list, as `nlgrpo train` takes it
         return [f"[{','.join(parts)}]"]
     values = split(parts[0])
@@ -134,7 +134,7 @@ def _values(key: str, parts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A point: its values of what varies, by dotted names, the arguments of `nlgrpo train`, and what they make."""
+    """A point: the values of the varied keys, the arguments of `nlgrpo train`, and the resulting configuration."""
 
     overrides: dict[str, Any]
     arguments: list[str]
@@ -142,16 +142,16 @@ class Setting:
 
 
 def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequence[str]) -> list[Setting]:
-    """A point for each of ``rows``, which have the same options; ``axes`` are those by which points differ.
+    """Return a point for each of ``rows``, which have the same options; points differ in the ``axes``.
 
-    Raises ValueError for options that a sweep sets itself, and for rows that make the same configuration.
+    Raises ValueError for options that a sweep sets itself, and for rows with the same configuration.
     """
     for key in [*(argument.lstrip("-").split("=")[0] for argument in start), *rows[0]]:
         if key in NOT_SWEPT:
             raise ValueError(f"--{key} cannot be given to a sweep: {NOT_SWEPT[key]}")
     rewards = from_arguments([*start, *_arguments(rows[0], [])])[0].rewards
     if OBJECTIVE in rows[0] and not rewards:
-        raise ValueError("--objective is that of all rewards, and there is none; add one with --rewards.NAME.function")
+        raise ValueError("--objective needs a reward, and there is none; add one with --rewards.NAME.function")
     found: dict[str, Setting] = {}
     for row in rows:
         arguments = [*start, *_arguments(row, rewards)]
@@ -159,12 +159,12 @@ def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequ
         setting = Setting(dict(_override(config, key, row[key]) for key in axes), arguments, config)
         twin = found.setdefault(repr(config), setting)
         if twin is not setting:
-            raise ValueError(f"two points are one configuration: {twin.overrides} and {setting.overrides}")
+            raise ValueError(f"two points have the same configuration: {twin.overrides} and {setting.overrides}")
     return list(found.values())
 
 
 def _arguments(options: Mapping[str, str], rewards: Collection[str]) -> list[str]:
-    """The options as `nlgrpo train` takes them; one reward's own objective comes after that of all, and prevails."""
+    """Return the options as arguments of `nlgrpo train`; the objective of a single reward overrides ``--objective``."""
     arguments = [f"--rewards.{name}.objective={options[OBJECTIVE]}" for name in rewards if OBJECTIVE in options]
     for key, text in options.items():
         if dashed(f"--{key}") in LISTS:
@@ -176,7 +176,7 @@ def _arguments(options: Mapping[str, str], rewards: Collection[str]) -> list[str
 
 
 def _override(config: Config, key: str, text: str) -> tuple[str, Any]:
-    """A key's name as the configuration has it, and its value there, as JSON has it."""
+    """Return a key's name in the configuration, and its value as JSON stores it."""
     if key == OBJECTIVE:
         return OBJECTIVE, text
     names, at = [], config
@@ -191,7 +191,7 @@ def _override(config: Config, key: str, text: str) -> tuple[str, Any]:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The ends of dotted names that tell them apart; a reward's key keeps the reward's name."""
+    """Shorten dotted names to distinct endings; a reward's key keeps the reward's name."""
     found = []
     for key in keys:
         parts, others = key.split("."), [f".{other}" for other in keys if other != key]
@@ -201,7 +201,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A value of a configuration as a person would write it."""
+    """Format a value of a configuration for people."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float):
@@ -210,10 +210,10 @@ def shown(value: Any) -> str:
 
 
 def folder_name(overrides: Mapping[str, Any], taken: Collection[str] = ()) -> str:
-    """``beta=0.01,objective=bon-4``: the same for the same values, whatever other points there are.
+    """Return a name such as ``beta=0.01,objective=bon-4``, which depends on the values only, not on other points.
 
-    Where a value is long or has characters that do not belong in a name, or the name is ``taken`` (in any case of
-    letters, which some file systems do not tell apart), a digest of the values ends it.
+    A digest of the values is appended if a value is long or has characters that do not belong in a name, or if the name
+    is ``taken`` (ignoring case, as some file systems do).
     """
     texts = [
         f"{key}={'+'.join(map(shown, value)) if isinstance(value, list) else shown(value)}".replace(":", "-")
@@ -228,5 +228,5 @@ def folder_name(overrides: Mapping[str, Any], taken: Collection[str] = ()) -> st
 
 
 def _cut(text: str) -> str:
-    """Without its middle where it is long: it is the end that tells paths apart."""
+    """Cut the middle out of a long text: paths differ at their ends."""
     return text if len(text) <= LONGEST_PART else text[: LONGEST_PART // 2] + text[-LONGEST_PART // 2 :]

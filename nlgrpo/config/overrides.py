@@ -1,4 +1,4 @@
-"""A configuration with what the command line says laid over it."""
+"""Overrides from the command line and from TOML files, laid over a configuration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import tyro
 
 from nlgrpo.config.schema import AnyConfig, Config, RewardConfig, dashed, read_toml
 
-ABOUT = """Train a model. Before the options stand the name of a recipe (`nlgrpo recipes` lists them), a .toml file with
-the keys below, or both; what is written here comes on top. --dry-run prints the plan and trains nothing.
+ABOUT = """Train a model: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]
 
---rewards.NAME.function adds the reward NAME to those of the recipe. To train for others instead, begin at the recipe
-`blank`, or give a file with a [rewards] table, which replaces them; a weight of 0 keeps one in the log only."""
+`nlgrpo recipes` lists the recipes. The file overrides the recipe, and the options below override both. --dry-run prints
+the plan and trains nothing.
+
+--rewards.NAME.function adds the reward NAME to those of the recipe. To replace the rewards, start from the recipe
+`blank`, or use a file with a [rewards] table. A reward of weight 0 is only logged."""
 
 
 def key_types(config: type) -> dict[str, Any]:
-    """Every key of a kind of configuration's sections as the command line has it, and its type."""
+    """Map every key of a configuration, spelled as on the command line, to its type."""
     return {
         dashed(f"--{section}.{key}"): kind
         for section, keys in typing.get_type_hints(config).items()
@@ -34,10 +36,10 @@ LISTS = {name for name, kind in key_types(Config).items() if typing.get_origin(k
 
 
 def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:
-    """``config`` with ``--section.key value`` arguments laid over it (tyro).
+    """Return ``config`` with ``--section.key value`` arguments laid over it (tyro).
 
-    ``--rewards.NAME.key`` adds the reward NAME where there is none. An unknown key ends the program with the nearest
-    known ones, as does ``--help`` with all of them.
+    ``--rewards.NAME.key`` adds the reward NAME if it does not exist. An unknown key ends the program and prints the
+    nearest known keys; ``--help`` prints all of them.
     """
     rewards = dict(config.rewards)
     for argument in arguments:
@@ -50,7 +52,7 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
 
 
 def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
-    """``config`` with ``[file.toml] [--section.key value ...]`` laid over it, called as the file is."""
+    """Return ``config``, named after the file, with ``[file.toml] [--section.key value ...]`` laid over it."""
     rest = list(arguments)
     if rest and not rest[0].startswith("-"):
         file = rest.pop(0)
@@ -61,20 +63,20 @@ def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, abou
 
 
 def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
-    """A configuration of any kind with ``--section.key value`` arguments laid over it."""
+    """Like `override`, for any configuration dataclass."""
     keys = key_types(type(config)).items()
     return tyro.cli(
         type(config),
         default=config,
-        args=_written_as_tyro_does(arguments, {name for name, kind in keys if kind is bool}),
+        args=_tyro_spelling(arguments, {name for name, kind in keys if kind is bool}),
         prog=program,
         description=about,
         config=(tyro.conf.SuppressFixed,),
     )
 
 
-def _written_as_tyro_does(arguments: Sequence[str], switches: set[str]) -> list[str]:
-    """The arguments with ``--data.shuffle false`` (or ``=false``) as tyro writes it: ``--data.no-shuffle``."""
+def _tyro_spelling(arguments: Sequence[str], switches: set[str]) -> list[str]:
+    """Rewrite ``--data.shuffle false`` (or ``=false``) as tyro spells it: ``--data.no-shuffle``."""
     parts = [part for a in arguments for part in (a.split("=", 1) if dashed(a.split("=")[0]) in switches else [a])]
     found: list[str] = []
     for part in parts:

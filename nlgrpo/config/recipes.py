@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole configuration, by the name under which ``nlgrpo train NAME`` runs them."""
+"""Recipes: functions that return a whole configuration. ``nlgrpo train NAME`` runs the recipe NAME."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from nlgrpo.config.schema import (
 
 
 def length_bon() -> Config:
-    """Two conflicting length rewards, each under best-of-4 (IAMA, 6.1): the trained model writes short and long."""
+    """Two conflicting length rewards, each under best-of-4 (IAMA, 6.1): the model learns to write short and long."""
     return _length("length-bon", "bon:4")
 
 
 def length_mean() -> Config:
-    """The same two rewards in expectation, plain GRPO: the trained model writes lengths in the middle."""
+    """The same two rewards in expectation (plain GRPO): the trained model writes medium lengths."""
     return _length("length-mean", "mean")
 
 
@@ -50,7 +50,7 @@ def _length(recipe: str, objective: str) -> Config:
 
 
 def story_mix() -> Config:
-    """Each reward has its own objective: joy in the best of 4, lengths in the worst of 4, unlike stories."""
+    """Three rewards with an objective each: joy under best-of-4, length under worst-of-4, diversity of the stories."""
     plain = _length("story-mix", "mean")
     return dataclasses.replace(
         plain,
@@ -59,18 +59,19 @@ def story_mix() -> Config:
             "length": RewardConfig("length(target=60, scale=128)", "wor:4", 4.0),
             "diversity": RewardConfig("ngrams(n=1, of='words')", "rao", 1.0),
         },
-        loss=dataclasses.replace(plain.loss, beta=0.1),  # at 1e-4 the stories lose their words to be unlike others
+        loss=dataclasses.replace(plain.loss, beta=0.1),  # at 1e-4 the stories become diverse by losing their words
         train=dataclasses.replace(plain.train, steps=300),
     )
 
 
 def helpful_harmless() -> Config:
-    """Helpful and harmless answers of a 7B model, each the best of 4, at a fixed KL; for 8 GPUs (IAMA, 6.2).
+    """Helpful and harmless answers of a 7B model, each under best-of-4, at a fixed KL; for 8 GPUs (IAMA, 6.2).
 
-    Table 2 and appendix I: M = 8, a prompt a rank, 1000 steps, the learning rate falling linearly from 1e-6, beta from
-    1e-2 by a controller that holds the KL per token at 0.1, no scaling of rewards; evaluated on the first 1000 prompts
-    of the test split. The weights of the two rewards are swept. Both are Qwen3 4B models that `nlgrpo reward-model
-    train` has made of hh-rlhf's helpful and harmless pairs. examples/helpful_harmless.toml is the same on a CPU.
+    Table 2 and appendix I: M = 8, one prompt per rank, 1000 steps, a learning rate that falls linearly from 1e-6, beta
+    from 1e-2 with a controller that keeps the KL per token at 0.1, no scaling of rewards; evaluated on the first 1000
+    prompts of the test split. The weights of the two rewards are swept. Both reward models are Qwen3 4B models that
+    `nlgrpo reward-model train` trained on the helpful and harmless pairs of hh-rlhf. examples/helpful_harmless.toml is
+    the same experiment on a CPU.
     """
     source = "Anthropic/hh-rlhf"
     return Config(
@@ -97,7 +98,7 @@ def helpful_harmless() -> Config:
 
 
 def blank() -> Config:
-    """Nothing but defaults (IAMA's learning rate, Table 2): bring a model, data and rewards."""
+    """Only defaults (learning rate of IAMA, Table 2): bring your own model, data and rewards."""
     return Config(data=DataConfig(source=""))
 
 
@@ -112,27 +113,27 @@ DEFAULT = "length-bon"
 
 
 def recipe(name: str) -> Config:
-    """The recipe of this name. Raises ValueError, with the nearest one, where there is none."""
+    """Return the recipe of this name. Raises ValueError with the nearest name if there is none."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         hint = (
             f"did you mean {near[0]!r}?"
             if near
-            else f"there are: {', '.join(RECIPES)}, or a file whose name ends in .toml"
+            else f"recipes: {', '.join(RECIPES)}, or a file whose name ends in .toml"
         )
         raise ValueError(f"unknown recipe {name!r}; {hint}")
     return RECIPES[name]()
 
 
 def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
-    """``[recipe] [file.toml] [--dry-run] [--section.key value ...]``, each laid over the one before.
+    """Parse ``[recipe] [file.toml] [--dry-run] [--section.key value ...]``; each part overrides the one before.
 
-    A TOML file may name its recipe itself (``recipe = "length-bon"``); one that does not begins at ``blank`` and gives
-    the run its own name. Returns the configuration and whether only its plan is wanted.
+    A TOML file may name its recipe (``recipe = "length-bon"``). Otherwise it starts from ``blank``, and the run is
+    named after the file. Returns the configuration, and whether ``--dry-run`` was given.
     """
     for argument in arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise ValueError(f"{argument!r} is not valid UTF-8, which a configuration is written in")
+            raise ValueError(f"{argument!r} is not valid UTF-8")
     dry_run = "--dry-run" in arguments
     rest = [argument for argument in arguments if argument != "--dry-run"]
     named: list[str] = []
@@ -141,7 +142,7 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     files = [Path(name) for name in named if name.endswith(".toml")]
     names = [name for name in named if not name.endswith(".toml")]
     if len(names) > 1 or len(files) > 1:
-        raise ValueError(f"expected one recipe and one .toml file at most, got {' '.join(named)}")
+        raise ValueError(f"expected at most one recipe and one .toml file, got {' '.join(named)}")
     if files:
         cfg = _of_file(files[0], names[0] if names else None)
     else:
@@ -150,10 +151,10 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
 
 
 def _of_file(path: Path, name: str | None) -> Config:
-    """The file laid over the recipe ``name``, over the one that it names itself, or over a blank one with its stem."""
+    """Lay the file over the recipe ``name``, over the recipe that the file names, or over ``blank``."""
     cfg = read_toml(path, recipe(name) if name else dataclasses.replace(recipe("blank"), recipe=""))
     if name and cfg.recipe != name:
-        raise ValueError(f"{path} begins at the recipe {cfg.recipe!r}, and {name!r} was named; name only one of them")
+        raise ValueError(f"{path} names the recipe {cfg.recipe!r}, but {name!r} was given; name only one of them")
     if name:
         return cfg
     return read_toml(path, recipe(cfg.recipe)) if cfg.recipe else dataclasses.replace(cfg, recipe=path.stem)

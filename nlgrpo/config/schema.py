@@ -1,4 +1,4 @@
-"""What a run is made of: nested dataclasses, a line under each field, and how files are laid over them."""
+"""Configuration of a training run: nested dataclasses with a help text under each field, and TOML files over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tyro
 
 from nlgrpo.objectives.advantages import Baseline
 
-AnyConfig = TypeVar("AnyConfig")  # of a run of any kind: a dataclass whose fields are sections
+AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
 
 
 @dataclass
@@ -25,7 +25,7 @@ class ModelConfig:
     path: str = "story-lm"
     """A Hugging Face model directory, a hub name, or the embedded "story-lm"."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Type the model computes in; auto: bfloat16 on a GPU (float32 master weights), float32 on a CPU."""
+    """Compute dtype. auto: bfloat16 on a GPU (with float32 master weights), float32 on a CPU."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
@@ -35,51 +35,52 @@ class DataConfig:
     source: str = "story-prompts"
     """A .jsonl, .json, .parquet, .csv or .txt file (.gz too), a `datasets` name, or the embedded "story-prompts"."""
     evaluation: str = ""
-    """Prompts of the evaluation before and after, read the same way; empty: the last ones of `source`, held out."""
+    """Evaluation prompts, in the same formats as `source`. Empty: the last prompts of `source` are held out."""
     split: str = "train"
     """Split of a `datasets` name or folder."""
     evaluation_split: str = ""
-    """That of `evaluation`; empty: the same."""
+    """Split of `evaluation`. Empty: the same as `split`."""
     prompt_column: str = "prompt"
     """Column with a text, or with a conversation for the model's chat template."""
     template: str = "{prompt}"
-    """Text around the columns, such as "Question: {question}\\nAnswer:"."""
+    """Template that builds the prompt from columns, such as "Question: {question}\\nAnswer:"."""
     cut_after: str | None = None
-    """The prompt is the text up to the last occurrence of this one, such as "\\n\\nAssistant:"."""
+    """Cut the prompt after the last occurrence of this text, such as "\\n\\nAssistant:"."""
     separator: str | None = None
-    """What parts the documents of a plain text; without it every line is one."""
+    """Text that separates documents in a plain text file. None: one document per line."""
     first_words: int | None = None
-    """Keep so many words of the prompt column."""
+    """Keep only this many words of the prompt column."""
     limit: int | None = None
-    """Read the first so many examples only."""
+    """Read only this many examples."""
     max_prompt_tokens: int | None = None
-    """Drop longer prompts; none: those that leave the context no room for a completion."""
+    """Drop longer prompts. None: drop prompts that leave no room for a completion in the context."""
     shuffle: bool = True
-    """Visit the prompts in a new order every epoch."""
+    """Shuffle the prompts in every epoch."""
     add_bos: bool | None = None
-    """Begin each prompt with BOS; none: as the tokenizer does."""
+    """Start each prompt with BOS. None: as the tokenizer does."""
 
 
 @dataclass
 class RolloutConfig:
     prompts: int = 6
-    """P, prompts a step, over all ranks."""
+    """P, prompts per step, over all ranks."""
     samples: int = 8
-    """M, completions a prompt (the group)."""
+    """M, completions per prompt: the size of a group."""
     max_new_tokens: int = 128
-    """Longest completion."""
+    """Maximum number of tokens of a completion."""
     temperature: float = 1.0
-    """Divides the logits, in sampling and in the loss."""
+    """Temperature of sampling. The loss uses the same one."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0: all. Like the next two, it samples from another policy than the trained one."""
+    """Sample from the k most likely tokens; 0: all. With top_k, top_p or min_p, the policy that samples is not the one
+    that is trained."""
     top_p: float = 1.0
-    """Keep the most likely tokens that hold this much probability."""
+    """Sample from the most likely tokens that have this total probability."""
     min_p: float = 0.0
-    """Keep the tokens that have this share of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the probability of the most likely token."""
     stop_ids: tuple[int, ...] = ()
-    """Token ids that end a completion besides the model's own EOS."""
+    """Token ids that end a completion, in addition to the model's EOS."""
     max_rows: int = 256
-    """Completions decoded together on a rank, which bounds the cache."""
+    """Maximum number of completions decoded together per rank. It bounds the KV cache."""
 
 
 @dataclass
@@ -89,135 +90,136 @@ class RewardConfig:
     `module:function` or `file.py:function`; for a diversity objective a kernel: `ngrams(n=2, of="words")`,
     `length(width=16)`, `equal(pattern=..)` or a function."""
     objective: str = "bon:4"
-    """How completions are chosen at inference time, or what is asked of their rewards: "mean", "bon:N", "wor:N" (the
-    worst of N), "bop:RATE" (the best of a Poisson number), "cvar:ALPHA" (lower tail), "soft:TAU", "erm:BETA",
-    "distortion:" and a table or function of ranks; "bon:N:unbiased", "wor:N:unbiased"; ":kde" behind a rank-based one
-    smooths the group's rewards. Of a kernel: "rao", "dpp:N", which ask for unlike completions."""
+    """What is maximised: "mean", "bon:N" (best of N), "wor:N" (worst of N), "bop:RATE" (best of a Poisson number),
+    "cvar:ALPHA" (mean of the lower tail), "soft:TAU" (soft best-of-N), "erm:BETA" (entropic risk), "distortion:" with a
+    table or function of the rank; "bon:N:unbiased", "wor:N:unbiased". The suffix ":kde" smooths the group's rewards of
+    a rank-based objective. For a similarity kernel: "rao", "dpp:N" (diversity)."""
     weight: float = 1.0
-    """Its share w_i in the aggregate of the objectives; 0: computed and logged only."""
+    """Weight w_i of the objective in the aggregate. 0: the reward is only computed and logged."""
     scale: float = 1.0
-    """Multiplies what the function returns, before the objective; -1 for users who want it low."""
+    """Factor on the reward, before the objective; -1 for users who want it low."""
     transform: str = ""
-    """What the objective sees instead of the reward, by samples of the reference (section `calibration`).
-    InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", or a function of the rank; variational
-    best-of-N: "vbon:N", "vbon:N:bound". Mostly with the objective "mean"."""
+    """Transform of the reward's rank among samples of the reference (section `calibration`), usually with the objective
+    "mean". InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", or a function of the rank. Variational
+    best-of-N: "vbon:N", "vbon:N:bound"."""
     timeout: float = 600.0
-    """Seconds that one call may take."""
+    """Timeout of one call, in seconds."""
     on_error: Literal["stop", "skip"] = "stop"
-    """skip: drop the groups that it failed on and count them."""
+    """What happens when the function fails: stop the run, or skip (drop the affected groups and count them)."""
 
 
 @dataclass
 class CalibrationConfig:
-    """The reference's samples: those that a reward with a transform is held against, and what `offline` learns from."""
+    """Samples of the reference. Rewards with a transform are calibrated on them; offline algorithms train on them."""
 
     rollouts: str = ""
-    """Folder of `nlgrpo rollout`."""
+    """Folder written by `nlgrpo rollout`."""
     missing: Literal["error", "draw"] = "error"
-    """Of a prompt without rollouts: an error before training, or samples are drawn when the prompt comes."""
+    """For prompts without rollouts: stop with an error before training, or draw samples when the prompt is used."""
     samples: int = 100
-    """K of a prompt that is drawn so; with rollouts theirs."""
+    """K, samples per prompt when they are drawn during training. With rollouts, their own K is used."""
     smoother: Literal["add-half", "exponential"] = "add-half"
-    """Of log F in vbon, which is -inf below the least sample: (count + 1/2) / (K + 1), or a fitted curve."""
+    """Smoother of log F for vbon, -inf below the smallest sample: (count + 1/2) / (K + 1), or a fitted curve."""
 
 
 @dataclass
 class OfflineConfig:
-    """Of bon_sft, dpo, ipo and bonbon: how a step's samples, of calibration.rollouts, become winners and pairs."""
+    """How bon_sft, dpo, ipo and bonbon turn the samples in calibration.rollouts into winners and pairs."""
 
     n: int = 2
-    """N. A prompt's samples of a step are cut at random into sets of N, each of which gives its best one or a pair."""
+    """N. The samples of a prompt are split at random into sets of N. Each set gives its best sample, or one pair."""
     rejected: Literal["worst", "random"] = "worst"
-    """What the best of a set is paired with: the worst of it, or any other one."""
+    """Rejected sample of a pair: the worst of the set, or a random other one."""
     alpha: float = 0.005
-    """Of bonbon: weight of the likelihood of the best; that of the pairs is 1 - alpha."""
+    """bonbon only: weight of the likelihood of the best sample. The weight of the pairs is 1 - alpha."""
 
 
 @dataclass
 class LossConfig:
     algorithm: Literal["grpo", "ppo", "bon_sft", "dpo", "ipo", "bonbon"] = "grpo"
-    """grpo and ppo take the linearised rewards of completions that the policy draws; in PPO they come with the last
-    token, and a critic (section `critic`) tells the others apart. The rest are baselines that draw nothing: they learn
-    from the reference's samples in calibration.rollouts (section `offline`), by the weighted sum of the rewards:
-    likelihood of the best of N, and losses on pairs."""
+    """Online: grpo and ppo train on the linearised rewards of the policy's own completions. In ppo the reward comes
+    with the last token, and a critic (section `critic`) gives per-token advantages. Offline baselines: bon_sft
+    (likelihood of the best of N), dpo, ipo and bonbon (losses on pairs) train on the samples of the reference in
+    calibration.rollouts (section `offline`), ranked by the weighted sum of the rewards."""
     aggregate: str = "sum"
-    """Of the objectives by their weights: "sum", "min" (of those with a weight), "smooth_min:GAMMA"."""
+    """Aggregate of the weighted objectives: "sum", "min" (over those with a weight), "smooth_min:GAMMA"."""
     aggregate_at: Literal["batch", "prompt"] = "batch"
-    """Aggregate the means over all prompts (IAMA), or the values at each prompt, which is another objective."""
+    """Aggregate the means over all prompts (IAMA), or the values at each prompt, which is a different objective."""
     aggregate_memory: float = 0.0
-    """Share of its past that the moving average of a mean keeps in a step; 0: this step's prompts only."""
+    """Decay of the moving averages at which the aggregate's gradient is taken. 0: use only the prompts of this step."""
     baseline: Baseline = "mean"
-    """Of a group's linearised rewards: their mean, the mean of the others (loo, without a bias of 1/M), or none."""
+    """Baseline of a group's linearised rewards: mean, leave-one-out mean (loo, without the bias of 1/M), or none."""
     normalization: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
-    """What the token losses are divided by: their sequence's length, the tokens of the step (bnpo) or of the rollout
-    (dapo), or a constant."""
+    """Divisor of the token losses: the length of the sequence (grpo), the number of tokens in the optimizer step (bnpo)
+    or in the rollout (dapo), or a constant (dr_grpo)."""
     surrogate: Literal["ppo", "cispo", "reinforce"] = "ppo"
-    """The clipped ratio (PPO, GRPO), log-probs weighed by the ratio that eps_high caps (CISPO), or without a ratio."""
+    """Clipped ratio (ppo; also GRPO), log-probs weighted by the capped ratio (cispo), or no ratio (reinforce)."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio of every token (GRPO) or of the whole sequence (GSPO)."""
+    """Importance ratio per token (GRPO) or per sequence (GSPO)."""
     eps_low: float = 0.2
-    """The ratio is clipped below at 1 - eps_low."""
+    """Lower clipping bound of the ratio: 1 - eps_low."""
     eps_high: float = 0.2
-    """And above at 1 + eps_high."""
+    """Upper clipping bound of the ratio: 1 + eps_high."""
     dual_clip: float | None = None
-    """Of ppo: where the advantage is negative, a ratio above this gets no gradient (TRL's delta); none: any does."""
+    """ppo surrogate only: no gradient where the advantage is negative and the ratio is above this (TRL's delta)."""
     beta: float = 1e-4
-    """Weight of the KL divergence to the model that training starts from; 0 keeps no reference. It is DPO's and IPO's
-    beta; bon_sft and bonbon have none."""
+    """Weight of the KL divergence to the initial model. 0: no reference model is loaded. For dpo and ipo, their beta;
+    bon_sft and bonbon do not use it."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence in the loss, in metrics and for target_kl; in the reward it is k1."""
+    """KL estimator in the loss, in the metrics and for target_kl. In the reward it is always k1."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """In the loss token by token, or as -beta log(pi/pi_ref) of a completion in its linearised reward; in PPO's
-    reward that of a token comes with it."""
+    """Add the KL to the loss per token, or add -beta log(pi/pi_ref) to the linearised reward: of the whole completion
+    for grpo, of each token for ppo."""
     kl_importance: bool = False
-    """Weigh k3 in the loss by the ratio (TRL's use_bias_correction_kl), exact in the gradient off-policy too."""
+    """Weight k3 in the loss by the ratio (TRL's use_bias_correction_kl): the gradient is exact off-policy too."""
     target_kl: float | None = None
-    """Adapt beta so that the KL per token stays near this value; none: beta is constant."""
+    """Adapt beta to keep the KL per token near this value. None: beta is constant."""
     scale: Literal["none", "group", "batch"] = "none"
-    """Divide advantages by the deviation of the group or batch, which undoes the scale of the linearisation."""
+    """Divide advantages by the std of the group or batch, which removes the scale of the linearisation."""
     epochs: int = 1
     """Passes over each rollout."""
     minibatches: int = 1
-    """Optimiser steps in a pass."""
+    """Optimizer steps per pass."""
 
     @property
     def offline(self) -> bool:
-        """Whether nothing is drawn, and a step learns from the reference's samples."""
+        """Whether training uses stored samples of the reference and generates nothing."""
         return self.paired or self.algorithm == "bon_sft"
 
     @property
     def paired(self) -> bool:
+        """Whether the loss is on pairs."""
         return self.algorithm in ("dpo", "ipo", "bonbon")
 
     @property
     def has_reference(self) -> bool:
-        """Whether the frozen model is needed."""
+        """Whether a frozen reference model is loaded."""
         return self.paired if self.offline else self.beta > 0
 
 
 @dataclass
 class CriticConfig:
-    """Of PPO."""
+    """The critic of PPO."""
 
     path: str = ""
-    """What it begins as: a causal model, whose values are 0 at first, or a reward model; empty: as the policy."""
+    """Initial model: a causal model, whose values start at 0, or a reward model. Empty: the same as the policy."""
     trunk: Literal["own", "shared"] = "own"
-    """A model of its own, or a head on the policy's last hidden states."""
+    """A separate model, or a value head on the policy's last hidden states."""
     lr: float = 1e-5
-    """Its learning rate; of a shared trunk, that of the head. It follows optim's schedule."""
+    """Learning rate of the critic, or of the head on a shared trunk. It follows the schedule of [optim]."""
     warmup_steps: int = 0
-    """Steps in which the critic learns alone: the policy's learning rate is 0, and its schedule begins after them."""
+    """Steps that train only the critic. The policy's learning rate is 0 in them, and its schedule starts after them."""
     gamma: float = 1.0
-    """Discount of what comes a token later."""
+    """Discount factor per token."""
     lam: float = 0.95
-    """Lambda of generalised advantage estimation; 1: the return less the value."""
+    """Lambda of generalised advantage estimation. 1: the return minus the value."""
     clip: float = 0.2
-    """A value that moves further than this from that of the rollout gains nothing; inf: no limit."""
+    """Clipping range of the value around its value at the rollout. inf: no clipping."""
     coef: float = 0.5
-    """Weight of the value loss beside the policy's."""
+    """Weight of the value loss relative to the policy loss."""
     whiten: bool = True
-    """Bring the advantages of all tokens to mean 0 and deviation 1. A KL in the loss then weighs beta times that
-    deviation; one in the reward (loss.kl_in) is divided with it."""
+    """Normalize the advantages of all tokens to mean 0 and standard deviation 1. A KL in the loss then has the weight
+    beta times that standard deviation; a KL in the reward (loss.kl_in) is divided with the advantages."""
 
 
 @dataclass
@@ -225,9 +227,9 @@ class OptimConfig:
     lr: float = 1e-6
     """Learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Training steps in which the learning rate rises from 0."""
+    """Training steps over which the learning rate rises from 0."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
     eps: float = 1e-8
@@ -235,66 +237,66 @@ class OptimConfig:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """The gradient's norm is clipped here; 0: never."""
+    """Maximum gradient norm, by clipping. 0: no clipping."""
 
 
 @dataclass
 class LoopConfig:
-    """What every training loop has: how its work is cut, and what it keeps."""
+    """What all training loops share: seed, micro-batches, checkpoints."""
 
     seed: int = 0
-    """Of all that is drawn."""
+    """Random seed."""
     micro_batch_tokens: int | None = None
-    """Tokens that one forward and backward takes; gradients accumulate over as many as are needed. None: 16384 on a
-    GPU; 1024 on a CPU, whose caches then hold them."""
+    """Tokens per forward and backward; gradients are accumulated over micro-batches. None: 16384 on a GPU, and 1024 on
+    a CPU, which fits its caches."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep: the newest ones."""
     tensorboard: bool | None = None
-    """None: where it is installed."""
+    """Log to TensorBoard. None: if it is installed."""
     restart: bool = False
-    """Begin anew in a folder that holds a run, whose files are removed."""
+    """Restart from scratch in a folder that holds a run. The files of that run are removed."""
 
 
 @dataclass
 class EpochsConfig(LoopConfig):
     epochs: float = 1.0
-    """Passes over the examples."""
+    """Epochs: passes over the examples."""
     out: str = ""
-    """Folder of the run; empty: runs/<name of the .toml file>, or what the command is called."""
+    """Folder of the run. Empty: runs/<name of the .toml file>, or runs/<name of the command>."""
 
 
 @dataclass
 class TrainConfig(LoopConfig):
     steps: int = 100
-    """Rollouts to train on."""
+    """Training steps, with one rollout each."""
     seed: int = 0
-    """Of prompts, samples and minibatches."""
+    """Random seed of prompts, samples and minibatches."""
     out: str = ""
-    """Folder of the run; empty: runs/<recipe>."""
+    """Folder of the run. Empty: runs/<recipe>."""
     checkpoint_every: int = 50
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints. 0: only at the end."""
     samples_every: int = 50
-    """Steps between tables of sampled completions; 0: never."""
+    """Steps between tables of sampled completions. 0: never."""
 
 
 @dataclass
 class EvaluationConfig:
     prompts: int = 64
-    """Prompts sampled before and after training; 0: no evaluation."""
+    """Number of evaluation prompts, before and after training. 0: no evaluation."""
     samples: int = 16
-    """n, completions of each."""
+    """n, completions per prompt."""
     ns: tuple[int, ...] = (1, 4)
-    """N of the best-of-N values that are printed; 1 is the mean."""
+    """Values of N for the printed best-of-N. 1 is the mean."""
 
 
 @dataclass
 class Config:
-    """A whole run."""
+    """Configuration of a whole training run."""
 
     recipe: tyro.conf.Fixed[str] = "blank"
-    """Name of the recipe that it began as."""
+    """Name of the recipe that the configuration started from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -309,6 +311,7 @@ class Config:
 
     @property
     def run(self) -> Path:
+        """Folder of the run."""
         return Path(os.path.expanduser(self.train.out) or f"runs/{self.recipe}")
 
 
@@ -320,15 +323,15 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], base: Config | None = None, where: str = "the configuration") -> Config:
-    """``base`` with ``values`` laid over it; a [rewards] table replaces the rewards as a whole.
+    """Return ``base`` with ``values`` laid over it. A [rewards] table replaces all rewards.
 
-    Raises ValueError for a key that does not exist, with the nearest one that does, and for a value of another type.
+    Raises ValueError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
     return overlay(base or Config(), values, where)
 
 
 def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
-    """``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for a file that cannot be read."""
+    """Return ``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for an unreadable file."""
     if not path.is_file():
         raise ValueError(f"there is no configuration file {path}")
     try:
@@ -341,7 +344,7 @@ def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
 
 
 def overlay(base: AnyConfig, values: Mapping[str, Any], where: str) -> AnyConfig:
-    """`from_dict` for a configuration of any kind."""
+    """Like `from_dict`, for any configuration dataclass."""
     return _overlay(base, values, where, "", type(base))
 
 
@@ -355,7 +358,7 @@ def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) or hints[key] == dict[str, RewardConfig]:
             if not isinstance(value, Mapping):
-                raise ValueError(f"{where}: {name} is a table, and {value!r} came")
+                raise ValueError(f"{where}: {name} must be a table, got {value!r}")
             if dataclasses.is_dataclass(current):
                 changes[key] = _overlay(current, value, where, f"{name}.", root)
             else:
@@ -367,7 +370,7 @@ def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root
 
 
 def _coerce(value: Any, kind: Any, where: str, name: str) -> Any:
-    """``value`` as the annotated type: an int serves as a float and a list as a tuple, nothing else is converted."""
+    """Check ``value`` against the annotated type. Only int to float and list to tuple are converted."""
     options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     for option in options:
         if typing.get_origin(option) is Literal and value in typing.get_args(option):
@@ -383,7 +386,7 @@ def _coerce(value: Any, kind: Any, where: str, name: str) -> Any:
 
 
 def _describe(kind: Any) -> str:
-    """A type in the words of a TOML file."""
+    """Name a type as a TOML user would."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(repr, arguments))
@@ -393,22 +396,22 @@ def _describe(kind: Any) -> str:
 
 
 def _hint(key: str, known: Mapping[str, Any], prefix: str, root: type) -> str:
-    """What may have been meant: a key of this name in another section, or the nearest one in this section."""
+    """Suggest a key: one of this name in another section, or the nearest one in this section."""
     sections = {name: kind for name, kind in typing.get_type_hints(root).items() if dataclasses.is_dataclass(kind)}
     meant = [f"{name}.{key}" for name, kind in sections.items() if key in kind.__dataclass_fields__]
     meant = meant or [prefix + near for near in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
     if meant:
         return f"; did you mean {' or '.join(map(repr, meant))}?"
-    return f"; known are: {', '.join(prefix + k for k in known)}"
+    return f"; known keys: {', '.join(prefix + k for k in known)}"
 
 
 def dashed(name: str) -> str:
-    """A name as the command line has it."""
+    """Spell a name as on the command line."""
     return name.replace("_", "-")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Lines ``section.key: old -> new`` for what differs between two configurations as dictionaries."""
+    """List the differences of two configurations (as dictionaries) as lines ``section.key: old -> new``."""
     lines = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)

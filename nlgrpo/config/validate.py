@@ -1,4 +1,4 @@
-"""The one place where a configuration is checked: values out of range, and values that do not go together."""
+"""Checks of a configuration: values out of range, and values that do not fit together."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, 
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.runtime import user_code
 
-SPLIT = "empty, because data.evaluation names no data"
+SPLIT = "empty, because data.evaluation is empty"
 
 
 def check(config: Config, *, world: int = 1) -> None:
-    """Refuse values out of range. Raises ValueError with every fault: what was given and what is allowed."""
+    """Check a configuration. Raises ValueError that lists every fault with the value and what is allowed."""
     refuse(_faults(config, world))
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """ValueError with those faults that are not empty, if there are any."""
+    """Raise ValueError with the faults that are not empty, if any."""
     lines = [f"  {fault}" for fault in faults if fault]
     if lines:
         raise ValueError("\n".join(["the configuration cannot be run:", *lines]))
 
 
 def need_of(config: Any, name: str, allowed: str, good: bool) -> str:
-    """The fault of the key ``name`` ("section.key") unless it is ``good`` and finite; "" for none."""
+    """Return the fault of the key ``name`` ("section.key"), or "" if it is ``good`` and finite."""
     value = attrgetter(name)(config)
     numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
-    if good and all(abs(v) < 2**63 for v in numbers):  # no NaN or infinity is
+    if good and all(abs(v) < 2**63 for v in numbers):  # false for NaN and infinities
         return ""
     return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
 
@@ -100,7 +100,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
         need(
             "evaluation.prompts",
-            f"0 (no evaluation) or >= {world}, a prompt a rank",
+            f"0 (no evaluation) or >= {world}, one prompt per rank",
             evaluation.prompts == 0 or evaluation.prompts >= world,
         ),
         need("evaluation.samples", ">= 1", evaluation.samples >= 1),
@@ -111,32 +111,34 @@ def _faults(config: Config, world: int) -> list[str]:
         ),
     ]
     if rollout.prompts % world:
-        faults.append(f"rollout.prompts = {rollout.prompts}: {world} ranks do not divide it; allowed are multiples")
+        faults.append(f"rollout.prompts = {rollout.prompts}: it must be a multiple of the number of ranks, {world}")
     if loss.offline:
         faults += _offline_faults(config)
     if loss.algorithm == "ppo":
         faults += _critic_faults(config, need)
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
-        faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions of a step")
+        faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions per step")
     if loss.scale != "none" and not loss.offline and (loss.baseline == "none" or loss.algorithm == "ppo"):
-        instead = "critic.whiten does so" if loss.algorithm == "ppo" else "take a baseline, or the scale 'none'"
+        instead = "use critic.whiten" if loss.algorithm == "ppo" else "use a baseline, or scale 'none'"
         faults.append(
-            f"loss.scale = {loss.scale!r} divides the deviations from a baseline, which "
+            f"loss.scale = {loss.scale!r} needs a baseline, which "
             f"{'PPO' if loss.algorithm == 'ppo' else repr(loss.baseline)} does not have: {instead}"
         )
     if loss.dual_clip is not None and loss.surrogate != "ppo":
-        faults.append(f"loss.dual_clip bounds the clipped ratio of 'ppo', and loss.surrogate is {loss.surrogate!r}")
+        faults.append(f"loss.dual_clip needs loss.surrogate = 'ppo', got {loss.surrogate!r}")
     if loss.kl_importance and (loss.kl != "k3" or loss.kl_in != "loss"):
-        faults.append(f"loss.kl_importance weighs k3 in the loss, and here is {loss.kl} in the {loss.kl_in}")
+        faults.append(
+            f"loss.kl_importance needs loss.kl = 'k3' and loss.kl_in = 'loss', got {loss.kl!r} and {loss.kl_in!r}"
+        )
     if loss.target_kl is not None and loss.beta == 0:
-        faults.append("loss.target_kl adapts beta by factors, which loss.beta = 0 does not feel; start above 0")
+        faults.append("loss.target_kl multiplies beta by a factor, so loss.beta must start above 0")
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
-        faults.append("loss.aggregate_memory averages means over prompts, and loss.aggregate_at = 'prompt' takes none")
+        faults.append("loss.aggregate_memory needs loss.aggregate_at = 'batch': it averages means over prompts")
     return faults + _reward_faults(config) + _aggregate_faults(config)
 
 
 def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[str]:
-    """Of a reward that is held against the reference's samples."""
+    """Faults of a reward with a transform."""
     beta, own, faults = config.loss.beta, config.calibration, []
     try:
         variational_bon = variational.parse(reward.transform)
@@ -145,11 +147,13 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
     except ValueError as error:
         return [f"{name}.transform: {error}"]
     if beta == 0:
-        faults.append(f"{name}.transform = {reward.transform!r}: loss.beta = 0 keeps no reference; expected > 0")
+        faults.append(
+            f"{name}.transform = {reward.transform!r}: needs loss.beta > 0: with 0 no reference model is loaded"
+        )
     if variational_bon is not None and reward.objective != "mean":
-        faults.append(f"{name}.transform = {reward.transform!r} is for objective = 'mean', not {reward.objective!r}")
+        faults.append(f"{name}.transform = {reward.transform!r} needs objective = 'mean', got {reward.objective!r}")
     if registry.is_pairwise(reward.objective):
-        faults.append(f"{name}.transform: {reward.objective!r} is of kernels, which have no ranks")
+        faults.append(f"{name}.transform: {reward.objective!r} takes a similarity kernel, which has no ranks")
     if not own.rollouts and own.missing == "error":
         faults.append(
             f"{name}.transform = {reward.transform!r}: needs samples of the reference, calibration.rollouts "
@@ -159,32 +163,36 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
 
 
 def _offline_faults(config: Config) -> list[str]:
-    """Of an algorithm that learns from the reference's samples, with what it would pass over in silence."""
+    """Faults of an offline algorithm, including keys that it would ignore."""
     loss, own, samples = config.loss, config.offline, config.rollout.samples
     name, least, faults = f"loss.algorithm = {loss.algorithm!r}", 2 if loss.paired else 1, []
     if not config.calibration.rollouts:
         faults.append(f"{name}: needs samples of the reference, calibration.rollouts (a folder of `nlgrpo rollout`)")
     if not least <= own.n <= samples:
-        allowed = f"from {least} to rollout.samples = {samples}, the samples of a prompt that a step takes"
-        faults.append(f"offline.n = {own.n}: with {name} allowed is {allowed}")
+        allowed = f"{least} to rollout.samples = {samples}, the samples per prompt in a step"
+        faults.append(f"offline.n = {own.n}: allowed with {name} is {allowed}")
     if loss.algorithm == "bonbon" and own.rejected == "random" and own.n > 2:
         faults.append(
-            "offline.rejected = 'random': bonbon's margin is that of the best and the worst of n; use 'worst'"
+            "offline.rejected = 'random': the margin of bonbon is for the best and the worst of n; use 'worst'"
         )
     if not 0 <= own.alpha <= 1:
         faults.append(f"offline.alpha = {own.alpha}: allowed is in [0, 1]")
     if loss.algorithm in ("dpo", "ipo") and loss.beta == 0:
-        faults.append(f"loss.beta = 0: {name} has no optimum there; allowed is > 0")
+        faults.append(f"loss.beta = 0: {name} has no optimum; allowed is > 0")
     if loss.epochs * loss.minibatches > 1:
         several = f"loss.epochs = {loss.epochs}, loss.minibatches = {loss.minibatches}"
-        faults.append(f"{several}: with {name} a step is one of the optimiser, and train.steps says how many")
+        faults.append(f"{several}: {name} takes one optimizer step per training step; set train.steps instead")
     if loss.target_kl is not None:
-        faults.append(f"loss.target_kl follows the KL of completions that the policy draws, and {name} draws none")
+        faults.append(f"loss.target_kl needs completions of the policy, and {name} is offline")
     if loss.aggregate != "sum":
-        faults.append(f"loss.aggregate = {loss.aggregate!r}: {name} chooses by the weighted sum of the rewards")
+        faults.append(
+            f"loss.aggregate = {loss.aggregate!r}: {name} ranks samples by the weighted sum of the rewards; use 'sum'"
+        )
     for reward, given in config.rewards.items():
         if given.weight and registry.is_pairwise(given.objective):
-            faults.append(f"rewards.{reward}: {name} chooses by rewards, and {given.objective!r} is of kernels")
+            faults.append(
+                f"rewards.{reward}: {name} ranks samples by rewards, and {given.objective!r} takes a similarity kernel"
+            )
     return faults
 
 
@@ -200,10 +208,10 @@ def _critic_faults(config: Config, need: Callable[[str, str, bool], str]) -> lis
     if not critic.clip > 0:
         faults.append(f"critic.clip = {critic.clip}: allowed is > 0 (inf: no limit)")
     if critic.trunk == "shared" and critic.path:
-        faults.append(f"critic.path = {critic.path!r}: a head on the policy has no model; leave it out")
+        faults.append(f"critic.path = {critic.path!r}: critic.trunk = 'shared' has no model of its own; leave it empty")
     if config.loss.level == "sequence":
         faults.append(
-            "loss.level = 'sequence': with loss.algorithm = 'ppo' the tokens of a completion differ; use 'token'"
+            "loss.level = 'sequence' does not fit the per-token advantages of loss.algorithm = 'ppo'; use 'token'"
         )
     return faults
 
@@ -211,7 +219,7 @@ def _critic_faults(config: Config, need: Callable[[str, str, bool], str]) -> lis
 def _aggregate_faults(config: Config) -> list[str]:
     weights = [reward.weight for reward in config.rewards.values()]
     if not any(weights) or not all(map(math.isfinite, weights)):
-        return []  # said already
+        return []  # reported by _reward_faults
     try:
         aggregation.parse(config.loss.aggregate, weights)
     except ValueError as error:
@@ -224,14 +232,14 @@ def _reward_faults(config: Config) -> list[str]:
     if not rewards:
         faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
     if rewards and all(reward.weight == 0 for reward in rewards.values()):
-        faults.append("every reward has weight = 0, so there is nothing to train for")
+        faults.append("every reward has weight 0: there is nothing to train for")
     if len({dashed(name) for name in rewards}) < len(rewards):
         faults.append(
-            f"rewards {', '.join(rewards)}: two names differ in - and _ only, which are one on the command line"
+            f"rewards {', '.join(rewards)}: two names differ only in - and _, which are the same on the command line"
         )
     for name, reward in rewards.items():
         if not re.fullmatch(r"\w[\w-]*", name):
-            faults.append(f"rewards: {name!r} is no name; allowed are letters, digits, - and _")
+            faults.append(f"rewards: {name!r} is not a valid name; allowed are letters, digits, - and _")
         if not math.isfinite(reward.weight):
             faults.append(f"rewards.{name}.weight = {reward.weight}: allowed is a finite number")
         if not 0 < abs(reward.scale) < math.inf:

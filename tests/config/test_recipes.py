@@ -30,7 +30,7 @@ def test_a_recipe_can_be_run_as_it_is(name, capsys, tmp_path, monkeypatch):
     assert train.main([name, "--dry-run"]) == 0
     assert time.perf_counter() - began < 20
     shown = " ".join(capsys.readouterr().out.split())
-    for said in ("plan", "parameters", "6 prompts x 8 samples = 48 completions", "memory a rank", f"runs/{name}"):
+    for said in ("plan", "parameters", "6 prompts x 8 samples = 48 completions", "memory per rank", f"runs/{name}"):
         assert said in shown
     assert not list(tmp_path.iterdir()), "a plan writes nothing"
 
@@ -76,11 +76,11 @@ def test_blank_holds_nothing_but_defaults_and_is_no_run():
         (["lenght-bon"], r"unknown recipe 'lenght-bon'; did you mean 'length-bon'\?"),
         (
             ["zzz"],
-            r"unknown recipe 'zzz'; there are: length-bon, length-mean, story-mix, helpful-harmless, blank, or a file",
+            r"unknown recipe 'zzz'; recipes: length-bon, length-mean, story-mix, helpful-harmless, blank, or a file",
         ),
         ([""], r"unknown recipe ''"),
-        (["length-bon", "length-mean"], "expected one recipe and one .toml file at most, got length-bon length-mean"),
-        (["a.toml", "b.toml"], "expected one recipe and one .toml file at most, got a.toml b.toml"),
+        (["length-bon", "length-mean"], "expected at most one recipe and one .toml file, got length-bon length-mean"),
+        (["a.toml", "b.toml"], "expected at most one recipe and one .toml file, got a.toml b.toml"),
     ],
 )
 def test_a_name_that_is_no_recipe(names, said):

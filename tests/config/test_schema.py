@@ -101,7 +101,7 @@ def toml(tmp_path):
         ("train.checkpoint_every", -1, ">= 0 (0: only at the end)"),
         ("train.keep_checkpoints", 0, ">= 1"),
         ("train.samples_every", -1, ">= 0 (0: never)"),
-        ("evaluation.prompts", -1, "0 (no evaluation) or >= 1, a prompt a rank"),
+        ("evaluation.prompts", -1, "0 (no evaluation) or >= 1, one prompt per rank"),
         ("evaluation.samples", 0, ">= 1"),
         ("evaluation.ns", (0, 4), "between 1 and evaluation.samples = 16"),
         ("evaluation.ns", (17,), "between 1 and evaluation.samples = 16"),
@@ -168,7 +168,7 @@ def test_an_objective_out_of_range(objective, said):
     [
         ("function", "", "rewards.x.function is missing"),
         ("weight", math.nan, "rewards.x.weight = nan: allowed is a finite number"),
-        ("weight", 0.0, "every reward has weight = 0"),
+        ("weight", 0.0, "every reward has weight 0"),
         ("scale", 0.0, "rewards.x.scale = 0.0: allowed is a finite number other than 0"),
         ("scale", math.inf, "rewards.x.scale = inf"),
         ("timeout", 0.0, "rewards.x.timeout = 0.0: allowed is > 0 (inf: no limit)"),
@@ -186,25 +186,28 @@ def test_names_of_rewards_can_be_typed_and_told_apart():
     validate.check(Config(rewards={"a-b": one, "ab2": one}))
     for name in ("", "a b", "a/b", "a.b", "-a"):
         (line,) = faults(Config(rewards={name: one}))
-        assert f"{name!r} is no name" in line
+        assert f"{name!r} is not a valid name" in line
     (line,) = faults(Config(rewards={"a-b": one, "a_b": one}))
-    assert "differ in - and _ only" in line
+    assert "differ only in - and _" in line
 
 
 def test_ranks_must_divide_the_batch():
     validate.check(changed(rollout__prompts=6), world=3)
     (line,) = faults(changed(rollout__prompts=6), world=4)
-    assert line == "  rollout.prompts = 6: 4 ranks do not divide it; allowed are multiples"
+    assert line == "  rollout.prompts = 6: it must be a multiple of the number of ranks, 4"
 
 
 def test_settings_that_contradict_each_other():
     weighed = {"loss__kl_importance": True, "loss__kl": "k3"}
-    assert "kl_importance weighs k3 in the loss, and here is k1" in faults(changed(**weighed | {"loss__kl": "k1"}))[0]
-    assert "and here is k3 in the reward" in faults(changed(**weighed, loss__kl_in="reward"))[0]
-    assert "from a baseline, which 'none' does" in faults(changed(loss__scale="group", loss__baseline="none"))[0]
+    assert (
+        "kl_importance needs loss.kl = 'k3' and loss.kl_in = 'loss', got 'k1'"
+        in faults(changed(**weighed | {"loss__kl": "k1"}))[0]
+    )
+    assert "got 'k3' and 'reward'" in faults(changed(**weighed, loss__kl_in="reward"))[0]
+    assert "needs a baseline, which 'none' does" in faults(changed(loss__scale="group", loss__baseline="none"))[0]
     validate.check(changed(loss__scale="group", loss__baseline="loo"))
-    assert "loss.beta = 0 does not feel" in faults(changed(loss__target_kl=0.1, loss__beta=0.0))[0]
-    assert "more than the completions of a step" in faults(changed(loss__minibatches=49))[0]
+    assert "so loss.beta must start above 0" in faults(changed(loss__target_kl=0.1, loss__beta=0.0))[0]
+    assert "more than the completions per step" in faults(changed(loss__minibatches=49))[0]
     validate.check(changed(loss__minibatches=48))
 
 
@@ -269,12 +272,12 @@ def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
         ("[train]\nlr = 1e-3", "unknown key 'train.lr'; did you mean 'critic.lr' or 'optim.lr'?"),
         ("[train]\nprompts = 3", "did you mean 'rollout.prompts' or 'evaluation.prompts'?"),
         ("[rewards.x]\nfuncton = 'f'", "unknown key 'rewards.x.functon'; did you mean 'rewards.x.function'?"),
-        ("[optim]\nzzzzz = 1", "unknown key 'optim.zzzzz'; known are: optim.lr, optim.schedule"),
-        ("zzzzz = 1", "known are: recipe, model, data"),
+        ("[optim]\nzzzzz = 1", "unknown key 'optim.zzzzz'; known keys: optim.lr, optim.schedule"),
+        ("zzzzz = 1", "known keys: recipe, model, data"),
         ("recipe = 'lenght-bon'", "unknown recipe 'lenght-bon'; did you mean 'length-bon'?"),
         ("recipe = 3", "recipe = 3: expected str"),
-        ("model = 3", "model is a table, and 3 came"),
-        ("rewards = 'length'", "rewards is a table, and 'length' came"),
+        ("model = 3", "model must be a table, got 3"),
+        ("rewards = 'length'", "rewards must be a table, got 'length'"),
         ("rewards.x = 3", "rewards.x.function = 3: expected str"),
         ("[train]\nsteps = '3'", "train.steps = '3': expected int"),
         ("[train]\nsteps = 3.0", "train.steps = 3.0: expected int"),
@@ -352,7 +355,7 @@ def test_a_file_may_name_its_recipe(toml):
     assert read(toml("recipe = 'length-mean'")) == recipe("length-mean")
     assert read(toml("recipe = 'length-mean'", "length-mean.toml")) == recipe("length-mean")
     assert read("length-mean", toml("recipe = 'length-mean'")) == recipe("length-mean")
-    with pytest.raises(ValueError, match=r"begins at the recipe 'length-bon', and 'length-mean' was named"):
+    with pytest.raises(ValueError, match=r"names the recipe 'length-bon', but 'length-mean' was given"):
         read("length-mean", toml("recipe = 'length-bon'"))
 
 
