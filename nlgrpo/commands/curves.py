@@ -1,10 +1,10 @@
-"""The command ``nlgrpo curves``: what training for a transformed, calibrated reward comes to, without a model.
+"""The command ``nlgrpo curves``: win rates that training on a transformed reward reaches, without a model.
 
     nlgrpo curves --n 4 --transforms identity,log,exp:10,bon_fp
     nlgrpo curves --suggest 4 --kl 1
 
-Win rates against the reference at given KLs or betas, as a table, curves.json, curves.csv and a picture; or the t of
-"exp:t" that is best for a number of samples and a KL.
+Win rates against the reference at given KLs or betas, as a table, curves.json, curves.csv and a picture. With
+``--suggest``, the best t of "exp:t" for a number of samples and a KL.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 COLUMNS = ("beta", "kl", "win_rate", "bon_win_rate", "won_win_rate")
-POINTS = 48  # of a curve
-NEAR = 1e-3  # KL at which a curve begins
-REFERENCE = (2, 4, 8)  # m of best-of-m of the reference, drawn beside the curves
+POINTS = 48  # points per curve
+NEAR = 1e-3  # smallest KL of a curve
+REFERENCE = (2, 4, 8)  # m of best-of-m of the reference, drawn next to the curves
 
 
 @dataclass
@@ -44,25 +44,25 @@ class Curves:
     """Win rate against KL of transforms of a calibrated reward (InfAlign, Theorem 3), for any model and reward."""
 
     n: int = 4
-    """N of best-of-N and worst-of-N, on both sides."""
+    """N of best-of-N and worst-of-N, for both the model and the reference."""
     transforms: str = "identity,log,exp:10,exp:-10,bon_fp,won_fp"
-    """Between commas: identity, log, exp:T, bon_fp (best for each beta), bon_fp:N:BETA, won_fp, or yours, file.py:f."""
+    """Separated by commas: identity, log, exp:T, bon_fp (optimal for each beta), bon_fp:N:BETA, won_fp, file.py:f."""
     kls: str = "0.5,1,2,3"
-    """KLs in nats of the table; the curves end at the largest."""
+    """KLs of the table, in nats. The curves end at the largest."""
     betas: str = ""
     """Betas of the table and the curves, instead of KLs."""
     suggest: int | None = None
-    """Print the t of exp:t that is best for best-of-N with this N; nothing is written."""
+    """Print the best t of exp:t for best-of-N with this N, and write nothing."""
     kl: float = 1.0
     """KL for --suggest."""
     worst: bool = False
-    """--suggest for worst-of-N."""
+    """Suggest for worst-of-N instead of best-of-N."""
     out: Path = Path("runs/curves")
     """Folder of curves.json, curves.csv and curves.png."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table and write the files, or print a suggestion. Raises ValueError for what cannot be computed."""
+    """Print the table and write the files, or print a suggestion. Raises ValueError for invalid options."""
     options, start = tyro.cli(Curves, args=list(arguments), prog="nlgrpo curves"), time.perf_counter()
     console = Console()
     if options.suggest is not None:
@@ -71,11 +71,13 @@ def main(arguments: Sequence[str]) -> int:
     transforms = _transforms(options.transforms, options.n)
     kls, betas = _numbers("--kls", options.kls), _numbers("--betas", options.betas)
     if not (kls or betas):
-        raise ValueError("--kls names no KL; give some, as --kls 0.5,1,2, or --betas.")
+        raise ValueError("--kls is empty; use for example --kls 0.5,1,2, or --betas")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot write into {options.out}: {error.strerror}; give another folder by --out") from None
+        raise ValueError(
+            f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
+        ) from None
     table = {name: _rows(transform, kls, betas, options.n) for name, transform in transforms.items()}
     console.print(_table(table, options.n, "beta" if betas else "kl"))
     lines = table if betas else {name: _line(transforms[name], max(kls), options.n) for name in transforms}
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 def _transforms(text: str, n: int) -> dict[str, Transform]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
-        raise ValueError("--transforms names none; give some, as --transforms identity,log,exp:10,bon_fp.")
+        raise ValueError("--transforms is empty; use for example --transforms identity,log,exp:10,bon_fp")
     return {name: parse_transform(name, n=n, function=user_code.function) for name in names}
 
 
@@ -99,7 +101,7 @@ def _numbers(option: str, text: str) -> list[float]:
     try:
         return sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError:
-        raise ValueError(f"{option} {text!r}: expected numbers between commas, as {option} 0.5,1,2.") from None
+        raise ValueError(f"{option} {text!r}: expected numbers separated by commas, such as {option} 0.5,1,2") from None
 
 
 def _rows(transform: Transform, kls: Sequence[float], betas: Sequence[float], n: int) -> Curve:
@@ -107,19 +109,19 @@ def _rows(transform: Transform, kls: Sequence[float], betas: Sequence[float], n:
 
 
 def _line(transform: Transform, furthest: float, n: int) -> Curve:
-    """From the reference, which wins half, to the KL ``furthest``, at betas of equal ratios."""
+    """Compute the curve from the reference (win rate 1/2) to the KL ``furthest``, at geometrically spaced betas."""
     begin, end = at_kl(transform, [min(NEAR, furthest / 2), furthest], n).beta.tolist()
     return alignment_curve(transform, np.geomspace(begin, end, POINTS).tolist(), n)
 
 
 def _residuals(transform: Transform, curve: Curve) -> list[float | None]:
-    """Of each point, if it is of a fixed point."""
+    """Return the residual of each point of a fixed point, None for other transforms."""
     each = (transform.at(beta) for beta in curve.beta.tolist())
     return [phi.residual if isinstance(phi, FixedPoint) else None for phi in each]
 
 
 def _table(found: Mapping[str, Curve], n: int, by: str) -> Table:
-    """A section for each KL (or beta) and a row for each transform; the largest win rates are bold."""
+    """Build a table with a section per KL (or beta) and a row per transform; the largest win rates are bold."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in (by.upper() if by == "kl" else by, "transform", "beta" if by == "kl" else "KL"):
         table.add_column(title, justify="left" if title == "transform" else "right", overflow="fold")
@@ -154,7 +156,7 @@ def _write(
 
 
 def _points(curves: Mapping[str, Curve], transforms: Mapping[str, Transform]) -> list[dict[str, Any]]:
-    """An object for each point of each curve."""
+    """Return one JSON object for each point of each curve."""
     points: list[dict[str, Any]] = []
     for name, curve in curves.items():
         rows = zip(*(getattr(curve, column).tolist() for column in COLUMNS), strict=True)
@@ -167,7 +169,7 @@ def _points(curves: Mapping[str, Curve], transforms: Mapping[str, Transform]) ->
 
 
 def _suggest(n: int, kl: float, worst: bool, console: Console) -> None:
-    """Print the best t, and what it wins beside the usual transforms and the fixed point, which nothing exceeds."""
+    """Print the best t and its win rate, next to the usual transforms and the fixed point, which is optimal."""
     t = float(f"{suggest(n, kl, worst=worst):.3g}")
     column, ceiling = ("won_win_rate", "won_fp") if worst else ("bon_win_rate", "bon_fp")
     names = [f"exp:{t:g}", f"exp:{-10 if worst else 10}", "identity", "log", ceiling]
@@ -182,4 +184,4 @@ def _suggest(n: int, kl: float, worst: bool, console: Console) -> None:
     say(f"For {'worst' if worst else 'best'}-of-{n} at KL = {kl:g}: {names[0]}")
     console.print(table)
     if abs(t) > 0.99 * EXPONENTS[1]:
-        say(f"No larger t is looked at; {ceiling} has no such limit.")
+        say(f"Larger t are not searched; {ceiling} has no such limit.")

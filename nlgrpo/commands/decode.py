@@ -1,10 +1,9 @@
-"""The command ``nlgrpo decode``: ways to decode a frozen model, held against each other at the same budgets.
+"""The command ``nlgrpo decode``: compare decoding methods for a frozen model at equal budgets.
 
     nlgrpo decode my.toml --guide runs/iro --methods bon cd args iro:1 iro --budgets 4 16 64 --out runs/decode
 
-A budget is N = K B, the candidates of a prompt at any time: at every position a method draws at most N tokens. Whatever
-the method, the rewards (or the values, or the majority of answers) choose among the candidates that it ends with. P
-prompts.
+A budget is N = K B, the candidates per prompt at any time: at every position a method samples at most N tokens. For
+every method, the rewards (or the values, or the majority of answers) choose among its final candidates. P prompts.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.timing import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 
-ABOUT = """Hold ways to decode a frozen model against each other: nlgrpo decode [recipe] [file.toml] --guide OUT [..]
+ABOUT = """Compare decoding methods for a frozen model: nlgrpo decode [recipe] [file.toml] --guide OUT [options]
 
 Recipe, file and keys are those of `nlgrpo train`; the prompts are those that a run holds out, and the weighted sum of
-the rewards chooses. Methods: "bon", best-of-N; "iro", the search guided by all values of --guide, "iro:2" by the first
-two, "compressed" by the one that `nlgrpo iro` has made of all; "cd", chunks behind one beam by the first value; "args"
-or "args:WEIGHT", the likeliest tokens by their log-prob and WEIGHT times the reward of the prefix."""
+the rewards chooses the response. Methods: "bon", best-of-N; "iro", guided search by all values of --guide; "iro:2", by
+the first two; "compressed", by the compressed value of `nlgrpo iro`; "cd", chunks after one beam by the first value;
+"args" or "args:WEIGHT", the most likely tokens by log-prob plus WEIGHT times the reward of the prefix."""
 LARGEST = 1 << 20  # candidates of a prompt
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------------------------
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]:
-    """Raises ValueError for what cannot be run."""
+    """Parse the command line. Raises ValueError for options that cannot be run."""
     options, rest = tyro.cli(
         ComparisonOptions, args=list(arguments), prog="nlgrpo decode", description=ABOUT, return_unknown_args=True
     )
     cfg, _ = from_arguments(rest)
     validate.refuse(
         [
-            "" if options.methods else "--methods: name one or more",
-            "" if options.budgets else "--budgets: name one or more",
+            "" if options.methods else "--methods: name at least one",
+            "" if options.budgets else "--budgets: name at least one",
             *(f"--budgets {n}: allowed is 1 to {LARGEST:,}" for n in options.budgets if not 1 <= n <= LARGEST),
             "" if options.chunk is None or options.chunk >= 1 else f"--chunk {options.chunk}: allowed is >= 1",
         ]
@@ -59,15 +58,15 @@ def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]
     return options, cfg
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
+# --- plan and tables --------------------------------------------------------------------------------------------------
 
 
 def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
-    """What the responses are worth, and what they have cost."""
+    """Build the tables of the rewards and of the costs."""
     prompts = len(found[0]["rewards"])
     worth, cost = (
         Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-        for title in (f"{prompts} prompts (95% intervals)", "what a prompt costs")
+        for title in (f"{prompts} prompts (95% intervals)", "cost per prompt")
     )
     for shown, headings in (
         (worth, ("method", "N", "reward", "over best-of-N")),
@@ -75,7 +74,7 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     ):
         for heading in headings:
             shown.add_column(heading, justify="left" if heading == "method" else "right")
-    cost.caption = "values and rewards asked for; MiB of value models, and of the caches of prompts searched together"
+    cost.caption = "values, rewards: queries; MiB: value models, and the caches of prompts that are searched together"
     for row in found:
         name = (row["method"], str(row["budget"]))
         over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
@@ -87,19 +86,20 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
 
 
 def plan(c: Comparison) -> Table:
+    """Build the table that describes the comparison."""
     sampling, longest = c.sampler.sampling, c.sampler.sampling.max_new_tokens
     weighted = " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers)
     whole = (c.options.chunk or 0) >= longest
     rows = {
         "model": f"{c.cfg.model.path}, frozen, computes in {str(c.dtype).removeprefix('torch.')}"
         f"{transformers_backend.note(c.source)}",
-        "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON, as none are held out'}"
-        + f" ({c.left_out:,} left out: repeats, or learned from)" * (c.left_out > 0)
+        "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON (none are held out)'}"
+        + f" ({c.left_out:,} left out: repeats, or used to learn the values)" * (c.left_out > 0)
         + f"; responses of up to {longest} tokens at temperature {sampling.temperature:g}",
-        "ways": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
-        f"{c.options.chunk} tokens" + ", which are whole responses: no value guides" * whole,
+        "methods": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
+        f"{c.options.chunk} tokens" + "; a chunk is a whole response, so no value guides" * whole,
         "values": ", ".join(map(c.said_of, range(len(c.paths)))) or "none",
-        "chosen by": {"value": "the values of each way", "majority": "the majority of final answers"}.get(
+        "chosen by": {"value": "the values of each method", "majority": "the majority of final answers"}.get(
             c.options.choose, weighted
         ),
         "folder": str(c.folder),
@@ -111,10 +111,10 @@ def plan(c: Comparison) -> Table:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 0: done, or saved on a signal. Raises ValueError for what the user can mend."""
+    """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
     stop = StopSignal()
-    disable_progress_bar()  # transformers' own, of every reward model that is read
+    disable_progress_bar()  # of transformers, for every reward model
     with distributed.start() as ranks:
         comparison = build(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop))
         say = comparison.queue.console.print
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.dry_run:
             return 0
         if not run(comparison):
-            say("stopped and saved; the same command goes on from there")
+            say("stopped and saved; run the same command again to resume")
         elif ranks.first:
             found = results(comparison)
             atomic_files.atomic_write(comparison.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""The commands of the console besides ``nlgrpo train``: generate, recipes, report, compare."""
+"""The command ``nlgrpo generate``: completions of prompts, by plain sampling or by guided search."""
 
 from __future__ import annotations
 
@@ -29,67 +29,67 @@ from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
 
 @dataclass
 class Generate:
-    """Draw completions from a model."""
+    """Generate completions with a model."""
 
     prompts: Positional[tuple[str, ...]]
-    """Texts to continue."""
+    """Prompts: texts to continue."""
     model: str = "story-lm"
     """A Hugging Face directory or hub name, the `model` folder of a run, or the embedded "story-lm"."""
     samples: int = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     max_new_tokens: int = 128
-    """Longest completion."""
+    """Maximum number of tokens of a completion."""
     temperature: float = 1.0
-    """Divides the logits; 0: the most likely tokens."""
+    """Sampling temperature. 0: greedy decoding."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0: all."""
+    """Sample from the k most likely tokens. 0: all."""
     top_p: float = 1.0
-    """Keep the most likely tokens that hold this much probability."""
+    """Sample from the most likely tokens that have this total probability."""
     min_p: float = 0.0
-    """Keep the tokens that have this share of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the probability of the most likely token."""
     seed: int = 0
-    """The same seed draws the same completions."""
+    """Random seed: the same seed gives the same completions."""
     json: bool = False
-    """One JSON object a completion: prompt, text, token ids, log-probs, finish reason."""
+    """Print one JSON object per completion: prompt, text, token ids, log-probs, finish reason."""
     guide: tuple[Path, ...] = ()
-    """Value models of `nlgrpo value` (folders of runs), or a folder of `nlgrpo iro`: decode by the search that they
-    guide; none: plain sampling."""
+    """Decode by guided search: value models of `nlgrpo value` (folders of runs), or the folder of `nlgrpo iro`. None:
+    plain sampling."""
     betas: tuple[float, ...] = ()
-    """Of the value models, V = sum_i V_i / beta_i; none: those of the folder of `nlgrpo iro`, else 1 each."""
+    """beta_i of the value models, V = sum_i V_i / beta_i. None: those of the folder of `nlgrpo iro`, else 1 each."""
     beams: int | None = None
-    """K, beams of the search; what is not given of a search is that of the folder of `nlgrpo iro`, else 4."""
+    """K, beams of the search. None: as in the folder of `nlgrpo iro`, else 4."""
     successors: int | None = None
-    """B, chunks that are drawn behind each beam; else 4."""
+    """B, chunks sampled after each beam. None: as in the folder of `nlgrpo iro`, else 4."""
     chunk: int | None = None
-    """L, tokens of a chunk; else 16."""
+    """L, tokens per chunk. None: as in the folder of `nlgrpo iro`, else 16."""
     search_temperature: float | None = None
-    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones; else 0."""
+    """Above 0: sample beams in proportion to e^(V / temperature). 0: keep the best. None: as in the folder, else 0."""
     diverse: bool = True
-    """Keep different candidates before the same ones, unless the folder's search does not."""
+    """Prefer distinct candidates, unless the search of the folder does not."""
     choose: str | None = None
-    """What answers in the end: the largest "value", the "majority" of final answers, or the largest reward, named as in
-    a configuration, "lexicon(path='vader_lexicon.txt')"; else "value"."""
+    """How the response is chosen among the final candidates: the largest "value", the "majority" of final answers, or
+    the largest reward, written as in a configuration: "lexicon(path='vader_lexicon.txt')". None: "value"."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError('there is no prompt; give one or more texts, as in: nlgrpo generate "Once upon a time"')
+            raise ValueError('no prompt; give one or more texts, such as: nlgrpo generate "Once upon a time"')
         if not 1 <= self.samples < 2**31:
             raise ValueError(f"samples = {self.samples}: expected a number in [1, 2^31)")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
         if self.guide and self.samples != 1:
-            raise ValueError(f"samples = {self.samples}: a guided search gives one response to a prompt")
+            raise ValueError(f"samples = {self.samples}: guided search gives one response per prompt")
         of_search = ("betas", "beams", "successors", "chunk", "search_temperature", "choose")
         given = [name for name in of_search if getattr(self, name) not in (None, ())] + ["diverse"] * (not self.diverse)
         if given and not self.guide:
-            raise ValueError(f"{', '.join(given)}: of the search that value models guide, and --guide names none")
+            raise ValueError(f"{', '.join(given)}: only for guided search; name value models with --guide")
 
     @property
     def sampling(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")}
 
     def search(self, learned: Search) -> Search:
-        """What is asked for, on top of the search that values were learned with."""
+        """Return the requested search, laid over the one that the values were learned with."""
         names = ("beams", "successors", "chunk")
         asked = {name: getattr(self, name) for name in names} | {"temperature": self.search_temperature}
         given = {name: value for name, value in asked.items() if value is not None}
@@ -97,7 +97,7 @@ class Generate:
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Print each prompt with its completions, or an object a line."""
+    """Print each prompt with its completions, or one JSON object per line."""
     options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
     source = hf_weights.locate(options.model)
     tokenizer = load_tokenizer(source)
@@ -107,7 +107,7 @@ def generate(arguments: Sequence[str]) -> int:
     sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
     if options.guide:
         return _generate_guided(options, model, tokenizer, sampling)
-    ids = prompt_dataset.encode(tokenizer, options.prompts)  # too long: the engine says so
+    ids = prompt_dataset.encode(tokenizer, options.prompts)  # the engine refuses prompts that are too long
     rollout = transformers_backend.generator(model)(ids, options.samples, sampling, seed=options.seed)
     completions, reasons = rollout.completion_ids(), rollout.finish_reasons()
     texts = decode(tokenizer, [prompt for prompt in ids for _ in range(options.samples)], completions)
@@ -125,7 +125,7 @@ def generate(arguments: Sequence[str]) -> int:
 def _generate_guided(
     options: Generate, model: Decoder | TransformersModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> int:
-    """The response of a search to each prompt, and what it was chosen by."""
+    """Print the response of the guided search to each prompt, and the score that chose it."""
     of_policy = next(model.parameters())
     device = of_policy.device
     chooser = guided_responses.Chooser.of(options.choose or guided_responses.VALUE, device)
@@ -151,6 +151,9 @@ def _generate_guided(
     speed = cost.tokens / max(perf_counter() - began, 1e-9)
     searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"
     if how.chunk >= sampling.max_new_tokens:
-        searched += ", which are whole responses: no value guides"
-    print(f"{searched}: {cost.tokens:,} tokens drawn, {cost.queries:,} values, {speed:,.0f} tokens/s", file=sys.stderr)
+        searched += "; a chunk is a whole response, so no value guides"
+    print(
+        f"{searched}: {cost.tokens:,} tokens sampled, {cost.queries:,} value queries, {speed:,.0f} tokens/s",
+        file=sys.stderr,
+    )
     return 0

@@ -1,12 +1,12 @@
-"""The command ``nlgrpo iro``: value models, one an iteration, that guide a frozen model (IRO, Alg. 3; SPI, Alg. 1).
+"""The command ``nlgrpo iro``: learn value models that guide a frozen model (IRO, Alg. 3; SPI, Alg. 1).
 
     for t in 1 .. T:
         rollouts    <- completions of the next prompts, by the model alone (t = 1) or guided by values 1 .. t-1; scored
-        value t     <- fitted to them on every prefix, begun at value t-1
+        value t     <- fitted to their rewards on every prefix, starting from value t-1
     compressed      <- one value model for sum_t V_t / beta_t, fitted on the prefixes of all rollouts
 
-Each has a folder of its own, ``iteration-t/rollouts``, ``iteration-t/value`` and ``compressed-T``, that is the same as
-`nlgrpo rollout` and `nlgrpo value` write. A stage goes on where it was stopped, and what is finished is not made again.
+Each stage has its own folder, ``iteration-t/rollouts``, ``iteration-t/value`` and ``compressed-T``, in the formats of
+`nlgrpo rollout` and `nlgrpo value`. A stopped stage resumes, and a finished stage is not repeated.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from nlgrpo.training.scalar_heads.value_loop import RESULTS, Loop, LoopOptions, 
 ABOUT = """Learn value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] [--section.key value]
 
 Recipe, file and keys are those of `nlgrpo train`: the frozen model is model.path, the prompts are those of data.source,
-and what is predicted is the weighted sum of the rewards. The same command goes on where it was stopped or killed.
-`nlgrpo generate --guide OUT` decodes with what was learned."""
+and the values predict the weighted sum of the rewards. The same command resumes after a stop or a kill. `nlgrpo
+generate --guide OUT` decodes with the learned values."""
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
-    """Raises ValueError for what cannot be run."""
+    """Parse the command line. Raises ValueError for options that cannot be run."""
     options, rest = tyro.cli(
         LoopOptions, args=list(arguments), prog="nlgrpo iro", description=ABOUT, return_unknown_args=True
     )
     cfg, _ = from_arguments(rest)
     options.out = options.out or Path(f"runs/{cfg.recipe}-iro")
-    _ = options.search  # says what is out of range
+    _ = options.search  # raises ValueError for values out of range
     faults = [
         "" if options.iterations >= 1 else f"--iterations {options.iterations}: allowed is >= 1",
         "" if 2 <= options.samples < 2**31 else f"--samples {options.samples}: allowed is 2 to 2^31 - 1",
         "" if options.prompts is None or options.prompts >= 1 else f"--prompts {options.prompts}: allowed is >= 1",
         ""
         if not options.betas or len(options.betas) == options.iterations
-        else f"--betas: {len(options.betas)} of them for {options.iterations} iterations",
+        else f"--betas: {len(options.betas)} numbers for {options.iterations} iterations",
         *(f"--betas {b:g}: allowed is > 0" for b in options.betas if not (b > 0 and math.isfinite(b + 1 / b))),
         *options.value.faults(),
         ""
         if not cfg.train.restart
-        else "--train.restart is of a run: a loop goes on from what is there, and begins anew in another --out",
+        else "--train.restart is for `nlgrpo train`: `iro` always resumes; choose another --out to restart",
     ]
     validate.refuse(faults)
     validate.check(cfg)
     return options, cfg
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
+# --- plan and table ---------------------------------------------------------------------------------------------------
 
 
 def _shown(mean: dict[str, float | None]) -> str:
@@ -79,9 +79,9 @@ def _shown(mean: dict[str, float | None]) -> str:
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    title = "completions of each iteration (standard errors over prompts)"
+    title = "completions of each iteration (± standard error over prompts)"
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("iteration", "completions", "mean reward", "best of a prompt", "explained by the value"):
+    for heading in ("iteration", "completions", "mean reward", "best per prompt", "explained variance"):
         shown.add_column(heading, justify="right")
     for row in found:
         numbers = [_shown(row[key]) for key in ("mean", "best")]
@@ -92,19 +92,19 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def plan(loop: Loop) -> Table:
-    """What is going to happen. Raises ValueError for a model that cannot read what would be drawn."""
+    """Build the table that describes the loop. Raises ValueError for models that do not fit the completions."""
     options, job = loop.options, loop.job(1)
     refuse_pairwise([scorer for scorer in job.scorers if loop.cfg.rewards[scorer.name].weight != 0])
     limit = job.origin.sampling.max_new_tokens
     if options.chunk >= limit and options.iterations > 1:
         raise ValueError(
-            f"--chunk {options.chunk}: responses have {limit} tokens at most (rollout.max_new_tokens), and no value "
-            f"would guide them; allowed is < {limit}"
+            f"--chunk {options.chunk}: responses have at most {limit} tokens (rollout.max_new_tokens), so no value would "
+            f"guide them; allowed is < {limit}"
         )
     if not options.value.path and transformers_backend.note(job.source):
         raise ValueError(
-            f"--value.path is empty, and no value model can begin at {loop.cfg.model.path}, whose architecture "
-            "nlgrpo's decoder does not know; name a reward model or a causal model that it does"
+            f"--value.path is empty, and a value model cannot start from {loop.cfg.model.path}, whose architecture is "
+            "not supported by nlgrpo's decoder; name a reward model or causal model that is"
         )
     begun = options.value.path or loop.cfg.model.path
     context, said = (
@@ -113,17 +113,19 @@ def plan(loop: Loop) -> Table:
     )
     longest = max(map(len, job.prompts.ids)) + limit
     if longest > context and not said:
-        raise ValueError(f"--value.path: {begun} has a context of {context} tokens, and completions come to {longest}")
+        raise ValueError(
+            f"--value.path: {begun} has a context of {context} tokens, but prompt and completion can have {longest}"
+        )
     search, fit, count = options.search, options.value, len(job.batch.ids)
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{transformers_backend.note(job.source)}",
-        "prompts": f"{count:,} of {job.prompts!r}" + ", others in each iteration" * (count < len(job.prompts)),
-        "rollouts": f"{options.samples} of each prompt in iteration 1, then {search.candidates}: {search.beams} beams "
-        f"x {search.successors} chunks of {search.chunk} tokens, of {limit} at most",
-        "values": f"{options.iterations}, begun at {begun}{said}; betas "
+        "prompts": f"{count:,} of {job.prompts!r}" + ", different ones in each iteration" * (count < len(job.prompts)),
+        "rollouts": f"{options.samples} per prompt in iteration 1, then {search.candidates}: {search.beams} beams "
+        f"x {search.successors} chunks of {search.chunk} tokens, up to {limit} tokens",
+        "values": f"{options.iterations}, starting from {begun}{said}; betas "
         f"{', '.join(f'{beta:g}' for beta in options.weights)}",
         "fit": f"{fit.kind}, lambda {fit.lam:g}, gamma {fit.gamma:g}; learning rate {fit.lr:g}, {fit.epochs:g} epochs, "
-        f"{fit.completions} completions a step; the configuration's own optim is of no stage",
+        f"{fit.completions} completions per step; [optim] of the configuration is not used",
         "folder": str(loop.folder),
     }
     return named_lines("iro", rows)
@@ -133,10 +135,10 @@ def plan(loop: Loop) -> Table:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 0: done, or saved on a signal. Raises ValueError for what the user can mend."""
+    """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
     stop = StopSignal()
-    disable_progress_bar()  # transformers' own, of every model that is read
+    disable_progress_bar()  # of transformers, for every model
     with distributed.start() as ranks:
         assert options.out is not None
         loop = Loop(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop), options.out)
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(loop: Loop) -> None:
     say = loop.queue.console.print
     if not loop.run():
-        say("stopped and saved; the same command goes on from there")
+        say("stopped and saved; run the same command again to resume")
     elif loop.queue.ranks.first:
         with atomic_files.into(loop.folder):
             compressed = loop.compressed if loop.options.compress else None

@@ -10,7 +10,7 @@ from nlgrpo.config.recipes import RECIPES
 
 
 def list_recipes(arguments: Sequence[str]) -> int:
-    """Print each recipe's name with the first line of its docstring."""
+    """Print each recipe with a one-line description."""
     tyro.cli(_nothing, args=list(arguments), prog="nlgrpo recipes")
     for name, make in RECIPES.items():
         print(f"{name:<16} {(make.__doc__ or '').strip().splitlines()[0]}")

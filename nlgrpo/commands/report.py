@@ -12,17 +12,17 @@ from tyro.conf import Positional
 
 @dataclass
 class Report:
-    """Write one HTML file, and pictures beside it, about runs, evaluations and sweeps."""
+    """Write an HTML report, with its pictures next to it, about runs, evaluations and sweeps."""
 
     folders: Positional[tuple[Path, ...]]
-    """What `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep` wrote; several may be given."""
+    """One or more folders written by `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep`."""
     out: Path | None = None
-    """The page; none: report.html in the folder, or for several folders in the current one."""
+    """The HTML file. None: report.html in the folder, or for several folders in the current one."""
 
 
 def write_report(arguments: Sequence[str]) -> int:
-    """Write the page and print where it is."""
-    from nlgrpo.evaluation import report  # with matplotlib, which the other commands need not wait for
+    """Write the page and print its path."""
+    from nlgrpo.evaluation import report  # imports matplotlib, which is slow
 
     options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
     print(report.write_report(options.folders, options.out))
@@ -31,7 +31,7 @@ def write_report(arguments: Sequence[str]) -> int:
 
 @dataclass
 class Compare:
-    """Lay the length histograms and best-of-N curves of several runs over each other."""
+    """Draw the length histograms and best-of-N curves of several runs into one picture."""
 
     runs: Positional[tuple[Path, ...]]
     """Folders of the runs."""
@@ -40,7 +40,7 @@ class Compare:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Draw the picture and print where it is."""
+    """Draw the picture and print its path."""
     from nlgrpo.evaluation import report
 
     options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")

@@ -1,9 +1,9 @@
-"""The command ``nlgrpo rollout``: K samples of the reference for every prompt, drawn and scored once, for later stages.
+"""The command ``nlgrpo rollout``: sample K completions of the reference per prompt, and score them, for later stages.
 
     nlgrpo rollout my.toml --samples 100 --out runs/rollouts
     torchrun --nproc-per-node 8 -m nlgrpo.cli rollout my.toml --samples 100 --out runs/rollouts
 
-`reference_rollouts.load` reads the folder. Ranks share the prompts file by file (`draws`), and the folder.
+`reference_rollouts.load` reads the folder. Ranks share the prompts file by file (`rollout_job`), and the folder.
 """
 
 from __future__ import annotations
@@ -31,58 +31,60 @@ from nlgrpo.runtime.timing import StopSignal, as_clock
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.rollout_job import Job, build, open_folder, prompts_per_file, roll_out
 
-ABOUT = """Draw and score samples of the reference: nlgrpo rollout [recipe] [file.toml] [--section.key value ...]
+ABOUT = """Sample and score completions of the reference: nlgrpo rollout [recipe] [file.toml] [--section.key value ...]
 
-Recipe, file and keys are those of `nlgrpo train`; the reference is model.path, the prompts are all of data.source. What
-is drawn is kept file by file: the same command goes on where it was stopped or killed, and with other rewards or more
-prompts draws what is missing only."""
+Recipe, file and keys are those of `nlgrpo train`. The reference is model.path; the prompts are all of data.source. The
+results are stored file by file: the same command resumes after a stop or a kill, and with other rewards or more prompts
+it computes only what is missing."""
 
 
 @dataclass
 class Options:
-    """What rollouts take besides the keys of a configuration."""
+    """Options in addition to the configuration keys."""
 
     out: Path | None = None
-    """Folder of the rollouts; none: runs/<recipe>-rollouts."""
+    """Folder of the rollouts. None: runs/<recipe>-rollouts."""
     samples: int = 100
-    """K, completions of each prompt."""
+    """K, completions per prompt."""
     prompts: int | None = None
-    """The first so many prompts of the source; none: all."""
+    """Use only this many prompts, the first of the source. None: all."""
     ks: tuple[int, ...] = ()
-    """Numbers of samples, two or more: do so many give another CDF than so many others (vBoN, Table 1)?"""
+    """Two or more sample sizes. Kolmogorov-Smirnov tests compare the CDFs of each pair (vBoN, Table 1)."""
     ks_nested: bool = False
-    """Take the smaller number from among the larger, as the paper does, so that this may be K."""
+    """Take the smaller sample from the larger one, as the paper does. The larger may then be K."""
     dry_run: bool = False
-    """Say what there is to do; draw nothing."""
+    """Print the plan and sample nothing."""
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- arguments and plan ----------------------------------------------------------------------------------------------
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
-    """Raises ValueError for what cannot be run."""
+    """Parse the command line. Raises ValueError for options that cannot be run."""
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo rollout", description=ABOUT, return_unknown_args=True
     )
     cfg, _ = from_arguments(rest)
     if options.samples < 2:
-        raise ValueError(f"--samples {options.samples}: ranks among a prompt's samples need 2 of them at least")
+        raise ValueError(
+            f"--samples {options.samples}: expected at least 2, because rewards are ranked among a prompt's samples"
+        )
     if options.samples >= 2**31:
         raise ValueError(f"--samples {options.samples}: expected less than 2^31")
     most = max(options.ks, default=0) if options.ks_nested else sum(sorted(options.ks)[-2:])
     if options.ks and (len(options.ks) < 2 or min(options.ks) < 1 or most > options.samples):
         raise ValueError(
-            f"--ks {' '.join(map(str, options.ks))}: expected two numbers or more, any two of which are together at "
-            f"most --samples {options.samples}; with --ks-nested each of them"
+            f"--ks {' '.join(map(str, options.ks))}: expected two or more numbers; any two of them together at most "
+            f"--samples {options.samples}, or with --ks-nested each of them"
         )
     if options.prompts is not None and options.prompts < 1:
-        raise ValueError(f"--prompts {options.prompts}: expected 1 or more; leave it out for all")
+        raise ValueError(f"--prompts {options.prompts}: expected >= 1; omit it for all prompts")
     validate.check(cfg)
     return options, cfg
 
 
 def plan(job: Job) -> Table:
-    """What there is to do, for `--dry-run` and the beginning."""
+    """Build the table that describes the job."""
     sampling, P, K = job.origin.sampling, len(job.batch.ids), job.sampler.samples
     filters = [f", {name} {getattr(sampling, name):g}" for name in ("top_k", "top_p", "min_p")]
     rows = {
@@ -90,8 +92,8 @@ def plan(job: Job) -> Table:
         f"{transformers_backend.note(job.source)}",
         "ranks": f"{job.queue.ranks.world} on {job.queue.ranks.device.type}",
         "prompts": f"the first {P:,} of {job.prompts!r}{_repeated(job.batch)}",
-        "samples": f"{K:,} of each, {P * K:,} completions of up to {sampling.max_new_tokens} tokens, at temperature "
-        f"{sampling.temperature:g}{''.join(filters) * sampling.filtered}; {prompts_per_file(job)} prompts a file",
+        "samples": f"{K:,} per prompt, {P * K:,} completions of up to {sampling.max_new_tokens} tokens, at temperature "
+        f"{sampling.temperature:g}{''.join(filters) * sampling.filtered}; {prompts_per_file(job)} prompts per file",
         "rewards": "\n".join(f"{scorer.name}: {scorer.spec}" for scorer in job.scorers),
         "folder": str(job.folder),
     }
@@ -100,17 +102,17 @@ def plan(job: Job) -> Table:
 
 def _repeated(batch: Batch) -> str:
     again = len(batch.ids) - len({tuple(ids) for ids in batch.ids})
-    return f"; {again:,} are repeated, and looked up as the first of their kind" * bool(again)
+    return f"; {again:,} are repeats and share the samples of the first" * bool(again)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 0: done, or saved on a signal. Raises ValueError for what the user can mend."""
+    """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
     stop = StopSignal()
-    disable_progress_bar()  # transformers' own, of every reward model that is read
+    disable_progress_bar()  # of transformers, for every reward model
     with distributed.start() as ranks:
         queue = WorkQueue(ranks, Console(quiet=not ranks.first), stop)
         folder = options.out or Path(f"runs/{cfg.recipe}-rollouts")
@@ -125,7 +127,7 @@ def _run(job: Job, options: Options) -> None:
     say = partial(job.queue.console.print, highlight=False, soft_wrap=True)
     drawn = roll_out(job, open_folder(job))
     if drawn is None:
-        say("stopped and saved; the same command goes on from there")
+        say("stopped and saved; run the same command again to resume")
     elif job.queue.ranks.first:
         rollouts = reference_rollouts.load(job.folder)
         say(table(rollouts))
@@ -133,6 +135,6 @@ def _run(job: Job, options: Options) -> None:
             say(tests)
         if drawn.tokens:
             speed = drawn.tokens / drawn.seconds
-            say(f"drew {drawn.tokens:,} tokens in {as_clock(drawn.seconds)}, {speed:,.0f} tokens/s")
+            say(f"sampled {drawn.tokens:,} tokens in {as_clock(drawn.seconds)}, {speed:,.0f} tokens/s")
         say("\n".join(f"picture   {path}" for path in draw_calibration(rollouts)))
         say(f"rollouts  {job.folder}")

@@ -1,7 +1,7 @@
-"""The command ``nlgrpo sweep``: a grid of runs, one or a few at a time, that goes on where it was stopped.
+"""The command ``nlgrpo sweep``: train a grid of configurations, one or a few at a time.
 
-Every point is a run of `nlgrpo train` in a process of its own. The sweep's folder holds a folder and a log of each, and
-``sweep.json``: the configuration that all share, and what has become of every point.
+Every point is a run of `nlgrpo train` in its own process. The folder of the sweep has a folder and a log of each point,
+and ``sweep.json``: the shared configuration and the state of every point. The same command resumes.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from nlgrpo.training.sweeps.state import Point, SweepState
 
 ABOUT = """Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 --seed 0,1,2
 
-Keys are those of `nlgrpo train`, --objective is that of all rewards, --seed is --train.seed. An option with several
-values, parted by commas, is an axis of the grid. Commas inside of brackets and quotes part nothing:
-'length(target=25, scale=128)' is one value, and quotes around a value, as in "'distortion:0,1,2',mean", are taken off.
-A key that is a list has each of several values in brackets: --evaluation.ns [1,4],[1,8].
+Keys are those of `nlgrpo train`; --objective sets the objective of all rewards, and --seed is --train.seed. An option
+with several values, separated by commas, is an axis of the grid. Commas inside brackets and quotes do not separate:
+'length(target=25, scale=128)' is one value. Quotes around a value, as in "'distortion:0,1,2',mean", are removed. For a
+key that is a list, write every value in brackets: --evaluation.ns [1,4],[1,8].
 
-The same command goes on: finished points are passed over and stopped ones resume. More values add points."""
+The same command resumes: finished points are skipped and stopped points continue. More values add points."""
 
 
 @dataclass
 class Options:
-    """What a sweep takes besides the keys of a configuration."""
+    """Options in addition to the configuration keys."""
 
     out: Path | None = None
-    """Folder of the sweep; none: runs/<recipe>-sweep."""
+    """Folder of the sweep. None: runs/<recipe>-sweep."""
     retry: bool = False
     """Run failed points again, from their checkpoints."""
     dry_run: bool = False
-    """Check all points and list them; run nothing."""
+    """Check and list all points, and run nothing."""
     nproc_per_node: int = 1
-    """Ranks of each run, which torchrun starts if they are several."""
+    """Ranks per run. torchrun starts the run if there are several."""
     jobs: int = 1
-    """Points that run at a time, each on cores and GPUs of its own."""
+    """Points that run at the same time, each on its own cores and GPUs."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0 when all points are done, or when stopped by a signal; 1 if one failed, or with a message."""
+    """Return exit status 0 if all points are done, or after a signal; 1 if a point failed, or with a message."""
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo sweep", description=ABOUT, return_unknown_args=True
     )
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     known = sweep_state.read(folder).points[0].overrides if (folder / sweep_state.FILE).exists() else ()
     axes = command.axes(known)
     if not axes:
-        raise ValueError("no option has several values; write them with commas, such as --loss.beta 1e-2,1e-1")
+        raise ValueError("no option has several values; separate values by commas, such as --loss.beta 1e-2,1e-1")
     return run(
         command.start,
         command.rows(),
@@ -100,11 +100,11 @@ def run(
     ranks: int = 1,
     jobs: int = 1,
 ) -> int:
-    """Run the points that are not done, ``jobs`` at a time, and print the table of all; the exit status as in `main`.
+    """Run the points that are not done, ``jobs`` at a time, and print the table of all. Returns the exit status.
 
-    ``start`` are arguments of `nlgrpo train` for every point, and each of ``rows`` the options of one, by their names
-    without dashes; ``axes`` are those by which points differ and are named, by default all. Raises ValueError for a
-    configuration that cannot be run, before any point begins, and for a folder that is not this sweep's.
+    ``start``: arguments of `nlgrpo train` for every point. ``rows``: the options of each point, without dashes.
+    ``axes``: the options in which points differ and by which they are named; all by default. Raises ValueError for a
+    configuration that cannot be run, before any point starts, and for a folder of something else.
     """
     settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
     _check(settings, ranks, jobs)
@@ -112,7 +112,7 @@ def run(
     if dry_run:
         manifest, points = merge(folder, settings)
         _show(manifest)
-        say(f"{folder}: {len(points)} points, {len(to_run(points, retry))} to run; this dry run began none")
+        say(f"{folder}: {len(points)} points, {len(to_run(points, retry))} to run; dry run, nothing was started")
         return 0
     try:
         with locked(folder) as lock:
@@ -121,21 +121,23 @@ def run(
             manifest.write()
             work = SweepRunner(manifest, ranks, jobs, lock)
             stopped = work.run_all(list(zip(settings, points, strict=True)), retry)
-    except BrokenPipeError:  # of what reads its output
+    except BrokenPipeError:  # the reader of the output is gone
         raise
     except OSError as error:
-        raise ValueError(f"the sweep cannot use {folder}: {error}; the same command goes on once it can") from error
+        raise ValueError(
+            f"the sweep cannot use {folder}: {error}; once that is fixed, the same command resumes"
+        ) from error
     _show(manifest)
     failed = [point for point in points if point.state == "failed"]
     for point in failed:
-        print(f"failed: {point.name}: {point.error}\n  its log is {point.log}; --retry runs it again")
+        print(f"failed: {point.name}: {point.error}\n  log: {point.log}; --retry runs it again")
     if stopped:
-        print("stopped; the same command goes on from there")
+        print("stopped; run the same command again to resume")
     return 1 if failed and not stopped else 0
 
 
 def _check(settings: Sequence[Setting], ranks: int, jobs: int) -> None:
-    """Refuse what no run can begin with, all points and all faults at once."""
+    """Check all points. Raises ValueError with the faults of all of them."""
     for option, number in (("nproc-per-node", ranks), ("jobs", jobs)):
         if number < 1:
             raise ValueError(f"--{option} = {number}: allowed is >= 1")
@@ -161,7 +163,9 @@ def _faults(setting: Setting, ranks: int) -> list[str]:
     except ValueError as error:
         faults = [line.strip() for line in str(error).splitlines()[1:]]
     if setting.config.evaluation.prompts == 0:
-        faults.append("evaluation.prompts = 0: points are compared, and known to be done, by their evaluation")
+        faults.append(
+            "evaluation.prompts = 0: a sweep needs the evaluation, to compare points and to know which are done"
+        )
     if setting.config.train.restart:
         faults.append(f"train.restart = True: {grid.NOT_SWEPT['train.restart']}")
     return faults
@@ -190,17 +194,17 @@ def _show(manifest: SweepState) -> None:
 
 
 def _results(manifest: SweepState, point: Point) -> list[Row]:
-    """Mean and best-of-N of the trained model, of the weighted sum of several rewards; N is the largest asked for."""
+    """Return mean and best-of-N (the largest N) of the trained model, of the weighted sum for several rewards."""
     ns = point.overrides.get("evaluation.ns") or manifest.base["evaluation"]["ns"]
     try:
         rows = summarize(read_evaluation(point.folder)["after"], list(dict.fromkeys((1, max(ns)))))
-    except (ValueError, KeyError):  # there is none yet
+    except (ValueError, KeyError):  # no evaluation yet
         return []
     return [row for row in rows if row.reward == rows[-1].reward]
 
 
 def _kl(point: Point) -> str:
-    """Per token, in the last step; a dash without a reference."""
+    """Return the KL per token in the last step, or a dash without a reference."""
     steps = metrics.read_jsonl(point.folder / metrics.FILE)
     value = steps[-1].get("kl") if steps else None
     return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

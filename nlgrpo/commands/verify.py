@@ -1,7 +1,7 @@
-"""The command ``nlgrpo verify``: the mathematics of the project against exact answers, on this machine.
+"""The command ``nlgrpo verify``: checks the mathematics of the project against exact answers.
 
-A table of claims, each with its source, what was measured and what was required; ``verify.json`` with the same; and
-pictures. What is checked is in `proofs_estimators`, `proofs_shape` and `proofs_training`.
+Prints a table of claims with source, measured and required value, and writes it as ``verify.json``, with pictures. The
+checks are in `verification/`: `check_estimators`, `check_shape` and `check_training`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILE = "verify.json"
 
 @dataclass(frozen=True)
 class Check:
-    """One part of the table: what it is about, how it is checked, and how drawn, in ``<prove's name>.png``."""
+    """One part of the table: its title, the check, and the picture ``<name of the check>.png``."""
 
     title: str
     prove: Callable[[bool], Proof]
@@ -60,22 +60,24 @@ CHECKS = (
 
 @dataclass
 class Verify:
-    """Check the mathematics against exact answers: a table, verify.json, pictures. Exit status 1 if a claim fails."""
+    """Check the mathematics against exact answers. Exit status 1 if a claim fails."""
 
     out: Path = Path("runs/verify")
     """Folder of verify.json and the pictures."""
     quick: bool = False
-    """Smaller cases, in seconds."""
+    """Run smaller cases, in seconds."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all checks, print the table; 0 if every claim holds, else 1. Raises ValueError for a folder it cannot use."""
+    """Run all checks and print the table. Returns 0 if every claim holds, else 1."""
     options = tyro.cli(Verify, args=list(arguments), prog="nlgrpo verify")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / FILE).unlink(missing_ok=True)  # what an earlier run found is not what this one finds
+        (options.out / FILE).unlink(missing_ok=True)  # remove the results of an earlier run
     except OSError as error:
-        raise ValueError(f"cannot write into {options.out}: {error.strerror}; give another folder by --out") from None
+        raise ValueError(
+            f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
+        ) from None
     console, start = Console(), time.perf_counter()
     with _one_thread():
         found = [_run(check, options, console) for check in CHECKS]
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors are small here: threads would wait for each other, and on a busy machine for long."""
+    """Use one thread: the tensors are small, and several threads would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -115,7 +117,7 @@ def _record(found: Sequence[tuple[Check, Sequence[Result]]], quick: bool, second
 
 
 def _table(found: Sequence[tuple[Check, Sequence[Result]]]) -> Table:
-    """A row a claim, with its source and what was measured under it, so that 80 columns are enough."""
+    """Build a table with one row per claim; source and quantity are below the claim, to fit 80 columns."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("claim (source in IAMA; what is measured)")
     table.add_column("measured", justify="right", no_wrap=True)

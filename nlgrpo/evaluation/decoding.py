@@ -45,27 +45,25 @@ RESULTS = "decode.json"
 
 @dataclass
 class ComparisonOptions:
-    """What the comparison takes besides the keys of a configuration."""
+    """Options in addition to the configuration keys."""
 
     guide: tuple[Path, ...] = ()
-    """A folder of `nlgrpo iro`, or value models."""
+    """The folder of `nlgrpo iro`, or one or more value models."""
     betas: tuple[float, ...] = ()
-    """Of the value models; none: those of the folder, or 1 each."""
+    """beta_i of the value models, V = sum_i V_i / beta_i. None: those of the folder, else 1 each."""
     methods: tuple[str, ...] = ("bon", "iro")
-    """What is compared."""
+    """Methods to compare."""
     budgets: tuple[int, ...] = (4, 16, 64)
-    """N = K B, candidates of a prompt at any time; of a search K is the largest divisor up to the root of N."""
+    """N = K B, candidates per prompt. A search takes for K the largest divisor of N up to its square root."""
     chunk: int | None = None
-    """L, tokens of a chunk; none: as the values of the folder were learned with, or 16."""
+    """L, tokens per chunk. None: as in the folder of `nlgrpo iro`, else 16."""
     choose: Literal["reward", "value", "majority"] = "reward"
-    """What answers: the candidate with the largest reward or value, or the first with the most frequent final answer.
-
-    By value, best-of-N reads its samples with all value models, and every other method with those that guide it.
-    """
+    """How the response is chosen: the candidate with the largest reward or value, or the first one with the most
+    frequent final answer. By value, best-of-N uses all value models, and every other method those that guide it."""
     out: Path | None = None
-    """Folder of the results; none: runs/<recipe>-decode."""
+    """Folder of the results. None: runs/<recipe>-decode."""
     dry_run: bool = False
-    """Say what there is to do; do nothing."""
+    """Print the plan and decode nothing."""
 
 
 @dataclass(frozen=True)

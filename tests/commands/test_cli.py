@@ -101,7 +101,7 @@ def test_brackets_are_text_and_no_markup(call):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "there is no prompt"),
+        ([], "no prompt"),
         (["a " * 400], "prompt 0 has 402 tokens, which with max_new_tokens = 128 passes the model's context of 160"),
         (["hi", "--max-new-tokens", "0"], "max_new_tokens = 0"),
         (["hi", "--max-new-tokens", "9" * 20], "passes the model's context of 160"),
@@ -163,7 +163,7 @@ def test_an_unknown_command(call):
     assert call("trian") == (2, "", "error: unknown command 'trian'; did you mean 'train'?\n")
     status, _, err = call("zzz")
     assert status == 2
-    assert f"there are: {', '.join(cli.COMMANDS)}" in err
+    assert f"the commands are: {', '.join(cli.COMMANDS)}" in err
     assert call("")[0] == 2
 
 

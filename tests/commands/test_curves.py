@@ -117,9 +117,9 @@ def test_what_is_refused(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     for arguments, message in {
         ("--transforms", "identity,lg"): "transform 'lg' is not known; expected one of identity, log",
-        ("--transforms", ","): "--transforms names none",
-        ("--kls", ""): "--kls names no KL",
-        ("--kls", "1;2"): "--kls '1;2': expected numbers between commas",
+        ("--transforms", ","): "--transforms is empty",
+        ("--kls", ""): "--kls is empty",
+        ("--kls", "1;2"): "--kls '1;2': expected numbers separated by commas",
         ("--kls", "0,1"): "KL = 0.0: expected a finite number > 0",
         ("--betas", "-1"): "beta = -1.0: expected a finite number > 0",
         ("--n", "0"): "N = 0",

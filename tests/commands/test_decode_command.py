@@ -224,7 +224,9 @@ def test_what_values_have_learned_from_is_left_out(work, tmp_path, capsys):
     options = {"guide": tmp_path / "loop", "betas": (), "evaluation__prompts": 4}
     capsys.readouterr()
     assert cli.main(arguments(work, tmp_path / "known", **options)) == 0
-    assert "2 that runs hold out (2 left out: repeats, or learned from)" in " ".join(capsys.readouterr().out.split())
+    assert "2 that runs hold out (2 left out: repeats, or used to learn the values)" in " ".join(
+        capsys.readouterr().out.split()
+    )
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in PROMPTS[-2:]]
     assert results(work, tmp_path / "known")["iro", 4]["prompts"] == kept
@@ -415,4 +417,4 @@ def test_rewards_that_say_nothing_and_a_plan(work, capsys):
     assert "2 low + 1 begins" in shown
     assert not (work / "planned").exists()
     assert cli.main(arguments(work, "planned", "--dry-run", evaluation__prompts=0)) == 0
-    assert "10 that runs TRAIN ON, as none are held out" in " ".join(capsys.readouterr().out.split())
+    assert "10 that runs TRAIN ON (none are held out)" in " ".join(capsys.readouterr().out.split())

@@ -280,12 +280,12 @@ def test_models_with_other_tokens_have_no_kl(work, capsys):
     ("models", "changes", "says"),
     [
         ([], {"n": 3}, "--ns 1,2,4: expected numbers between 1 and --n 3"),
-        ([], {"ns": "1,x"}, "--ns 1,x: expected whole numbers between commas"),
+        ([], {"ns": "1,x"}, "--ns 1,x: expected whole numbers separated by commas"),
         ([], {"ns": "0"}, "expected numbers between 1 and"),
-        ([], {"gold": "truth"}, "--gold truth: there is no such reward; there are short, even"),
+        ([], {"gold": "truth"}, "--gold truth: unknown reward; the rewards are short, even"),
         ([], {"procedures": "bom"}, "objective 'bom' is not known"),
         ([], {"data__source": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ([], {"evaluation__prompts": 0}, "an evaluation needs one prompt at least"),
+        ([], {"evaluation__prompts": 0}, "an evaluation needs at least one prompt"),
         (["nothing"], {}, "model 'nothing' is neither a directory"),
         (["a={other}", "a={base}"], {}, "models need different labels, got reference, a, a"),
     ],
@@ -298,7 +298,7 @@ def test_refused(work, models, changes, says, capsys):
 
 def test_no_model_and_empty_prompts_are_refused(work, tmp_path, capsys):
     assert cli.main(["evaluate", "--n", "4"]) == 1
-    assert "there is no model to evaluate" in capsys.readouterr().err
+    assert "no model to evaluate" in capsys.readouterr().err
     (tmp_path / "empty.jsonl").write_text("")
     assert cli.main(arguments(work, "refused", data__source=tmp_path / "empty.jsonl")) == 1
     assert "empty" in capsys.readouterr().err

@@ -368,10 +368,10 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
         ({"iterations": 0, "betas": ()}, "--iterations 0: allowed is >= 1"),
         ({"samples": 1}, "--samples 1: allowed is 2 to 2^31 - 1"),
         ({"prompts": 0}, "--prompts 0: allowed is >= 1"),
-        ({"betas": (1.0,)}, "--betas: 1 of them for 2 iterations"),
+        ({"betas": (1.0,)}, "--betas: 1 numbers for 2 iterations"),
         ({"betas": (1.0, -1.0)}, "--betas -1: allowed is > 0"),
         ({"beams": 0}, "beams = 0"),
-        ({"chunk": 6}, "--chunk 6: responses have 6 tokens at most (rollout.max_new_tokens), and no value would guide"),
+        ({"chunk": 6}, "--chunk 6: responses have at most 6 tokens (rollout.max_new_tokens), so no value would guide"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
             "rewards.low compares completions, and a search needs what each is worth by itself",
@@ -382,7 +382,7 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
         ({"value__held_out": -1}, "--value.held-out -1: allowed is >= 0"),
         ({"value__lam": 2}, "--value.lam 2: allowed is in [0, 1]"),
         ({"value__path": "nowhere"}, "nowhere"),
-        ({"train__restart": True}, "--train.restart is of a run"),
+        ({"train__restart": True}, "--train.restart is for `nlgrpo train`"),
         ({"model__path": "nowhere"}, "nowhere"),
         ({"rewards__low__function": "rewards.py:lowest"}, "rewards.py"),
     ],
@@ -396,7 +396,7 @@ def test_refused(work, capsys, changes, said):
 def test_a_value_model_that_is_too_short(work, tmp_path, capsys):
     tiny_model(tmp_path / "short", "gpt2", n_positions=8)
     assert cli.main(arguments(work, "refused", value__path=tmp_path / "short", rollout__max_new_tokens=9)) == 1
-    assert "short has a context of 8 tokens, and completions come to" in capsys.readouterr().err
+    assert "short has a context of 8 tokens, but prompt and completion can have" in capsys.readouterr().err
     assert not (work / "refused").exists()
 
 
@@ -404,6 +404,6 @@ def test_a_plan_makes_nothing(work, capsys):
     assert cli.main(arguments(work, "planned", "--dry-run", prompts=5)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "5 of PromptSet(12 prompts" in shown
-    assert "16 of each prompt in iteration 1, then 8: 2 beams x 4 chunks of 2 tokens" in shown
+    assert "16 per prompt in iteration 1, then 8: 2 beams x 4 chunks of 2 tokens" in shown
     assert "betas 1, 0.5" in shown
     assert not (work / "planned").exists()

@@ -248,12 +248,12 @@ def test_what_was_killed_or_stopped_goes_on(work, rollouts):
     killed, stopped, late, *resumed = run_all(jobs)
     assert killed.status == -signal.SIGKILL
     assert stopped.status == 0
-    assert "stopped and saved; the same command goes on from there" in stopped.output
+    assert "stopped and saved; run the same command again to resume" in stopped.output
     assert late.status == 0
     assert "stopped" not in late.output  # the last file was at work: it is done
     for ended, there in zip(resumed, (2, 3), strict=True):
         assert ended.status == 0, ended.output
-        assert f"{there} of 4 files are there" in ended.output
+        assert f"{there} of 4 files are already done" in ended.output
     for name in orders:
         assert contents(work / name) == contents(work / "first")
 
@@ -263,7 +263,7 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
     assert load(work / "grow").lengths.tolist() == rollouts.lengths[:4].tolist()
     capsys.readouterr()
     assert cli.main(arguments(work, "grow")) == 0
-    assert "2 of 4 files are there" in capsys.readouterr().out
+    assert "2 of 4 files are already done" in capsys.readouterr().out
     monkeypatch.setattr(collect.transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     assert cli.main(arguments(work, "grow", rewards__one__function=f"{work / 'rewards.py'}:one")) == 0
     assert "tokens/s" not in capsys.readouterr().out
@@ -327,9 +327,9 @@ def test_rollouts_of_before_columns_counted(work, rollouts):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"samples": 6}, "samples a prompt: 5 there, 6 asked for"),
-        ({"train__seed": 1}, "train.seed: 0 there, 1 asked for"),
-        ({"model__dtype": "float32"}, "type computed in: torch.float64 there, torch.float32 asked for"),
+        ({"samples": 6}, "samples per prompt: 5 there, 6 requested"),
+        ({"train__seed": 1}, "train.seed: 0 there, 1 requested"),
+        ({"model__dtype": "float32"}, "compute dtype: torch.float64 there, torch.float32 requested"),
         ({"rollout__temperature": 0.7}, "drawn at temperature 1, and the run samples at 0.7"),
         ({"model__path": "other"}, "the run's reference has other weights"),
     ],
@@ -348,8 +348,8 @@ def test_a_dry_run_writes_nothing(work, capsys):
     assert cli.main([*arguments(work, "dry", rollout__top_k=4), "--dry-run"]) == 0
     assert not (work / "dry").exists()
     shown = said(capsys.readouterr().out)
-    assert "35 completions of up to 8 tokens, at temperature 1, top_k 4, top_p 1, min_p 0; 2 prompts a file" in shown
-    assert "1 are repeated" in shown
+    assert "35 completions of up to 8 tokens, at temperature 1, top_k 4, top_p 1, min_p 0; 2 prompts per file" in shown
+    assert "1 are repeats" in shown
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_rollouts_cut_short(work, rollouts, capsys):
     with pytest.raises(ValueError, match="the rollouts of 5 of 7 prompts are missing, damaged or not scored; the same"):
         load(folder)
     assert cli.main(arguments(work, "short")) == 0
-    assert "1 of 4 files are there" in capsys.readouterr().out
+    assert "1 of 4 files are already done" in capsys.readouterr().out
     assert contents(folder) == contents(work / "first")
     found = load(folder)
     completions[2].unlink()
@@ -462,10 +462,10 @@ def test_a_folder_without_rollouts(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"samples": 1}, "--samples 1: ranks among a prompt's samples need 2 of them at least"),
+        ({"samples": 1}, "--samples 1: expected at least 2, because rewards are ranked"),
         ({"samples": 0}, "--samples 0"),
         ({"samples": 2**31}, "expected less than 2^31"),
-        ({"prompts": 0}, "--prompts 0: expected 1 or more"),
+        ({"prompts": 0}, "--prompts 0: expected >= 1"),
         ({"data__source": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"rewards__short__function": None, "rewards__near__function": None}, "there is no reward"),
         ({"rollout__max-new-tokens": 64}, "leaves no room for a prompt"),
@@ -589,7 +589,7 @@ def test_the_table(work, rollouts, capsys):
     text = " ".join(lines)
     assert f"{rollouts.lengths.double().mean():.1f} tokens a completion" in text
     assert f"{(~rollouts.finished).double().mean():.1%} cut at 8" in text
-    assert f"drew {int(rollouts.lengths.sum())} tokens" in text
+    assert f"sampled {int(rollouts.lengths.sum())} tokens" in text
 
 
 # --- how much so many samples tell ------------------------------------------------------------------------------------

@@ -115,13 +115,13 @@ def test_commas_outside_of_brackets_and_quotes_part_values(text, values):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("f(a,b", "a bracket has no partner"),
-        ("a),b", "a bracket has no partner"),
-        (")(,a", "a bracket has no partner"),
-        ("'a,b", "a quote has no partner"),
-        ("a,,b", "a value between its commas is empty"),
-        ("a,", "a value between its commas is empty"),
-        (",", "a value between its commas is empty"),
+        ("f(a,b", "unbalanced bracket"),
+        ("a),b", "unbalanced bracket"),
+        (")(,a", "unbalanced bracket"),
+        ("'a,b", "unbalanced quote"),
+        ("a,,b", "empty value between commas"),
+        ("a,", "empty value between commas"),
+        (",", "empty value between commas"),
     ],
 )
 def test_values_that_cannot_be_parted(text, said):
@@ -404,7 +404,7 @@ def test_a_signal_ends_the_sweep_with_its_run(fake, tmp_path):
     threading.Thread(target=kill).start()
     status, ran, out = fake("--loss.beta", "1,2,3", b1="fail", b2="hold")
     assert (status, ran) == (0, ["beta=1", "beta=2"])
-    assert out.endswith("stopped; the same command goes on from there\n")
+    assert out.endswith("stopped; run the same command again to resume\n")
     assert states(tmp_path / "out") == {"beta=1": "failed", "beta=2": "stopped", "beta=3": "waiting"}
     assert fake("--loss.beta", "1,2,3")[:2] == (1, ["beta=2", "beta=3"])
 
@@ -508,7 +508,7 @@ def test_several_ranks_are_started_by_torchrun():
     [
         ([], "no option has several values"),
         (["--loss.beta", "1"], "no option has several values"),
-        (["--loss.beta", "1", "2"], "values are parted by commas, without spaces: 1,2"),
+        (["--loss.beta", "1", "2"], "separate values by commas, without spaces: 1,2"),
         (["--loss.beta", "1,2", "--loss.beta", "3"], "--loss.beta is given twice"),
         (["--loss.target-kl", "1,2", "--loss.target_kl", "3"], "--loss.target_kl is given twice"),
         (["--evaluation.ns", "1,4"], "write [1,4] for one value, [1],[4] for 2"),
@@ -516,16 +516,16 @@ def test_several_ranks_are_started_by_torchrun():
         (["--loss.beta", "1,2", "--train.out", "x"], "--train.out cannot be given to a sweep"),
         (["--train.restart", "--loss.beta", "1,2"], "--train.restart cannot be given to a sweep"),
         (["--train.restart", "true", "--loss.beta", "1,2"], "--train.restart cannot be given to a sweep"),
-        (["--loss.beta", "1e-2,0.01"], "two points are one configuration"),
+        (["--loss.beta", "1e-2,0.01"], "two points have the same configuration"),
         (
             ["--objective", "mean,bon:2", "--rewards.short.objective=mean", "--rewards.long.objective=mean"],
-            "are one conf",
+            "have the same configuration",
         ),
-        (["blank", "--objective", "mean,bon:2"], "--objective is that of all rewards, and there is none"),
+        (["blank", "--objective", "mean,bon:2"], "--objective needs a reward, and there is none"),
         (["--loss.beta", "1,2", "--nproc-per-node", "0"], "--nproc-per-node = 0"),
         (["--loss.beta", "1,2", "--jobs", "0"], "--jobs = 0: allowed is >= 1"),
-        (["--loss.beta", "1,2", "--evaluation.prompts", "0"], "points are compared, and known to be done"),
-        (["-x", "--loss.beta", "1,2"], "-x is no option"),
+        (["--loss.beta", "1,2", "--evaluation.prompts", "0"], "a sweep needs the evaluation"),
+        (["-x", "--loss.beta", "1,2"], "-x is not an option"),
         (["no-such-recipe", "--loss.beta", "1,2"], "unknown recipe"),
         (["--loss.bta", "1,2"], "--loss.bta"),
         (["--loss.beta", "1,two"], "two"),
@@ -545,7 +545,7 @@ def test_all_faults_of_all_points_in_one_message(call, tmp_path):
     status, _, err = call("length-bon", "--out", tmp_path / "out", *axes)
     assert status == 1
     assert err.startswith("error: 4 of 4 points cannot be run:\n")
-    assert "rollout.prompts = 3: 2 ranks do not divide it; allowed are multiples (all)\n" in err
+    assert "rollout.prompts = 3: it must be a multiple of the number of ranks, 2 (all)\n" in err
     assert "loss.beta = -1.0: allowed is >= 0 (beta=-1,objective=mean; beta=-1,objective=bom-4)\n" in err
     assert err.count("rewards.short.objective: ") == err.count("rewards.long.objective: ") == 1
     assert not (tmp_path / "out").exists()
@@ -698,7 +698,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
     status, shown, _ = call(*command(work))
     thread.join()
     assert status == 0
-    assert shown.endswith("stopped; the same command goes on from there\n")
+    assert shown.endswith("stopped; run the same command again to resume\n")
     first, *others = read_sweep_state(out)
     assert [first.state, *(point.state for point in others)] == ["stopped", "waiting", "waiting", "waiting"]
     assert first.log.read_text().count("stopped and saved at step 2") == 1
@@ -706,7 +706,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
     (work / "broken").write_text("")
     status, shown, _ = call(*command(work))
     assert status == 1
-    assert first.log.read_text().count("going on from step 2") == 1
+    assert first.log.read_text().count("resuming from step 2") == 1
     found = read_sweep_state(out)
     assert [point.state for point in found] == ["done", "done", "failed", "done"]
     assert found[2].overrides["rollout.samples"] == 2

@@ -165,7 +165,7 @@ def test_an_earlier_result_does_not_outlive_a_run_that_breaks(monkeypatch, tmp_p
 def test_a_folder_that_cannot_be_is_refused_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("", "utf-8")
     assert run(tmp_path / "file") == 1
-    assert "give another folder by --out" in capsys.readouterr().err
+    assert "choose another folder with --out" in capsys.readouterr().err
     assert run(tmp_path / "file" / "below") == 1
 
 
