@@ -98,8 +98,8 @@ def plan(loop: Loop) -> Table:
     limit = job.origin.sampling.max_new_tokens
     if options.chunk >= limit and options.iterations > 1:
         raise ValueError(
-            f"--chunk {options.chunk}: responses have at most {limit} tokens (rollout.max_new_tokens), so no value would "
-            f"guide them; allowed is < {limit}"
+            f"--chunk {options.chunk}: responses have at most {limit} tokens (rollout.max_new_tokens), so no value "
+            f"would guide them; allowed is < {limit}"
         )
     if not options.value.path and transformers_backend.note(job.source):
         raise ValueError(
