@@ -1,4 +1,4 @@
-"""Code in README and docs runs: Python as it is, commands with ``--dry-run`` or on small models, TOML as configurations.
+"""Code in README and docs runs: Python as it is, commands with ``--dry-run`` or on small models, TOML as configuration.
 
 In front of a block an HTML comment may stand: ``<!-- test:setup ... -->`` has Python that runs first, and
 ``<!-- test:skip: REASON -->`` keeps the block from running.
@@ -24,8 +24,9 @@ from nlgrpo.config.recipes import recipe
 from nlgrpo.config.schema import read_toml
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-FENCE = re.compile(r"(?:<!-- test:(?P<mark>setup|skip)(?P<text>.*?)-->\s*\n)?^(?P<indent> *)```(?P<language>\w+)[^\n]*\n"
-                   r"(?P<code>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE)  # fmt: skip
+COMMENT = r"(?:<!-- test:(?P<mark>setup|skip)(?P<text>.*?)-->\s*\n)?"
+BLOCK = r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```"
+FENCE = re.compile(COMMENT + BLOCK, re.DOTALL | re.MULTILINE)
 SECTIONS = {"model", "data", "rollout", "rewards", "loss", "critic", "offline", "calibration", "optim", "train"}
 DRY = {"train", "rollout", "sweep", "reward-model", "value", "iro", "decode"}  # what has the option
 SMALLER = {"evaluate": ["--evaluation.prompts", "2"]}

@@ -166,7 +166,7 @@ def test_guided_budgets(tmp_path):
     again = run("guided_budgets.py", *arguments, cwd=tmp_path)
     assert again.stdout.splitlines()[-8:] == shown[-8:]
     refused = run("guided_budgets.py", REPOSITORY / "examples" / "guided.toml", "--methods", "cd", cwd=tmp_path)
-    assert "name bon" in refused.stderr
+    assert "bon is missing" in refused.stderr
 
 
 def test_overestimation(tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_overestimation(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "ways" / "decode.json").read_text())
     lines = done.stdout.splitlines()
-    assert lines[0] == "4 prompts, 3 ways"
+    assert lines[0] == "4 prompts, 3 methods"
     for line, row in zip(lines[1:], rows, strict=True):
         assert line.split()[0] == row["method"]
         rewards = line.partition("reward ")[2]
@@ -212,7 +212,7 @@ def test_overestimation(tmp_path, monkeypatch):
     assert said == pytest.approx(float(torch.tensor(values).view(4, 4).amax(1).mean()), abs=6e-4)
 
     refused = run("overestimation.py", *same, "--guide", "loop", "--methods", "args", cwd=tmp_path)
-    assert "method 'args' asks no value model" in refused.stderr
+    assert "method 'args' uses no value model" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

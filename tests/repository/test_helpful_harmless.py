@@ -67,7 +67,7 @@ def test_8_gpus_of_80_gb_hold_it(parts):
     uses = plan.memory(on_gpus)
     small = sum(reward.function.nbytes for reward in run.sampler.rewards)
     assert uses["reward models"] == small > 0
-    assert uses["parameters, gradients, Adam"] == PARAMETERS * 16 / 8
+    assert uses["parameters + gradients + Adam"] == PARAMETERS * 16 / 8
     total = sum(uses.values()) - small + 2 * 4.0e9 * 2
     assert 40 * GIB < total < 74 * GIB
 

@@ -40,11 +40,16 @@ TAKEN = {"accelerate", "datasets", "deepspeed", "evaluate", "guidance", "peft", 
 
 
 @cache
+def parsed(path):
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
 def imports(path):
     """Dotted names that a file imports, inside functions too; relative ones are resolved."""
     package = dotted(path).split(".")[: None if path.name == "__init__.py" else -1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -75,11 +80,15 @@ def room(name):
     return ".".join(name.split(".")[:2])
 
 
+@cache
 def functions(path):
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    """Name and length of every function of a file."""
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield f"{path.name}:{node.lineno} {node.name}", node.end_lineno - first + 1
+            found.append((f"{path.name}:{node.lineno} {node.name}", node.end_lineno - first + 1))
+    return found
 
 
 def test_the_reader_of_imports_reads_what_there_is():
@@ -100,7 +109,7 @@ def test_the_package_is_a_table_of_contents():
 
 @pytest.mark.parametrize("name", [name for name in ROOMS if name != "nlgrpo.kernels"])
 def test_a_room_says_what_lives_there(name):
-    text = ast.get_docstring(ast.parse(FILES[name].read_text("utf-8")))
+    text = ast.get_docstring(parsed(FILES[name]))
     assert text
     assert "Read `" in text or "Imports " in text, "what it may import, or what to read first"
     for word in text.split("`")[1::2]:

@@ -23,7 +23,7 @@ def tradeoff():
 
 @pytest.fixture
 def curves(tradeoff):
-    return tradeoff.came_to
+    return tradeoff.tradeoff_curves
 
 
 def test_beta_is_the_one_whose_optimum_is_as_far(tradeoff):
