@@ -1,7 +1,7 @@
-# make train      install into .venv and run the main job
-# make test       install what the tests need and run them
-# make test-slow  those marked slow: they build, start many processes, or take more than ten seconds
-# make test-asan  the tests of the compiled CPU ops, under AddressSanitizer and UBSan
+# make train      install into .venv and train (ARGS="..." are arguments of nlgrpo train)
+# make test       install the test dependencies and run the fast tests
+# make test-slow  tests marked slow: builds, many processes, or more than ten seconds
+# make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
 # make check      formatter, linter, type checker, import contracts, documentation without warnings
 # make docs       build the documentation into build/site
 
@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/
 
-# The ops with the sanitizers' checks, away from those that are installed, and the tests that reach compiled ops.
+# The compiled ops with sanitizer checks, separate from the installed ones, and the tests that call compiled ops.
 SANITIZED       := build/sanitized/nlgrpo/kernels/_sanitized.abi3.so
 SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildcard tests/kernels/test_ecdf*.py) \
 	$(wildcard tests/calibration/test_ecdf*.py) tests/kernels/test_linearize.py tests/engine/test_generation.py \
@@ -17,7 +17,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildca
 	tests/config/test_schema.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
 	tests/training/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 
-# Both variables silence announcements about later versions of mkdocs.
+# Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
 .PHONY: train test test-slow test-asan check docs clean
@@ -25,8 +25,7 @@ DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
 
-# Files are shared out to as many processes as there are cores, up to four, of one thread each, in the order of
-# tests/conftest.py.
+# One process per core, up to four, with one thread each. Files are distributed in the order of tests/conftest.py.
 PYTEST := NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder
 
@@ -36,10 +35,11 @@ test: $(VENV)/installed-test
 test-slow: $(VENV)/installed-test
 	$(PYTEST) -m slow
 
-# Python is not linked with the sanitizers, so the loader brings them before it, and with them libstdc++, whose
-# exceptions they stand in front of. Leaks are not looked for: Python and torch keep memory until they end, and hide an
-# op's among it. Frames are not kept after a return: GCC 12 aligns those it keeps to 32 bytes, and AVX-512 code stores
-# into them as if to 64 (a segmentation fault). Pytest must not capture what a process prints as it dies.
+# Python is not linked with the sanitizers, so LD_PRELOAD loads them first, together with libstdc++, whose exceptions
+# they intercept. Leaks are not checked: Python and torch keep memory until they exit, which would hide a leak of an op.
+# Stack use after return is not checked: GCC 12 aligns the frames that it keeps to 32 bytes, and AVX-512 code stores
+# into them as if they were aligned to 64 (a segmentation fault). --capture=sys: pytest must not capture file
+# descriptors, because the sanitizers print their report while the process dies.
 test-asan: $(SANITIZED)
 	LD_PRELOAD="$$(ldd $(SANITIZED) | awk '/lib(asan|ubsan|stdc\+\+)/ {print $$3}' | xargs)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:strict_string_checks=1:check_initialization_order=1 \
@@ -61,7 +61,7 @@ docs: $(VENV)/installed-check
 	$(DOCS) --quiet --strict
 	@echo "build/site/index.html"
 
-# The compiled CPU ops are built against the installed torch: torch comes first, and the build sees it (no isolation).
+# The compiled CPU ops are built against the installed torch: install torch first, then build without isolation.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PYTHON) -c 'import sys; sys.exit("nlgrpo needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)

@@ -1,13 +1,13 @@
-"""Packaging that pyproject.toml cannot say: ``kernels/`` is the package ``nlgrpo.kernels``, with a compiled part.
+"""Packaging that pyproject.toml cannot express: ``kernels/`` becomes ``nlgrpo.kernels``, with compiled CPU ops.
 
-The CPU ops in ``csrc/`` are an option: where torch or a compiler is missing the package is installed without them, a
-line says so, and plain PyTorch computes the same. ``NLGRPO_BUILD_EXT=1`` makes that an error, ``=0`` does not try.
-They use PyTorch's stable ABI and Python's, so that one file serves Python 3.11 and later with torch 2.10 and later.
-An isolated build has no torch (to require it would fetch gigabytes), so its wheel has no ops and is for any machine;
-``pip install --no-build-isolation .`` and ``python -m build --no-isolation`` build them against the installed torch.
+The CPU ops in ``csrc/`` are optional. Without torch or a compiler the package is installed without them, a line says
+so, and plain PyTorch computes the same. ``NLGRPO_BUILD_EXT=1`` makes that an error, ``=0`` does not try to build.
+The ops use the stable ABIs of PyTorch and Python, so one file works with Python 3.11 or later and torch 2.10 or later.
+An isolated build has no torch (requiring it would download gigabytes), so its wheel has no ops and fits any machine;
+``pip install --no-build-isolation .`` and ``python -m build --no-isolation`` build the ops against the installed torch.
 
-``NLGRPO_SANITIZE=1`` builds ``_sanitized`` in place of ``_ext``, with AddressSanitizer's and UBSan's checks, or fails.
-No install loads a file of that name; ``make test-asan`` makes it and runs the tests with it.
+``NLGRPO_SANITIZE=1`` builds ``_sanitized`` instead of ``_ext``, with AddressSanitizer and UBSan, or fails. An install
+never loads a file of that name; ``make test-asan`` builds it and runs the tests with it.
 """
 
 import os
@@ -25,44 +25,44 @@ from setuptools.command.build_ext import build_ext
 WANTED = os.environ.get("NLGRPO_BUILD_EXT", "")
 SANITIZE = os.environ.get("NLGRPO_SANITIZE") == "1"
 TORCH_2_10 = "0x020a000000000000"
-FAST = ["-O3", "-g0"]  # Python's own flags ask for debugging information, five times the size of the rest
+FAST = ["-O3", "-g0"]  # Python's flags add debugging information, five times the size of the rest
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SANITIZED = [
     *SANITIZERS,
     "-g",
     "-O1",
     "-fno-omit-frame-pointer",
-    "-fno-wrapv",  # Python's own flags hold -fwrapv, which makes the overflow of a signed integer no error
-    "-U_FORTIFY_SOURCE",  # it puts functions that AddressSanitizer does not watch in the place of memcpy and others
+    "-fno-wrapv",  # Python's flags have -fwrapv, which makes signed integer overflow legal
+    "-U_FORTIFY_SOURCE",  # it replaces memcpy and others by functions that AddressSanitizer does not check
     "-D_GLIBCXX_ASSERTIONS",
 ]
 
 
 class BuildOrSayWhyNot(build_ext):
-    """Compile against the installed torch; a failure costs speed only, unless the extension was asked for."""
+    """Compile against the installed torch. A failure costs only speed, unless the extension was requested."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
             add_torch(ext)
             with side_by_side(self.compiler):
                 super().build_extension(ext)
-        except Exception as error:  # the compiler's errors and torch's have no common base class
+        except Exception as error:  # errors of the compiler and of torch have no common base class
             if WANTED == "1" or SANITIZE:
                 raise
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             print(f"nlgrpo: installing without the compiled CPU ops ({reason[0]})", file=sys.stderr)
-            ext.optional = True  # for setuptools' later steps: a file that is not there is not copied
+            ext.optional = True  # later steps of setuptools then do not copy the missing file
 
 
 @contextmanager
 def side_by_side(compiler: Any) -> Iterator[None]:
-    """Let ``compiler`` compile its sources on all processors: setuptools takes them in turn."""
+    """Make ``compiler`` compile its sources in parallel; setuptools compiles them one after another."""
     one_by_one = compiler.compile
 
     def compile_all(sources: list[str], **options: Any) -> list[str]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = pool.map(lambda source: one_by_one([source], **options), sources)
-            return [name for names in made for name in names]
+            objects = pool.map(lambda source: one_by_one([source], **options), sources)
+            return [name for names in objects for name in names]
 
     compiler.compile = compile_all
     try:
@@ -72,7 +72,7 @@ def side_by_side(compiler: Any) -> Iterator[None]:
 
 
 class NameWhatWasBuilt(bdist_wheel):
-    """A wheel without the ops fits every machine, and its name says so."""
+    """Mark a wheel without the ops as one for any machine."""
 
     def get_tag(self) -> tuple[str, str, str]:
         self.root_is_pure = not self.distribution.has_ext_modules() or bool(extension.optional)
@@ -80,11 +80,11 @@ class NameWhatWasBuilt(bdist_wheel):
 
 
 def add_torch(ext: Extension) -> None:
-    """Torch's headers, whose warnings are not ours, and its libraries."""
+    """Add torch's headers (as system headers, without their warnings) and libraries."""
     try:
         from torch.utils.cpp_extension import include_paths, library_paths
     except ImportError as error:
-        hint = "not isolated, a build sees the installed torch: pip --no-build-isolation, build --no-isolation"
+        hint = "a build sees the installed torch without isolation only: pip --no-build-isolation, build --no-isolation"
         raise ImportError(f"{error}; {hint}") from error
 
     ext.extra_compile_args += [flag for path in include_paths() for flag in ("-isystem", path)]

@@ -1,16 +1,16 @@
-"""Times empirical CDFs of `nlgrpo.ecdf` against PyTorch, NumPy and SciPy: a row of 1e3 to 1e8 samples, and batches.
+"""Time the empirical CDFs of `nlgrpo.ecdf` against PyTorch, NumPy and SciPy: rows of 1e3 to 1e8 samples, and batches.
 
     python bench/bench_ecdf.py [--largest 1e7] [--threads 1 2] [--limit 120] [--quick] [--save]
 
-    ranks     every sample's own place: how many are at most as large (`ranks(x, "weak")`)
-    cdf       as many new values, in random order, among samples that are not sorted yet
-    queries   the same among samples that are (`ECDF(x).cdf(q)`, built before)
+    ranks     rank of every sample in its row: how many samples are <= it (`ranks(x, "weak")`)
+    cdf       CDF at M new values in random order, of samples that are not sorted
+    queries   the same for sorted samples (`ECDF(x).cdf(q)`, built before)
 
-All sides run in this process, in turns, on the same continuous float32 data, with one thread and with two. What they
-return is compared first, count by count. The peers do the least that gives the counts: they do not divide, and do not
-look for NaN, which is in the time of "ours". Peak memory is that of one call, its result included, beyond the data. A
-side that would take longer than --limit seconds for one call, by what the last size took, is left out there. With
---save also a picture of the time for a sample against M.
+All sides run in this process in turns, on the same continuous float32 data, with one thread and with two. Their counts
+are compared before anything is timed. The other libraries do the minimum that gives the counts: they do not divide and
+do not check for NaN, both of which is included in "ours". Peak memory is that of one call with its result, without the
+data. A side that would need more than --limit seconds per call, judging by the last size, is left out. With --save the
+script also draws time per sample against M.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCHES = ((5000, 600), (4096, 64), (1000, 5000), (64, 100_000))
 OURS, OURS32, PLAIN, TORCH = "ours", "ours, float32 result", "ours, plain torch", "torch"
 NUMPY, RANKDATA, ECDF = "numpy", "scipy rankdata", "scipy ecdf"
 COLORS = {OURS: "#0072B2", TORCH: "#D55E00", NUMPY: "#009E73", RANKDATA: "#CC79A7", ECDF: "#E69F00", PLAIN: "#999999"}
-# (op, shape, our threads, other side with one thread, how many times faster)
+# (op, shape, our threads, other side with one thread, target speed-up)
 TARGETS = [
     *(("ranks", shape, 1, TORCH, 13.0) for shape in ((1, 10**5), (1, 10**6), (5000, 600))),
     ("ranks", (1, 10**7), 1, TORCH, 20.0),
@@ -51,7 +51,7 @@ TARGETS = [
 
 @dataclass
 class Case:
-    """An op on one shape, and what each side does."""
+    """An op at one shape, and the function of each side."""
 
     op: str
     shape: tuple[int, int]
@@ -59,7 +59,7 @@ class Case:
 
 
 def in_rows(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """For what NumPy has for one row only."""
+    """Apply a function for single rows to each row."""
     return np.stack([function(*rows) for rows in zip(*arrays, strict=True)])
 
 
@@ -114,20 +114,20 @@ def cases(args: argparse.Namespace) -> Iterable[Case]:
         generator = torch.Generator().manual_seed(0)
         x, q = torch.randn(P, M, generator=generator), torch.randn(P, M, generator=generator)
         yield Case("ranks", (P, M), ranks(x))
-        if P == 1 and M < LONGEST:  # there the peers take minutes
+        if P == 1 and M < LONGEST:  # the other sides would take minutes
             yield Case("cdf", (P, M), cdf(x, q))
             yield Case("queries", (P, M), queries(x, q))
 
 
 def count(side: str, result: Any, M: int) -> np.ndarray:
-    """How many samples are at most as large, from what a side returns."""
+    """Convert the result of a side to counts of samples <= each value."""
     whole = np.asarray(result, dtype=np.float64)
     return np.rint(whole * M) if side in (OURS, OURS32, PLAIN, ECDF) else whole
 
 
 @dataclass
 class Call:
-    """One call of a side: seconds, bytes that it added at most, its result included, and counts made of the result."""
+    """One call of a side: seconds, peak of added bytes (with the result), and the counts of its result."""
 
     seconds: float
     added: int
@@ -144,7 +144,7 @@ def first_call(case: Case, side: str) -> Call:
 
 
 def agree(case: Case, sides: list[str]) -> dict[str, Call]:
-    """A call of each side. All give the same counts, or nothing is timed; float32 cannot tell all apart past 2^24."""
+    """Call each side once; exit if counts differ. A float32 result may be off by rounding past 2^24 samples."""
     calls, truth = {}, None
     for side in sides:
         calls[side] = first_call(case, side)
@@ -163,7 +163,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(case: Case, sides: list[str], rounds: int, enough: float) -> dict[str, list[float]]:
-    """Seconds of each call, the sides in turns: ``rounds`` of them, and more until ``enough`` seconds are spent."""
+    """Seconds of each call, sides in turns: at least ``rounds``, and more until ``enough`` seconds have passed."""
     times: dict[str, list[float]] = {side: [] for side in sides}
     begin = time.perf_counter()
     while len(times[sides[0]]) < rounds or (
@@ -175,11 +175,11 @@ def measure(case: Case, sides: list[str], rounds: int, enough: float) -> dict[st
 
 
 class Forecast:
-    """Which sides to leave out: those that would take too long, going by their last size."""
+    """Predicts the time of a call from the time at the last size, to leave out slow sides."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.last: dict[tuple[str, str], float] = {}  # seconds for an element
+        self.last: dict[tuple[str, str], float] = {}  # seconds per element
 
     def __call__(self, case: Case, side: str) -> float:
         return 1.5 * self.last.get((case.op, side), 0.0) * case.shape[0] * case.shape[1]
@@ -189,7 +189,7 @@ class Forecast:
 
 
 def run(case: Case, args: argparse.Namespace, forecast: Forecast) -> list[dict[str, Any]]:
-    """The rows of a case: each side with each number of threads that matters to it. Long calls are made once."""
+    """Rows of a case: each side at each number of threads that it uses. Long calls are timed once."""
     left_out = {side: forecast(case, side) for side in case.sides if forecast(case, side) > args.limit}
     sides = [side for side in case.sides if side not in left_out]
     rows: list[dict[str, Any]] = []
@@ -241,7 +241,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def milliseconds(results: list[dict[str, Any]], op: str, shape: tuple[int, int], side: str, threads: int) -> float:
-    """NaN where it was not measured."""
+    """Return the time of a side; NaN if it was not measured."""
     for result in results:
         if (result["op"], tuple(result["shape"])) == (op, shape):
             for row in result["rows"]:
@@ -251,7 +251,7 @@ def milliseconds(results: list[dict[str, Any]], op: str, shape: tuple[int, int],
 
 
 def against_targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each target that was measured, printed."""
+    """Print and return each target that was measured."""
     found: list[dict[str, Any]] = []
     for op, shape, threads, side, bound in TARGETS:
         ours, other = milliseconds(results, op, shape, OURS, threads), milliseconds(results, op, shape, side, 1)
@@ -269,13 +269,13 @@ def against_targets(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     print()
     for target in found:
         name = f"{target['op']} {' x '.join(f'{n:,}' for n in target['shape'])}, {target['threads']} threads"
-        wanted = f"wanted {target['at_least']}x" + ("" if target["measured"] >= target["at_least"] else "   MISSED")
+        wanted = f"target {target['at_least']}x" + ("" if target["measured"] >= target["at_least"] else "   MISSED")
         print(f"{name:32} against {target['against']:16}{target['measured']:>6.1f}x, {wanted}")
     return found
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time for a sample against M, a panel for each op; dashed: two threads."""
+    """Draw time per sample against M, one panel per op; dashed: two threads."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), layout="constrained")
@@ -305,7 +305,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.text(at * 1.2, s=above, **where)
         axes.set(title=op, xlabel="M, samples")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("ns a sample; dashed: two threads")
+    panels[0].set_ylabel("ns per sample; dashed: two threads")
     panels[0].set_ylim(1, 5000)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=150)
@@ -314,14 +314,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=float, default=1e8, help="samples of the longest row (default: 1e8)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch (default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="calls of each side, at least (default: 5)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that one call may take (default: 120)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, once: does it work")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads of torch (default: 1 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="minimum number of calls of each side (default: 5)")
+    parser.add_argument("--limit", type=float, default=120, help="longest call in seconds (default: 120)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, once, to check that it works")
     parser.add_argument("--save", action="store_true", help="write a JSON and a PNG to bench/results/cpu/")
     args = parser.parse_args()
     if args.quick and args.save:
-        parser.error("--quick measures nothing that is worth a --save")
+        parser.error("--quick measures sizes that are too small to save; leave out --save")
     if min(*args.threads, args.rounds, 1) < 1:
         parser.error("--threads and --rounds: expected whole numbers of at least 1")
     if args.quick:

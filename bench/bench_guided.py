@@ -1,11 +1,11 @@
-"""Times value-guided decoding against plain sampling of as many completions, on one device.
+"""Time value-guided decoding against plain sampling of the same number of completions, on one device.
 
     python bench/bench_guided.py [--model DIR] [--quick] [--save]
 
-Both draw 16 completions of up to 64 tokens for each prompt from one frozen model: plain sampling by `engine.generate`,
-guided decoding with 4 beams x 4 successors, chunks of 16 tokens and one value model of the policy's size.  They take
-turns in one process, 256 rows together; a throughput is the tokens drawn, those behind a stop id not counted, over the
-median of the times.
+Both sample 16 completions of up to 64 tokens per prompt from one frozen model: plain sampling with `engine.generate`,
+guided decoding with 4 beams x 4 successors, chunks of 16 tokens and one value model of the policy's size. They take
+turns in one process, with 256 rows at a time. Throughput is the number of sampled tokens, without those after a stop
+id, divided by the median time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TARGET = 0.5
 
 
 def sides(path: str, device: torch.device) -> tuple[dict[str, Callable[[], int]], dict[str, int]]:
-    """What each side does, returning the tokens that it drew; parameters of both models."""
+    """Return a function per side, which returns its number of sampled tokens, and the parameters of both models."""
     source = hf_weights.locate(path)
     policy, tokenizer = decoder.load(source).to(device).eval(), load_tokenizer(source)
     critic = reward_model.load(path, device=device)[0].eval()
@@ -54,7 +54,7 @@ def sides(path: str, device: torch.device) -> tuple[dict[str, Callable[[], int]]
 
 
 def timed(work: Callable[[], int], device: torch.device) -> tuple[int, float]:
-    """Tokens and seconds."""
+    """Run ``work``; return its tokens and seconds."""
     begin = time.perf_counter()
     tokens = work()
     if device.type == "cuda":
@@ -64,10 +64,10 @@ def timed(work: Callable[[], int], device: torch.device) -> tuple[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ASSETS / "story-lm"), help="of the policy and of the value model")
+    parser.add_argument("--model", default=str(ASSETS / "story-lm"), help="of policy and value model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one round: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one round, to check that it runs")
     parser.add_argument("--save", action="store_true", help="write results/DEVICE/guided.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

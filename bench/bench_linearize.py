@@ -1,11 +1,11 @@
-"""Times `nlgrpo.kernels.linearize` for 4,096 groups of M = 8 .. 4,096 rewards against plain torch and its compiler.
+"""Time `nlgrpo.kernels.linearize` for 4,096 groups of M = 8 .. 4,096 rewards against plain torch and torch.compile.
 
     python bench/bench_linearize.py [--device cpu|cuda] [--quick] [--save] [--sizes P=1024]
 
-The floor reads a reward and writes a value, 8 bytes an element. "plain torch" is the chain of sort, gaps, sum and
-scatter in `kernels.reference`; it does not look for NaN, which `linearize` does before its launch, and that is in the
-time of "ours". Where "ours" has no operator of its own (on a CPU without a compiled one, and for M past what the Triton
-kernel takes) it is that chain too; the table says so below. With --save also a picture of time against M.
+The floor reads a reward and writes a value, 8 bytes per element. "plain torch" is sort, gaps, sum and scatter in
+`kernels.reference`. It does not check for NaN; `linearize` does, and that is included in the time of "ours". Where
+"ours" has no operator of its own (on a CPU without the compiled ops, and for M above the limit of the Triton kernel) it
+runs plain torch too, and a line below the table says so. With --save the script also draws time against M.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time against M, a line for each side and one for the floor."""
+    """Draw time against M, with a line for each side and one for the floor."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -78,7 +78,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xticks(ticks, [str(M) for M in ticks])
     axes.minorticks_off()
     groups = result["cases"][0]["sizes"]["P"]
-    axes.set(xlabel="M, samples a group", ylabel="ms", title=f"linearize, {groups:,} groups, float32")
+    axes.set(xlabel="M, samples per group", ylabel="ms", title=f"linearize, {groups:,} groups, float32")
     axes.legend()
     figure.savefig(path, dpi=150)
 

@@ -1,20 +1,20 @@
-"""Times the ops around the output matrix, forward and backward, against plain torch, its compiler and Liger-Kernel.
+"""Time the ops around the output matrix, forward and backward: ours, plain torch, torch.compile, Liger-Kernel.
 
     python bench/bench_logprob.py [--device cpu|cuda] [--quick] [--save] [--op token_logprob] [--sizes T=4096 V=32000]
 
     linear_logprob       hidden states and output matrix -> log-prob and entropy of each token, with a gradient for both
-    linear_policy_loss   the same -> clipped policy-gradient loss, summed; its gradient is made in the forward
+    linear_policy_loss   the same -> clipped policy-gradient loss, summed; computes its gradient in the forward
     token_logprob        logits -> log-prob and entropy
 
 On a CPU in float32: T = 8,192 tokens, D = 512, V = 32,000, and T = 1,024 for token_logprob. On a GPU in bfloat16:
-T = 16,384, D = 4,096, V = 151,936. Rates of the first two count the three matrix products that a forward and a backward
-need at least, 6 T D V operations; a side that does not keep the logits and computes them again does a fourth, for which
-the table has a second floor. token_logprob's floor reads the logits once in each direction and writes their gradient.
+T = 16,384, D = 4,096, V = 151,936. Rates of the first two count the three matrix products that forward and backward
+need at least, 6 T D V operations. A side that recomputes the logits does a fourth product; the table has a second floor
+for it. token_logprob's floor reads the logits once per direction and writes their gradient.
 
-Peak memory includes the gradients, which every side has to make. Liger-Kernel (`pip install liger-kernel`) is asked
-for LigerFusedLinearScaledCrossEntropyFunction with its entropy (a CuTe kernel on an H100 or H200, which needs
-`liger-kernel[cutedsl]`; blocks of 512 tokens in plain torch elsewhere) and for LigerFusedLinearGRPOLoss (blocks of
-sequences in plain torch, gradient in the forward, the loss compiled). From logits it has no log-prob with a gradient.
+Peak memory includes the gradients, which every side computes. From Liger-Kernel (`pip install liger-kernel`) the script
+uses LigerFusedLinearScaledCrossEntropyFunction with its entropy (a CuTe kernel on an H100 or H200, which needs
+`liger-kernel[cutedsl]`; blocks of 512 tokens in plain torch elsewhere) and LigerFusedLinearGRPOLoss (blocks of
+sequences in plain torch, gradient in the forward, compiled loss). It has no differentiable log-prob from logits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nlgrpo.kernels import reference
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 HIDDEN = {"cpu": {"T": 8192, "D": 512, "V": 32_000}, "cuda": {"T": 16_384, "D": 4096, "V": 151_936}}
 LOGITS = {"cpu": {"T": 1024, "V": 32_000}, "cuda": {"T": 16_384, "V": 151_936}}
-SEQUENCES = 16  # of T / 16 tokens, with one advantage each: Liger's loss takes no other
+SEQUENCES = 16  # of T / 16 tokens with one advantage each: Liger's loss takes only such advantages
 BETA = 0.04
 
 Side = Callable[[SimpleNamespace], tuple[Tensor, ...]]
@@ -54,7 +54,7 @@ def hidden_inputs(
 
 
 def products(sizes: dict[str, int]) -> float:
-    """Operations of one product of hidden states and output matrix."""
+    """FLOP of one product of hidden states and output matrix."""
     return 2.0 * sizes["T"] * sizes["D"] * sizes["V"]
 
 
@@ -88,7 +88,7 @@ def linear_logprob_case(args: argparse.Namespace) -> Case:
 
 
 def loss_inputs(sizes: dict[str, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> SimpleNamespace:
-    """A policy that has moved a little off the one that sampled and off the reference."""
+    """Inputs of a policy that differs a little from the sampling policy and from the reference."""
     x = hidden_inputs(sizes, dtype, generator, device)
     noise = 0.2 * torch.randn(2, sizes["T"], generator=generator).to(device)
     x.old, x.ref = kernels.linear_logprob(x.hidden, x.weight, x.targets)[0] + noise
@@ -161,7 +161,7 @@ def token_logprob_case(args: argparse.Namespace) -> Case:
 
     def arguments(generator: torch.Generator, device: str) -> SimpleNamespace:
         targets = torch.randint(V, (T,), generator=generator).to(device)
-        torch.manual_seed(0)  # 2.5 billion logits are made where they are wanted
+        torch.manual_seed(0)  # 2.5 billion logits are created on the device
         return SimpleNamespace(logits=torch.randn(T, V, device=device, dtype=dtype), targets=targets)
 
     sides = {

@@ -1,16 +1,17 @@
-"""Times `nlgrpo.kernels.policy_loss`, forward and backward, with and without a KL penalty.
+"""Time `nlgrpo.kernels.policy_loss`, forward and backward, with and without a KL penalty.
 
     python bench/bench_policy_loss.py [--device cpu|cuda] [--quick] [--save] [--op policy_loss] [--sizes T=4096]
 
-Against `reference.policy_loss` in eager torch and under torch.compile, T = 16,384 tokens (and a million on a GPU),
-float32, beta 0 and 0.04 (k3). The floor of the forward reads log-prob, old log-prob, advantage (and reference) and
-writes loss and derivative; that of the backward reads the upstream gradient and the derivative and writes the gradient:
-32 or 36 bytes a token. Arrays of 16,384 tokens fit a cache, which no bandwidth of memory bounds; what is compared there
-is the cost of launching. On a device for which the op has no kernel "ours" is the reference itself; the table says so.
+Compared with `reference.policy_loss` in eager torch and under torch.compile, for T = 16,384 tokens (and a million on a
+GPU), float32, beta 0 and 0.04 (k3). The floor of the forward reads log-prob, old log-prob, advantage (and reference)
+and writes loss and derivative. The floor of the backward reads the upstream gradient and the derivative and writes the
+gradient: 32 or 36 bytes per token in total. Arrays of 16,384 tokens fit in a cache, so memory bandwidth does not limit
+them, and the comparison measures launch costs. On a device without a kernel "ours" is the reference itself; a line
+below the table says so.
 
-A second op, loss_from_logits: logits (B, L, V), bfloat16 on a GPU, to the loss of each token and back, by
-`token_logprob` and `policy_loss`, in plain torch, and on a GPU by Liger-Kernel's Triton GRPO loss, which starts at the
-logits (told to leave them alone, as the others do; by default it writes the gradient over them).
+A second op, loss_from_logits, goes from logits (B, L, V), bfloat16 on a GPU, to the loss of each token and back: by
+`token_logprob` and `policy_loss`, by plain torch, and on a GPU by Liger-Kernel's Triton GRPO loss from logits (with
+inplace=False like the others; by default it overwrites the logits with their gradient).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def loss_case(args: argparse.Namespace, T: int, beta: float) -> Case:
 
 
 def logits_side(logprob: Callable[..., tuple[Tensor, Tensor]], loss: Loss, beta: float) -> Side:
-    """All rows of the logits are tokens; the last of each sequence has no target."""
+    """All rows of the logits are tokens; the last token of each sequence has no target."""
 
     def run(x: SimpleNamespace) -> tuple[Tensor]:
         values = logprob(x.logits.flatten(0, 1), x.targets.flatten())[0].view_as(x.old)
@@ -75,7 +76,7 @@ def logits_side(logprob: Callable[..., tuple[Tensor, Tensor]], loss: Loss, beta:
 
 
 def plain_logprob(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Without -100; the loss of those tokens is dropped afterwards."""
+    """Log-probs without support for -100; the loss of those tokens is dropped afterwards."""
     return reference.token_logprob(logits, targets.clamp(min=0))
 
 
@@ -99,7 +100,7 @@ def logits_case(args: argparse.Namespace, beta: float) -> Case:
     def arguments(generator: torch.Generator, device: str) -> SimpleNamespace:
         targets = torch.randint(V, (B, L), generator=generator).to(device)
         noise, advantages = torch.randn(2, B, L, generator=generator).to(device), torch.randn(B, generator=generator)
-        torch.manual_seed(0)  # logits are made where they are wanted
+        torch.manual_seed(0)  # logits are created on the device
         logits = torch.randn(B, L, V, device=device, dtype=dtype)
         targets[:, -1] = -100
         logprob = kernels.token_logprob(logits.flatten(0, 1), targets.flatten())[0].view(B, L)

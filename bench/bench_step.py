@@ -1,12 +1,12 @@
-"""Times a whole training step against that of TRL's GRPOTrainer, on a CPU.
+"""Time a whole training step against TRL's GRPOTrainer, on a CPU.
 
     python bench/bench_step.py [--quick] [--save]
 
 Both sides train the same random Llama (1.05 million parameters, float32) on 6 prompts x 8 completions of up to 128
-tokens, 50 on average, with the same loss (dapo, one optimiser step a rollout), the same reward and the same sampling
-(temperature 1, nothing cut).  They take turns, each time in a fresh process.  A step is the time from the end of one to
-the end of the next: data, generation, reward, reference, loss, backward, optimiser, logging.  Needs TRL, which
-``pip install nlgrpo[test]`` brings.
+tokens, 50 on average, with the same loss (dapo, one optimizer step per rollout), the same reward and the same sampling
+(temperature 1, no filters). They take turns, each time in a new process. The time of a step is from the end of the step
+before to its own end: data, generation, reward, reference, loss, backward, optimizer, logging. Needs TRL, which
+``pip install nlgrpo[test]`` installs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from transformers.utils import logging
 
 PROMPTS, SAMPLES, LIMIT, VOCAB = 6, 8, 128, 2048
 PAD, EOS, BOS = 0, 1, 2
-STOP_PROBABILITY = 0.018  # of every token; E[length] = (1 - (1 - p)^128) / p = 50
-LEARNING_RATE = 1e-6  # small, so that the lengths stay what they are
+STOP_PROBABILITY = 0.018  # at every token; E[length] = (1 - (1 - p)^128) / p = 50
+LEARNING_RATE = 1e-6  # small, so that the lengths do not change
 SIDES = ("ours", "trl")
 TARGET = 3.0
 
 
-# --- what both sides train --------------------------------------------------------------------------------------------
+# --- model and data of both sides -------------------------------------------------------------------------------------
 
 
 def random_llama() -> LlamaForCausalLM:
@@ -58,10 +58,10 @@ def random_llama() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def set_stop_probability(model: LlamaForCausalLM) -> None:
-    """Give every token the probability STOP_PROBABILITY of being EOS; the other logits are about 0.
+    """Make EOS have the probability STOP_PROBABILITY at every token; the other logits are about 0.
 
-    A Llama has no bias. One coordinate that is the same in all embeddings, and so about the same in all last hidden
-    states, stands in for it, and the EOS row of the (tied) head has all its weight there.
+    A Llama has no bias. One coordinate, which is the same in all embeddings and so about the same in all last hidden
+    states, replaces it: the EOS row of the (tied) head is nonzero at this coordinate only.
     """
     embedding = model.model.embed_tokens.weight
     embedding[:, 0] = 1.0
@@ -72,7 +72,7 @@ def set_stop_probability(model: LlamaForCausalLM) -> None:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """The words w0, w1, .. are the tokens 0, 1, .."""
+    """Tokenizer in which the words w0, w1, .. are the tokens 0, 1, .."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": f"w{PAD}", "eos_token": f"w{EOS}", "bos_token": f"w{BOS}"}
@@ -80,7 +80,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_inputs(folder: Path) -> None:
-    """The model, as transformers writes it, and prompts of 8 to 16 tokens."""
+    """Write the model with transformers, and prompts of 8 to 16 tokens."""
     model = random_llama()
     set_stop_probability(model)
     model.save_pretrained(folder / "model")
@@ -91,17 +91,17 @@ def write_inputs(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
 
 
-# --- one side, in a process of its own --------------------------------------------------------------------------------
+# --- one side, in its own process -------------------------------------------------------------------------------------
 
 
 @dataclass
 class Record:
-    """What one process measures. ``ends``: when each step was done, with the time before the first step in front."""
+    """Measurements of one process. ``ends``: times at which steps ended; the first is the start of the first step."""
 
     ends: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # of each step's completions
-    laps: list[dict[str, float]] = field(default_factory=list)  # of our steps
-    before: int = 0  # bytes resident when the first step began
+    tokens: list[int] = field(default_factory=list)  # tokens of each step's completions
+    laps: list[dict[str, float]] = field(default_factory=list)  # times of the parts of our steps
+    before: int = 0  # resident bytes at the start of the first step
     peak: int = 0
 
     def begin(self) -> None:
@@ -115,7 +115,9 @@ class Record:
     def result(self, warmup: int) -> dict[str, Any]:
         seconds = [end - begin for begin, end in zip(self.ends[:-1], self.ends[1:], strict=True)]
         if len(seconds) <= warmup or len(self.tokens) != len(seconds):
-            raise RuntimeError(f"{len(seconds)} steps and {len(self.tokens)} rollouts, of which {warmup} are warm-up")
+            raise RuntimeError(
+                f"{len(seconds)} steps, {len(self.tokens)} rollouts: expected equal numbers above {warmup}"
+            )
         return {
             "seconds": seconds[warmup:],
             "tokens": self.tokens[warmup:],
@@ -130,7 +132,7 @@ RECORD = Record()
 
 
 def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """The share of the limit that a completion takes; it also counts the step's tokens, on both sides alike."""
+    """Length of a completion as a share of the limit. Also records the step's tokens, for both sides."""
     RECORD.tokens.append(sum(map(len, completion_ids)))
     return [len(ids) / LIMIT for ids in completion_ids]
 
@@ -173,7 +175,7 @@ def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
                 RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
                 RECORD.end_step()
 
-            log.log = log_and_record  # type: ignore[method-assign]  # the loop's last call in a step
+            log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
             train(run, learner, StopSignal(), log)
 
@@ -190,8 +192,8 @@ def run_trl(folder: Path, beta: float, steps: int, seed: int) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             RECORD.end_step()
 
-    # One generation, one forward and backward and one optimiser step for the 48 completions; nothing recomputed, logged
-    # or saved on the way.
+    # One generation, one forward and backward, and one optimizer step for the 48 completions; no recomputation, logging
+    # or saving.
     args = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, seed=seed,
         max_steps=steps, per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
@@ -216,11 +218,11 @@ def child(side: str, folder: Path, args: argparse.Namespace) -> None:
     print(json.dumps(RECORD.result(args.warmup)))
 
 
-# --- both in turns ----------------------------------------------------------------------------------------------------
+# --- both sides in turns ----------------------------------------------------------------------------------------------
 
 
 def measure(side: str, folder: Path, beta: float, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Run one side in a fresh process; exit with what it wrote where it failed."""
+    """Run one side in a new process; exit with its error output if it fails."""
     command = [sys.executable, __file__, "--child", side, "--folder", str(folder), "--beta", str(beta)]
     for name, value in {"warmup": args.warmup, "steps": args.steps, "threads": args.threads, "seed": seed}.items():
         command += [f"--{name}", str(value)]
@@ -237,7 +239,7 @@ def measure(side: str, folder: Path, beta: float, args: argparse.Namespace, seed
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over all steps of all rounds; the largest of the peaks."""
+    """Medians over all steps of all rounds, and the largest peak."""
     seconds = [s for r in rounds for s in r["seconds"]]
     tokens = [t for r in rounds for t in r["tokens"]]
     return {
@@ -251,13 +253,13 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def phases(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of each part of our step."""
+    """Median seconds of each part of our steps."""
     laps = [lap for r in rounds for lap in r["laps"]]
     return {name: round(statistics.median(lap[name] for lap in laps), 4) for name in laps[0]}
 
 
 def compare(folder: Path, beta: float, args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds at one beta. ``rounds``: the ratio of seconds in each, which shows the noise."""
+    """Run all rounds at one beta. ``rounds``: the ratio of seconds in each round, which shows the noise."""
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for number in range(args.rounds):
         for side in SIDES:
@@ -277,13 +279,13 @@ def compare(folder: Path, beta: float, args: argparse.Namespace) -> dict[str, An
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line for each side and one for the parts of our step."""
+    """Print a line per side and one for the parts of our step."""
     for side, note in (("ours", ""), ("trl", f"   x{row['ratio']:.2f} ({min(row['rounds'])} to {max(row['rounds'])})")):
         s = row[side]
         print(
             f"beta {row['beta']:<5g} {side:5s} {s['seconds']:7.3f} s/step  {s['tokens_per_s']:8,.0f} tok/s  "
             f"peak {s['peak_mib']:5.0f} MiB ({s['added_mib']:+.0f} in training)  "
-            f"{s['mean_length']:5.1f} tokens a completion{note}"
+            f"{s['mean_length']:5.1f} tokens per completion{note}"
         )
     parts = "  ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in row["phases"].items())
     print(f"           ours, ms: {parts}", flush=True)
@@ -306,7 +308,7 @@ def main() -> None:
     facts = machine("transformers", "trl")
     print(
         f"{one_line(facts, args.threads)}, trl {facts['trl']}, median of {rows[0]['ours']['steps']} steps in "
-        f"{args.rounds} processes a side, in turns; target x{TARGET:g}"
+        f"{args.rounds} processes per side, in turns; target x{TARGET:g}"
     )
     result = {"bench": "step", "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
     if args.save:
@@ -325,12 +327,12 @@ def at_least(least: int) -> Any:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=at_least(1), default=3, help="fresh processes a side (default: 3)")
-    parser.add_argument("--steps", type=at_least(1), default=12, help="measured steps in each (default: 12)")
-    parser.add_argument("--warmup", type=at_least(0), default=3, help="steps before them (default: 3)")
-    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch (default: 2)")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="processes per side (default: 3)")
+    parser.add_argument("--steps", type=at_least(1), default=12, help="measured steps per process (default: 12)")
+    parser.add_argument("--warmup", type=at_least(0), default=3, help="unmeasured steps before them (default: 3)")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="threads of torch (default: 2)")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.04], help="KL weights (default: 0 0.04)")
-    parser.add_argument("--quick", action="store_true", help="1 round of 1 + 3 steps: does it work")
+    parser.add_argument("--quick", action="store_true", help="1 round of 1 + 3 steps, to check that it works")
     parser.add_argument("--save", action="store_true", help="write bench/results/cpu/bench_step.json")
     parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: facts about the machine, memory of a process, and where results are kept."""
+"""Shared by all benchmarks: facts about the machine, memory of a process, and saving of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def cpu_name() -> str:
-    """The processor's name; the architecture where the system does not tell."""
+    """Name of the processor, or the architecture if the system does not report a name."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text("utf-8").splitlines():
@@ -30,7 +30,7 @@ def cpu_name() -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether pip knows the package here."""
+    """Whether the package is installed."""
     try:
         version(package)
     except PackageNotFoundError:
@@ -52,12 +52,12 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def one_line(facts: dict[str, Any], threads: int) -> str:
-    """The machine as a benchmark prints it under its table."""
+    """One line about the machine, printed below the table."""
     return f"{threads} threads, {facts['gpu'] or facts['cpu']}, torch {facts['torch']}, load {facts['load_1_minute']}"
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds now (Linux; elsewhere its peak so far)."""
+    """Current resident memory of this process in bytes (on Linux; elsewhere its peak so far)."""
     status = Path("/proc/self/statm")
     if status.is_file():
         return int(status.read_text("ascii").split()[1]) * resource.getpagesize()
@@ -65,9 +65,9 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """Bytes of memory that this process held at most, since its start or the last `forget_peak`.
+    """Peak resident memory of this process in bytes, since its start or the last `forget_peak`.
 
-    ``ru_maxrss`` is the second choice: where a program is started by another, Linux lets it begin with what that held.
+    ``ru_maxrss`` is only the fallback: on Linux a child process starts with the peak of its parent.
     """
     status = Path("/proc/self/status")
     if status.is_file():
@@ -79,7 +79,7 @@ def peak_resident() -> int:
 
 
 def forget_peak() -> None:
-    """Let `peak_resident` begin anew from what is held now, memory that was freed and kept by malloc returned first."""
+    """Return freed memory to the system, then reset the peak of `peak_resident` to the current memory."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if malloc_trim is not None:
         malloc_trim(0)
@@ -89,7 +89,7 @@ def forget_peak() -> None:
 
 
 def save(name: str, result: dict[str, Any], device: str = "cpu") -> Path:
-    """Write ``results/DEVICE/NAME.json``, with the day."""
+    """Write ``results/DEVICE/NAME.json`` with the date."""
     path = RESULTS / device / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **result}, indent=2) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""The program that the benchmarks of the kernels are: all sides in turns, floors, the table, the picture, the JSON.
+"""Main program of the kernel benchmarks: runs all sides in turns, prints a table with floors, saves JSON and figure.
 
-A `Case` is one op at one shape. Every side of it runs in processes of its own, sides in turns, so that what else the
-machine does meets all of them and the memory of one is not the peak of another; `kernels_side.py` is such a process.
-Before anything is timed the ops' tests run, and afterwards the sides' results and gradients must agree: a benchmark
-that times two different things says nothing.
+A `Case` is one op at one shape. Each side runs in its own processes, sides in turns, so that other load on the machine
+affects all of them alike and one side's memory does not raise another's peak. `kernels_side.py` is such a process. The
+ops' tests run before anything is timed, and results and gradients of the sides must agree: timing two different
+computations would be meaningless.
 
-The floor is the least work over the best rate: the published one of a GPU in PUBLISHED, else the rate of a large copy
-or product measured in the same run. Shares above 100% are possible where the arguments fit a cache.
+The floor is the minimum work divided by the best rate: the published rate for a GPU in PUBLISHED, otherwise the rate of
+a large copy or product measured in the same run. Shares above 100% are possible if the arguments fit in a cache.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from common import MIB, RESULTS, installed, machine, one_line, save
 from kernels_side import PLAIN, Case, child, measure_floor
 
 TESTS = Path(__file__).parents[1] / "tests" / "kernels"
-FLOOR = "floor"  # the name of the process that measures it
-# Bytes/s of memory and dense bfloat16 FLOP/s, from NVIDIA's data sheets (A100: 2021, H100: 2023, H200: 2024), which
-# give the latter with sparsity for H100 and H200: halved here.
+FLOOR = "floor"  # name of the process that measures the floor
+# Memory bytes/s and dense bfloat16 FLOP/s from NVIDIA's data sheets (A100: 2021, H100: 2023, H200: 2024). For H100 and
+# H200 these give FLOP/s with sparsity, which is halved here.
 PUBLISHED = {
     "NVIDIA A100-SXM4-40GB": (1.555e12, 312e12),
     "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12),
@@ -42,7 +42,7 @@ UNITS = {"B": (1e9, "GB/s"), "FLOP": (1e12, "TFLOP/s")}
 
 
 def check(files: set[str]) -> None:
-    """Refuse to go on where the ops' tests fail."""
+    """Exit if the ops' tests fail."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", *(str(TESTS / name) for name in sorted(files))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -50,12 +50,12 @@ def check(files: set[str]) -> None:
 
 
 def required(side: str) -> bool:
-    """Whether nothing is reported without it; of a peer that fails the table says why."""
+    """Whether a failure of this side ends the benchmark; for others the table shows the error."""
     return side.startswith("ours") or side in (PLAIN, FLOOR)
 
 
 def in_process(index: int, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The result of `child` for one side of case number ``index``, or why it has none; exits where ours has none."""
+    """Return the result of `child` for a side of case ``index``, or its error; exit if a required side fails."""
     command = [sys.executable, sys.argv[0], "--child", str(index), side, "--device", args.device]
     command += ["--repeats", str(args.repeats), *(["--quick"] if args.quick else [])]
     command += [f"--op={op}" for op in args.op]
@@ -73,7 +73,7 @@ def in_process(index: int, side: str, args: argparse.Namespace) -> dict[str, Any
 
 
 def summary(side: str, rounds: list[dict[str, Any]], case: Case) -> dict[str, Any]:
-    """Medians over all repeats of all rounds, in ms and MiB, and the rate that they are."""
+    """Medians over all repeats of all rounds in ms and MiB, and the achieved rate."""
     errors = [r["error"] for r in rounds if "error" in r]
     if errors:
         return {"side": side, "error": errors[0]}
@@ -94,9 +94,9 @@ def summary(side: str, rounds: list[dict[str, Any]], case: Case) -> dict[str, An
 
 
 def agree(case: Case, rounds: dict[str, list[dict[str, Any]]]) -> None:
-    """Refuse to report where ours computed something else than plain torch; a peer that did is not measured.
+    """Exit if our result differs from plain torch's; mark another side that differs as not measured.
 
-    Norms of results and gradients are compared, to the digits that the type has.
+    Compares norms of results and gradients, to the precision of the dtype.
     """
     norms = {side: results[0]["norms"] for side, results in rounds.items() if "norms" in results[0]}
     if not norms:
@@ -114,23 +114,23 @@ def agree(case: Case, rounds: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def floors(case: Case, rate: float) -> dict[str, float]:
-    """Milliseconds that the least work takes at ``rate``."""
+    """Milliseconds of the minimum work at ``rate``."""
     forward, backward = case.work
     named = {"forward": forward, "backward": backward, "both": forward + backward} | case.floors
     return {name: 1e3 * work / rate for name, work in named.items()}
 
 
 def published(case: Case, device: str) -> tuple[float, str] | None:
-    """The GPU's rate in its data sheet, where that has it."""
+    """Return the GPU's rate from its data sheet and the source, or None if it is not listed."""
     if device == "cpu" or torch.cuda.get_device_name() not in PUBLISHED:
         return None
     if case.unit == "FLOP" and case.dtype not in (torch.bfloat16, torch.float16):
         return None
-    return PUBLISHED[torch.cuda.get_device_name()][case.unit == "FLOP"], "the data sheet's"
+    return PUBLISHED[torch.cuda.get_device_name()][case.unit == "FLOP"], "from the data sheet"
 
 
 def measure(cases: list[Case], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All sides of all cases in turns; a result for each case."""
+    """Run all sides of all cases in turns; one result per case."""
     measured: list[dict[str, list[dict[str, Any]]]] = [{side: [] for side in sides_of(case, args)} for case in cases]
     rates: dict[str, list[float]] = {}
     for number in range(args.rounds):
@@ -149,7 +149,7 @@ def measure(cases: list[Case], args: argparse.Namespace) -> list[dict[str, Any]]
 def report(
     case: Case, rounds: dict[str, list[dict[str, Any]]], rates: dict[str, list[float]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The result of a case as it is kept, printed on the way."""
+    """Print the result of a case and return it for the JSON."""
     rate, source = published(case, args.device) or (statistics.median(rates[case.rate_kind]), "measured in this run")
     scale, unit = UNITS[case.unit]
     result = {
@@ -173,7 +173,7 @@ def sides_of(case: Case, args: argparse.Namespace) -> list[str]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """A case as a table; the floor is its last row."""
+    """Print a case as a table with the floor as the last row."""
     unit, floor = result["unit"], result["floor_ms"]
     print(f"\n{result['title']}")
     print(f"{'':24}{'forward':>11}{'backward':>11}{'both, ms':>11}{unit:>11}{'of floor':>10}{'peak, MiB':>11}")
@@ -190,19 +190,19 @@ def show(result: dict[str, Any]) -> None:
         print(f"{'floor of ' + name:46}{_cell(floor[name])}")
     for row in result["rows"]:
         if row["side"].startswith("ours") and row.get("own_ops") == []:
-            print(f'  "{row["side"]}" runs no operator of nlgrpo\'s here: it is plain torch on this device.')
+            print(f'  "{row["side"]}" runs no operator of nlgrpo here: it is plain torch on this device.')
     sys.stdout.flush()
 
 
 def _cell(number: float | None) -> str:
-    """Four digits of a number, and nothing of None."""
+    """Format a number with four digits; "-" for None."""
     if number is None:
         return f"{'-':>11}"
     return f"{number:>11,.0f}" if number >= 1000 else f"{number:>11.4g}"
 
 
 def draw_bars(result: dict[str, Any], path: Path) -> None:
-    """Time and memory of every case, a row of two panels each."""
+    """Draw time and memory, with a row of two panels per case."""
     from matplotlib.figure import Figure
 
     cases = result["cases"]
@@ -228,7 +228,7 @@ def main(
     make: Callable[[argparse.Namespace], list[Case]],
     draw: Callable[[dict[str, Any], Path], None] = draw_bars,
 ) -> None:
-    """The program of a benchmark. ``tests``: for each op the files of its tests; ``make``: its cases."""
+    """Run a benchmark. ``tests``: test files of each op; ``make``: returns the cases."""
     args = arguments(doc, list(tests))
     cases = [case for case in make(args) if not args.op or case.op in args.op]
     known = {name for case in cases for name in case.sizes}
@@ -243,17 +243,17 @@ def main(
         print(json.dumps(measure_floor(case, args) if side == FLOOR else child(case, side, args)))
         return
     if args.quick:
-        print("quick: these sizes mean nothing, and the ops' tests were not run")
+        print("quick: these sizes are too small to mean anything, and the ops' tests were not run")
     else:
         check({file for case in cases for file in tests[case.op]})
     results = measure(cases, args)
     facts = machine(*filter(installed, ("nlgrpo", "triton", "liger-kernel")))
-    print(f"\n{one_line(facts, args.threads)}, {args.rounds} processes a side, in turns")
+    print(f"\n{one_line(facts, args.threads)}, {args.rounds} processes per side, in turns")
     counts = {"threads": args.threads, "rounds": args.rounds, "quick": args.quick}
     result = {"bench": name, "device": args.device, **counts, "cases": results, "machine": facts}
     if args.save:
         folder = "cpu" if args.device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-        path = save("_".join(("bench", name, *args.op)), result, folder)  # a part does not overwrite the whole
+        path = save("_".join(("bench", name, *args.op)), result, folder)  # --op has a file of its own
         draw(result, path.with_suffix(".png"))
         print(f"saved {path.relative_to(RESULTS.parent)} and .png")
     print(json.dumps(result))
@@ -276,27 +276,29 @@ def arguments(doc: str, ops: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--op", choices=ops, action="append", default=[], help="only this one (repeatable)")
-    parser.add_argument("--sides", nargs="+", help="only these, by the names in the table")
+    parser.add_argument("--op", choices=ops, action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--sides", nargs="+", help="only these sides, named as in the table")
     parser.add_argument("--sizes", type=size, nargs="+", default=[], metavar="T=4096", help="other sizes")
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="fresh processes a side (default: 3)")
-    parser.add_argument("--repeats", type=at_least_one, default=3, help="least repeats in each (default: 3)")
-    parser.add_argument("--threads", type=at_least_one, default=2, help="of torch on a CPU (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, once, without the tests: does it work")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="processes per side (default: 3)")
+    parser.add_argument("--repeats", type=at_least_one, default=3, help="minimum repeats per process (default: 3)")
+    parser.add_argument("--threads", type=at_least_one, default=2, help="threads of torch on a CPU (default: 2)")
+    parser.add_argument(
+        "--quick", action="store_true", help="check that it works: small sizes, once, without the tests"
+    )
     parser.add_argument("--save", action="store_true", help="write a JSON and a PNG to bench/results/DEVICE/")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.sizes = dict(args.sizes)
     if args.quick and args.save:
-        parser.error("--quick measures nothing that is worth a --save")
+        parser.error("--quick measures sizes that are too small to save; leave out --save")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU here")
+        parser.error("--device cuda: torch finds no GPU")
     if args.quick:
         args.rounds, args.repeats = 1, 2
     return args
 
 
 def sizes_of(args: argparse.Namespace, usual: dict[str, dict[str, int]], quick: dict[str, int]) -> dict[str, int]:
-    """The sizes of a case: the device's, those of --quick, and over them what --sizes says."""
+    """Sizes of a case: those of the device or of --quick, overridden by --sizes."""
     sizes = quick if args.quick else usual[args.device]
     return sizes | {name: number for name, number in args.sizes.items() if name in sizes}

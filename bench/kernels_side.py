@@ -1,8 +1,8 @@
-"""One side of a benchmark of a kernel, in its own process: what it runs, its time and memory, and the floor's rates.
+"""One side of a kernel benchmark in its own process: measures its time and memory, or the rates of the floor.
 
-A process warms up (compilation and imports are not timed), then repeats forward and backward. Where a repeat is short
-there are more of them. Memory is what the process, or the GPU's allocator, held at most beyond what it held before the
-repeats: gradients included, arguments not.
+A process warms up (compilation and imports are not timed), then repeats forward and backward; short ones are repeated
+more often. Memory is the peak of the process, or of the GPU's allocator, minus what was held before the repeats: it
+includes gradients but not arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PLAIN = "plain torch"
-SEE_OUT = 0.5  # seconds of repeats in a process, where one is short
-MOST = 500  # repeats
+SEE_OUT = 0.5  # seconds for which a short step is repeated
+MOST = 500  # maximum number of repeats
 FLUSH = 2**30  # bytes written between repeats on a GPU: many times its L2, and a third of a millisecond
 
 Forward = Callable[[SimpleNamespace], tuple[Tensor, ...]]
@@ -33,9 +33,9 @@ Forward = Callable[[SimpleNamespace], tuple[Tensor, ...]]
 class Case:
     """One op at one shape.
 
-    ``arguments(generator, device)`` makes what the sides take; the inputs named in ``wanted`` get a gradient, and
-    without any there is no backward. A side returns the results that are differentiated. ``work``: the least bytes or
-    operations of forward and backward, in ``unit`` "B" or "FLOP"; ``floors``: others worth a line, by their name.
+    ``arguments(generator, device)`` creates the inputs of the sides. Gradients are computed for the inputs named in
+    ``wanted``; if it is empty there is no backward. A side returns the results to differentiate. ``work``: minimum
+    bytes or operations of forward and backward, in ``unit`` "B" or "FLOP"; ``floors``: other floors by name.
     """
 
     op: str
@@ -57,18 +57,18 @@ class Case:
 
     @property
     def rate_kind(self) -> str:
-        """Cases of one kind have one floor: rates of products depend on the type, those of copies do not."""
+        """Cases of one kind share a floor: rates of products depend on the dtype, those of copies do not."""
         return "B" if self.unit == "B" else str(self.dtype)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile at the first call: to load the compiler takes seconds, which other sides' processes need not."""
-    made = cache(partial(torch.compile, function))
-    return lambda *args, **options: made()(*args, **options)
+    """Compile at the first call: loading the compiler takes seconds, which processes of other sides avoid."""
+    load = cache(partial(torch.compile, function))
+    return lambda *args, **options: load()(*args, **options)
 
 
 class OwnOps(TorchDispatchMode):
-    """Notes which of nlgrpo's own operators run; none do where an op is plain PyTorch on a device."""
+    """Records which operators of nlgrpo run; none do if an op is plain PyTorch on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class OwnOps(TorchDispatchMode):
 
 
 class Step:
-    """One repeat of a side: its forward, and the gradients of the wanted inputs."""
+    """Forward of a side, and backward to the wanted inputs."""
 
     def __init__(self, case: Case, side: str, device: str) -> None:
         self.inputs = case.arguments(torch.Generator().manual_seed(0), device)
@@ -96,14 +96,14 @@ class Step:
         return torch.autograd.grad(results, self.leaves, self.upstream) if self.leaves else ()
 
     def warm_up(self) -> list[float]:
-        """Run once; the norms of results and gradients, which all sides must have in common."""
+        """Run once; return the norms of results and gradients, which must be equal on all sides."""
         results = self.forward()
         generator = torch.Generator().manual_seed(1)
-        for x in results:  # a loss has the upstream gradient 1
+        for x in results:  # the upstream gradient of a loss is 1
             noise = torch.randn(x.shape, generator=generator) if x.ndim else torch.ones(())
             self.upstream.append(noise.to(x))
         tensors = (*results, *self.backward(results))
-        wide = torch.float64 if tensors[0].is_cpu else torch.float32  # on a GPU that would copy all of x first
+        wide = torch.float64 if tensors[0].is_cpu else torch.float32  # on a GPU float64 would copy all of x first
         return [torch.linalg.vector_norm(x.detach(), dtype=wide).item() for x in tensors]
 
     def own_ops(self) -> list[str]:
@@ -113,7 +113,7 @@ class Step:
 
 
 def seconds_cpu(step: Step) -> tuple[float, float]:
-    """Of one forward and one backward."""
+    """Seconds of one forward and one backward."""
     start = time.perf_counter()
     results = step.forward()
     middle = time.perf_counter()
@@ -122,10 +122,10 @@ def seconds_cpu(step: Step) -> tuple[float, float]:
 
 
 def seconds_cuda(step: Step, repeats: int, flush: Tensor) -> list[tuple[float, float]]:
-    """Of ``repeats`` forwards and backwards, on the GPU's clock, each after the L2 has been written over.
+    """Seconds of ``repeats`` forwards and backwards by the GPU's clock, each after overwriting the L2 cache.
 
-    While the flush runs the host queues the op: this is the time of its kernels, not of their launches. Where an op
-    waits for the device in between (a check of the data), the launches after that are in the time.
+    The host queues the op while the flush runs, so the time is that of the kernels without their launches. If an op
+    waits for the device (to check data), the launches after that are included.
     """
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(repeats)]
     for begin, middle, end in marks:
@@ -162,7 +162,7 @@ def time_cuda(step: Step, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def child(case: Case, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What one process measures."""
+    """Measure one side in this process; an error if it runs out of memory."""
     try:
         step = Step(case, side, args.device)
         norms = step.warm_up()
@@ -174,7 +174,7 @@ def child(case: Case, side: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_floor(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes/s of a large copy (read and written), or FLOP/s of a large product."""
+    """Measure the bytes/s of a large copy (read and written), or the FLOP/s of a large product."""
     on_gpu = args.device == "cuda"
     side = 256 if args.quick else 8192 if on_gpu else 2048
     if case.unit == "B":

@@ -1,10 +1,10 @@
-"""Fine-tuning a transformers model without its logits: hidden states and the head's weight go to `linear_logprob`.
+"""Fine-tune a transformers model without its logits: pass hidden states and the head's weight to `linear_logprob`.
 
-    python examples/fine_tune.py --text stories.txt        # nlgrpo's story model
+    python examples/fine_tune.py --text stories.txt        # nlgrpo's embedded model
     python examples/fine_tune.py --text stories.txt --model Qwen/Qwen3-0.6B --batch 4 --length 1024
 
-A step that goes through the model's own loss holds logits of batch x length x vocabulary numbers, several times over;
-this one holds one block of them. For models whose logits are the head's product, as most are: not scaled, not capped.
+The model's own loss keeps several copies of all logits, batch x length x vocabulary; this step keeps one block of them.
+Works for models whose logits are the plain product with the head, as for most models: not scaled and not soft-capped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nlgrpo.model.hf_weights import locate
 
 
 def fine_tune(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor]], lr: float) -> Iterator[float]:
-    """One step a batch of ids (B, L) and labels (B, L), which are -100 at padding; the loss in nats a token."""
+    """Take one step per batch of ids (B, L) and labels (B, L), -100 at padding; yields the loss in nats per token."""
     head, optimizer = model.get_output_embeddings(), torch.optim.AdamW(model.parameters(), lr)
     for ids, labels in batches:
         hidden = model.base_model(ids, attention_mask=(labels != -100).long()).last_hidden_state[:, :-1].flatten(0, 1)
@@ -43,11 +43,11 @@ def fine_tune(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tensor]], 
 def read_batches(
     path: Path, tokenizer: PreTrainedTokenizerBase, size: int, length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and labels (B, L) of ``size`` lines of the text at a time, over and over."""
+    """Yield ids and labels (B, L) of ``size`` lines of the text at a time, repeating the text."""
     lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     rows = [torch.tensor(ids) for ids in tokenizer(lines, truncation=True, max_length=length).input_ids if len(ids) > 1]
     if not rows:
-        raise SystemExit(f"{path} has no line of two tokens or more; there is nothing to predict.")
+        raise SystemExit(f"{path} has no line of two tokens or more, so there is nothing to predict.")
     for start in itertools.count(0, size):
         chosen = [rows[i % len(rows)] for i in range(start, start + size)]
         labels = pad_sequence(chosen, batch_first=True, padding_value=-100)
@@ -55,7 +55,7 @@ def read_batches(
 
 
 def peak_mib() -> float:
-    """Of the GPU's memory, or of the process's where it runs on the CPU (Linux counts in KiB, macOS in bytes)."""
+    """Peak memory of the GPU, or of the process on a CPU (Linux counts in KiB, macOS in bytes)."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
@@ -63,19 +63,19 @@ def peak_mib() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, type=Path, help="a document a line")
+    parser.add_argument("--text", required=True, type=Path, help="text file, one document per line")
     parser.add_argument("--model", default="story-lm", help="Hugging Face directory or hub name")
     parser.add_argument("--steps", default=10, type=int)
-    parser.add_argument("--batch", default=8, type=int, help="documents a step")
-    parser.add_argument("--length", default=128, type=int, help="tokens that are kept of a document")
+    parser.add_argument("--batch", default=8, type=int, help="documents per step")
+    parser.add_argument("--length", default=128, type=int, help="maximum tokens per document")
     parser.add_argument("--lr", default=1e-4, type=float)
     options = parser.parse_args()
     folder, device = locate(options.model), "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(device).train()
     batches = read_batches(options.text, AutoTokenizer.from_pretrained(folder), options.batch, options.length)
-    moved = ((ids.to(device), labels.to(device)) for ids, labels in batches)
-    for step, loss in enumerate(fine_tune(model, itertools.islice(moved, options.steps), options.lr), start=1):
+    on_device = ((ids.to(device), labels.to(device)) for ids, labels in batches)
+    for step, loss in enumerate(fine_tune(model, itertools.islice(on_device, options.steps), options.lr), start=1):
         print(f"step {step:3}   loss {loss:.6f}   peak {peak_mib():.0f} MiB", flush=True)
 
 

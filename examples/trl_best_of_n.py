@@ -1,8 +1,8 @@
-"""Best-of-4 training in TRL: its GRPOTrainer with reward functions wrapped by `linearized` or `aggregated`.
+"""Best-of-4 training in TRL: GRPOTrainer with reward functions wrapped by `linearized` or `aggregated`.
 
 pip install trl==1.16.0
-python examples/trl_best_of_n.py                       # nlgrpo's story model on a CPU, half a minute
-python examples/trl_best_of_n.py --two                 # two rewards at once, by a smooth minimum of what they reach
+python examples/trl_best_of_n.py                       # nlgrpo's embedded model on a CPU, half a minute
+python examples/trl_best_of_n.py --two                 # two rewards at once, their smooth minimum
 python examples/trl_best_of_n.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --max-length 256
 """
 
@@ -22,24 +22,24 @@ from nlgrpo.integrations.trl import aggregated, linearized
 from nlgrpo.model.hf_weights import locate
 
 PROMPTS = locate("story-lm").parent / "prompts.jsonl"
-SAMPLES = 8  # completions of a prompt, TRL's num_generations
+SAMPLES = 8  # completions per prompt, TRL's num_generations
 
 
 def short_sentence(completions: list[str], **_: Any) -> list[float]:
-    """0 for a first sentence of 8 words, and less the further it is from that."""
+    """0 for a first sentence of 8 words, lower for any other length."""
     words = [len(text.split(".")[0].split()) for text in completions]
     return [-abs(n - 8) / 8 for n in words]
 
 
 def varied_words(completions: list[str], **_: Any) -> list[float]:
-    """How many of the words are said once, 0 to 1."""
+    """Share of different words, 0 to 1."""
     each = [text.lower().split() for text in completions]
     return [len(set(words)) / max(1, len(words)) for words in each]
 
 
 class Progress(TrainerCallback):
-    def on_log(self, args: Any, state: Any, control: Any, **told: Any) -> None:
-        logs = told["logs"]
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        logs = others["logs"]
         for name in ("short_sentence", "varied_words"):
             if f"objective/{name}" in logs:
                 mean, best = logs[f"rewards/{name}/mean"], logs[f"objective/{name}"]
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--prompts", default=PROMPTS, type=Path, help='file with lines {"prompt": ...}')
     parser.add_argument("--two", action="store_true", help="train for varied words too")
     parser.add_argument("--steps", default=20, type=int)
-    parser.add_argument("--max-length", default=32, type=int, help="of a completion, in tokens")
+    parser.add_argument("--max-length", default=32, type=int, help="maximum tokens per completion")
     parser.add_argument("--lr", default=1e-3, type=float)
     options = parser.parse_args()
     if options.two:
@@ -62,7 +62,7 @@ def main() -> None:
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, learning_rate=options.lr,
         num_generations=SAMPLES, per_device_train_batch_size=8 * SAMPLES, max_completion_length=options.max_length,
-        scale_rewards="none", loss_type="dr_grpo",  # the gradient is then that of the objective
+        scale_rewards="none", loss_type="dr_grpo",  # so that the gradient is the objective's
         bf16=False, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none",
         disable_tqdm=True,
     )  # fmt: skip

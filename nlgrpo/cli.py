@@ -1,7 +1,7 @@
-"""The console command ``nlgrpo``: which command was asked for, and what becomes of its errors.
+"""The console command ``nlgrpo``: finds the command, runs it, and prints its errors.
 
-A command's module is imported when the command runs: torch and transformers take seconds, and ``nlgrpo --help`` needs
-neither.
+A command's module is imported only when the command runs: importing torch and transformers takes seconds, and
+``nlgrpo --help`` needs neither.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from collections.abc import Sequence
 
 from nlgrpo import __version__
 
-# name: where its function is, and what it does
+# name: (module:function, description)
 COMMANDS = {
     "train": (
         "nlgrpo.train:main",
-        "Train: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists every key",
+        "Train a policy: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists keys",
     ),
     "generate": (
         "nlgrpo.commands.generate:generate",
-        'Draw completions from a model: nlgrpo generate "Once upon a time" --samples 4',
+        'Sample completions from a model: nlgrpo generate "Once upon a time" --samples 4',
     ),
-    "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the recipes that `nlgrpo train NAME` runs."),
+    "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
     "report": (
         "nlgrpo.commands.report:write_report",
-        "Write a run's report.html and pictures again: nlgrpo report runs/length-bon",
+        "Rewrite the report.html and figures of a run: nlgrpo report runs/length-bon",
     ),
     "compare": (
         "nlgrpo.commands.report:compare",
-        "Lay runs over each other in one picture: nlgrpo compare runs/length-bon runs/length-mean",
+        "Plot several runs in one figure: nlgrpo compare runs/length-bon runs/length-mean",
     ),
     "evaluate": (
         "nlgrpo.commands.evaluate:main",
-        "What models are worth under each procedure: nlgrpo evaluate runs/length-bon runs/length-mean",
+        "Evaluate models under best-of-N and other procedures: nlgrpo evaluate runs/length-bon runs/length-mean",
     ),
     "rollout": (
         "nlgrpo.commands.rollout:main",
-        "Draw and score samples of the reference, for later stages: nlgrpo rollout [file.toml] --samples 100 --out DIR",
+        "Sample and score the reference model, for later stages: nlgrpo rollout [file.toml] --samples 100 --out DIR",
     ),
     "sweep": (
         "nlgrpo.commands.sweep:main",
@@ -51,23 +51,23 @@ COMMANDS = {
     ),
     "value": (
         "nlgrpo.commands.value:main",
-        "Fit a value model to rollouts, or to a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
+        "Train a value model on rollouts or on a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "iro": (
         "nlgrpo.commands.iro:main",
-        "Learn value models that guide a frozen model: nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
+        "Train value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
     ),
     "decode": (
         "nlgrpo.commands.decode:main",
-        "Hold ways to decode against each other: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
+        "Compare decoding methods at equal budgets: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
     ),
     "curves": (
         "nlgrpo.commands.curves:main",
-        "Win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
+        "Compute win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
     ),
     "verify": (
         "nlgrpo.commands.verify:main",
-        "Check the mathematics against exact answers: nlgrpo verify [--out FOLDER] [--quick]",
+        "Check the mathematics against exact results: nlgrpo verify [--out FOLDER] [--quick]",
     ),
 }
 
@@ -78,13 +78,13 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0; 1, with a message, for what the user can mend; 2 for a command that does not exist."""
+    """Run a command. Returns 0; 1, with a message, for an error the user can fix; 2 for an unknown command."""
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has what it wants; Python flushes once more at its end
+    except BrokenPipeError:  # the reader, such as `head`, is done; Python flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -98,7 +98,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         print(f"error: unknown command {arguments[0]!r}; {hint}", file=sys.stderr)
         return 2
     module, function = COMMANDS[arguments[0]][0].split(":")

@@ -1,8 +1,8 @@
-"""The main job: ``torchrun nlgrpo/train.py [recipe] [file.toml] [--section.key value ...] [--dry-run]``.
+"""Train a policy: ``torchrun nlgrpo/train.py [recipe] [file.toml] [--section.key value ...] [--dry-run]``.
 
-Non-linear GRPO (IAMA, Alg. 1 and 2): draw M completions a prompt, score them, replace each reward by the first
-variation of its objective at the group's empirical distribution, and take a GRPO step on that. Baselines that draw
-nothing (BoN-SFT, DPO, IPO, BoNBoN) take steps of their own in the same loop.
+Non-linear GRPO (IAMA, Alg. 1 and 2): sample M completions per prompt, score them, replace each reward by the first
+variation of its objective at the group's empirical distribution, and take a GRPO step on the result. The offline
+algorithms (BoN-SFT, DPO, IPO, BoNBoN) share this loop and replace the step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nlgrpo.training.run import Run, open_folder
 
 
 def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> bool:
-    """The loop, from where the run stands. Returns False where a signal ended it early, after a checkpoint."""
+    """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg = run.config.train
     for step in range(run.progress.step, cfg.steps):
         if run.samples is None:
@@ -57,54 +57,54 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
 
 # fmt: off
 def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
-    """A step of GRPO or PPO."""
+    """One step of GRPO or PPO."""
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
     clock   = Clock(ranks.device)
-    batch   = run.next_batch()                                   # this rank's share of P prompts
-    rollout = ranks.agree(lambda: run.sampler.draw(learner.model, batch))  # x M completions, with their log-probs
+    batch   = run.next_batch()                                   # this rank's share of the P prompts
+    rollout = ranks.agree(lambda: run.sampler.draw(learner.model, batch))  # M completions per prompt, and log-probs
     clock.lap("generate")
-    ref     = learner.reference_logprobs(rollout)                # (P M, L), None where beta is 0
+    ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
     clock.lap("reference")
-    scores, calibrated = score(run, learner, batch, rollout, ref)      # {name: (P, M)}, NaN where a reward abstains
+    scores, calibrated = score(run, learner, batch, rollout, ref)  # {name: (P, M)}, NaN where a reward abstains
     clock.lap("rewards")
-    groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated)        # from here on all ranks, all P
+    groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated)  # from here on: all P prompts of all ranks
     values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
-    each    = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi less a baseline      (m, P, M)
+    terms   = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi minus a baseline     (m, P, M)
     value, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
-    linear  = combine(each, gradient)                            # sum_i dg/dR_i dR_i/dpi          (P, M)
-    if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with one, token by token
+    linear  = combine(terms, gradient)                           # sum_i dg/dR_i dR_i/dpi          (P, M)
+    if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # a critic gets it per token
         penalty = learner.kl_reward(rollout, ref, progress.beta)
         linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
-    adv     = groups.advantages(linear, cfg.loss.scale)          # divided, where that is wanted   (P, M)
+    adv     = groups.advantages(linear, cfg.loss.scale)          # divided by a std, if requested  (P, M)
     clock.lap("linearize")
     dropped = scores.skipped
-    if learner.critic is not None:                               # which would take an abstention for a reward of 0
+    if learner.critic is not None:                               # it would read an abstention as reward 0
         dropped = ~groups.has_reward(run.objectives, run.weights())[groups.own]
     stats   = learner.update(
         rollout, adv[groups.own], step=step, **run.rates(step),
         beta=progress.beta, ref_logprobs=ref, dropped=dropped,
     )
     clock.lap("update")
-    shown   = groups.scores(run.objectives)                      # {name: (P, M)}, kernels as numbers too
+    shown   = groups.scores(run.objectives)                      # {name: (P, M)}, one number per completion
     stats |= {"beta": progress.beta} | groups.metrics(value, values, shown, run.weights(), adv)
     progress.advance(cfg.rollout.prompts, groups.tokens)
-    if "kl" in stats:                                            # not where all groups were dropped
+    if "kl" in stats:                                            # absent if all groups were dropped
         progress.beta = run.next_beta(step, stats["kl"])
     stats |= run.speed(clock, groups.tokens, int(groups.lengths.sum()))
-    log.log(step, groups.with_logged(stats))                   # with what rewards log
+    log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
     if every(cfg.train.samples_every, step):
-        log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, each, adv))
+        log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, terms, adv))
 
 
 def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: MetricsLogger) -> None:
-    """A step of BoN-SFT, DPO, IPO or BoNBoN."""
+    """One step of BoN-SFT, DPO, IPO or BoNBoN."""
     cfg, progress, step = run.config, run.progress, run.progress.step
     clock  = Clock(run.ranks.device)
-    chosen = samples.choose(progress.cursor, cfg.rollout.prompts, run.ranks)  # this rank's winners or pairs
+    chosen = samples.choose(progress.cursor, cfg.rollout.prompts, run.ranks)  # this rank's best samples or pairs
     clock.lap("choose")
     stats  = offline.update(learner, chosen, cfg.offline, **run.rates(step))
     clock.lap("update")
-    tokens = int(stats.pop("tokens"))                            # of all ranks
+    tokens = int(stats.pop("tokens"))                            # on all ranks
     progress.advance(cfg.rollout.prompts, tokens)
     log.log(step, stats | run.speed(clock, tokens))
 # fmt: on
@@ -117,13 +117,13 @@ def every(interval: int, step: int) -> bool:
 def score(
     run: Run, learner: Learner, batch: Batch, rollout: Rollout, ref: Tensor | None
 ) -> tuple[Scores, dict[str, CalibratedReward]]:
-    """The rewards of this rank's completions, and those that are held against the reference's samples.
+    """Score this rank's completions, and calibrate the rewards that have a transform on samples of the reference.
 
-    Where one fails on any rank, all save the state before it and stop.
+    If a reward fails on any rank, all ranks save the state before this step and raise RewardError.
     """
     generators = random_state()
     try:
-        scores = _scored(run, batch, rollout)
+        scores = _score_rollout(run, batch, rollout)
         return scores, run.references.calibrate(scores.values, batch, rollout, ref, learner.reference)
     except RewardError:
         set_random_state(generators)
@@ -131,15 +131,15 @@ def score(
         raise
 
 
-def _scored(run: Run, batch: Batch, rollout: Rollout) -> Scores:
-    """Collective; raises RewardError on all ranks where a reward failed on one."""
+def _score_rollout(run: Run, batch: Batch, rollout: Rollout) -> Scores:
+    """Score this rank's completions; collective. Raises RewardError on all ranks if a reward failed on one."""
     step, total, first = run.progress.step, run.config.train.steps, batch.index[0] - run.progress.cursor
     score = partial(run.sampler.score, batch, rollout, step=step, total_steps=total, first_prompt=first)
     return run.ranks.agree(score, RewardError)
 
 
 def evaluate_before(run: Run, learner: Learner) -> EvaluationSamples | None:
-    """What the untrained model is worth; taken from the folder where an earlier start of the run has measured it."""
+    """Evaluate the model before training, or load that evaluation from the run's folder if it is there."""
     if run.config.evaluation.prompts == 0:
         return None
     before = run.evaluated().get("before")
@@ -158,18 +158,18 @@ def finish(run: Run, learner: Learner, before: EvaluationSamples | None, console
         if run.ranks.first:
             console.print(results.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
-        from nlgrpo.evaluation import report  # with matplotlib, which would add a second to the start of every run
+        from nlgrpo.evaluation import report  # imports matplotlib, which takes a second
 
         page = report.write_report(run.folder)
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
 
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
-    """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
+    """Train on the ranks that the launcher started, from the newest checkpoint if there is one."""
     stop = StopSignal()
-    disable_progress_bar()  # transformers' own, of every reward model that is read
+    disable_progress_bar()  # transformers shows one for every model it loads
     with distributed.start() as ranks:
-        _launch(cfg, ranks, stop, dry_run)  # whose model, and with it the group's handles, is gone on return
+        _launch(cfg, ranks, stop, dry_run)  # frees the model before the process group ends
 
 
 def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bool) -> None:
@@ -183,31 +183,32 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
     learner = run.learner()
     before = evaluate_before(run, learner)
     if run.restore(learner):
-        console.print(f"going on from step {run.progress.step}")
+        console.print(f"resuming from step {run.progress.step}")
     elif logged := len(read_jsonl(run.folder / FILE)):
-        console.print(f"begins anew, without the {logged} steps logged: no checkpoint in {run.folder / 'checkpoints'}")
+        found = f"no checkpoint in {run.folder / 'checkpoints'}"
+        console.print(f"{found}: restarting from step 0, discarding {logged} logged steps")
     with run.logger() as log:
         finished = train(run, learner, stop, log)
     if finished:
         finish(run, learner, before, console)
     else:
-        console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
+        console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when done, or saved on SIGTERM; 1, with a message, for what the user can mend."""
+    """Run the command. Returns 0 when done or stopped by a signal, 1 with a message for an error the user can fix."""
     try:
         cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
         launch(cfg, dry_run=dry_run)
     except (ValueError, RewardError) as error:
         if error.__cause__ is not None and isinstance(error, RewardError):
             traceback.print_exception(error.__cause__)
-        if os.environ.get("RANK", "0") == "0":  # all ranks have the message
+        if os.environ.get("RANK", "0") == "0":  # every rank has the same message
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.getcwd()  # as with -m: the package's own folder would show its modules by their bare names
+    sys.path[0] = os.getcwd()  # as with -m; else nlgrpo/ itself would be on the path
     sys.exit(main())

@@ -1,11 +1,11 @@
-"""How much of the policy gradient is signal, by parameter: what a run that has stopped moving still has to learn from.
+"""Signal and noise of the policy gradient, for each parameter: can a run that has stalled still learn?
 
     python scripts/gradient_signal.py length-bon --model.path runs/length-bon/model
 
-Takes what ``nlgrpo train`` takes. Draws 4 independent estimates g_1 .. g_4 of the gradient, each from 32 of the run's
-batches, and prints for each parameter, and for the rows of the end tokens in the embedding and the head,
+Takes the arguments of ``nlgrpo train``. Computes 4 independent estimates g_1 .. g_4 of the gradient, each from 32 of
+the run's batches, and prints for each parameter, and for the rows of the end tokens in the embedding and the head,
 
-    signal^2 = mean of g_i . g_j over i < j            (unbiased for |E g|^2, so that it can be below 0)
+    signal^2 = mean of g_i . g_j over i < j            (unbiased for |E g|^2, so it can be below 0)
     noise^2  = mean of |g_i|^2 - signal^2              (the variance of one estimate)
 """
 

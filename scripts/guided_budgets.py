@@ -1,13 +1,13 @@
-"""What value-guided decoding is worth over budgets, and what it costs (IRO, Figs. 3, 5 and 6), on one recipe.
+"""Reward and cost of value-guided decoding over budgets on one recipe (IRO, Figs. 3, 5 and 6).
 
     python scripts/guided_budgets.py examples/guided.toml [--out runs/guided] [--chunk 8] [--budgets 4 8 16 32 64]
         [--methods bon iro:1 iro:2 iro:3 compressed cd args args:64] [--choose reward value] [--seeds 0 1 2] [--jobs 2]
         [--learn="--prompts 320 --value.lr 1e-3"] [-- --evaluation.prompts 32 ...]
 
-For each seed `nlgrpo iro` learns values, with the options of ``--learn``, and `nlgrpo decode` holds the methods against
-each other on the held-out prompts, once for every way to choose what answers. Then the searches answer a few prompts
-one by one, which is what their latency is. Draws both and says what leads and by how much. What follows ``--`` goes to
-every command. What is finished is not made again, and what was stopped goes on.
+For each seed, `nlgrpo iro` learns values with the options of ``--learn``, and `nlgrpo decode` compares the methods on
+the held-out prompts, once for each rule that chooses the answer (``--choose``). Then latency is measured by answering a
+few prompts one at a time. The script draws both and prints which method leads and by how much. Arguments after ``--``
+are passed to every command. Finished work is reused, and stopped work resumes.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ def label(method: str) -> str:
     return LABELS.get(method, method.replace("iro:", "IRO, iteration ").replace("args:", "ARGS, weight "))
 
 
-# --- what is run ------------------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def nlgrpo(arguments: Sequence[str], log: Path, threads: int) -> None:
-    """Run a command; what it prints is kept. Exits as it does where it fails."""
+    """Run a command and append its output to ``log``. Raises RuntimeError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"nlgrpo {arguments[0]}: {log}", flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with log.open("a") as file:
         done = subprocess.run(runner.command(arguments, 1), stdout=file, stderr=subprocess.STDOUT, env=environment)
     if done.returncode:
-        raise RuntimeError(f"nlgrpo {arguments[0]} ended with status {done.returncode}; {log} says why")
+        raise RuntimeError(f"nlgrpo {arguments[0]} ended with status {done.returncode}; see {log}")
 
 
 def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) -> list[dict[Key, dict[str, Any]]]:
-    """What each way to choose came to."""
+    """Learn values and decode with one seed; the results for each of ``given.choose``."""
     folder, threads = given.out / f"seed-{seed}", max(1, torch.get_num_threads() // given.jobs)
     same = [given.recipe, f"--train.seed={seed}", f"--chunk={given.chunk}", *more]
     nlgrpo(["iro", *same, f"--out={folder / 'iro'}", *shlex.split(given.learn)], folder / "iro.log", threads)
-    asked = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--guide={folder / 'iro'}"]
+    compared = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--guide={folder / 'iro'}"]
     for choose in given.choose:
-        kept = [f"--choose={choose}", f"--out={folder / choose}"]
-        nlgrpo(["decode", *same, *asked, *kept], folder / f"{choose}.log", threads)
+        own = [f"--choose={choose}", f"--out={folder / choose}"]
+        nlgrpo(["decode", *same, *compared, *own], folder / f"{choose}.log", threads)
     return [results(folder / choose) for choose in given.choose]
 
 
 def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> list[dict[Key, dict[str, Any]]]:
-    """Of the methods that learned something, and best-of-N, prompt by prompt; once for every round."""
+    """Decode prompt by prompt with best-of-N and the methods that learned values; the results of each round."""
     folder, methods = given.out / "latency", [m for m in given.methods if not m.startswith(("cd", "args"))]
     alone = ["--rollout.max_rows=1", f"--evaluation.prompts={given.latency_prompts}"]
-    asked = ["--methods", *methods, "--budgets", str(LATENCY_BUDGET), f"--chunk={given.chunk}", *alone]
+    compared = ["--methods", *methods, "--budgets", str(LATENCY_BUDGET), f"--chunk={given.chunk}", *alone]
     guide = f"--guide={given.out / f'seed-{given.seeds[0]}' / 'iro'}"
     rounds = [folder / f"round-{i}" for i in range(given.latency_rounds)]
     for own in rounds:
-        kept = [guide, f"--out={own}"]
-        nlgrpo(["decode", given.recipe, *more, *kept, *asked], folder / "decode.log", torch.get_num_threads())
+        out = [guide, f"--out={own}"]
+        nlgrpo(["decode", given.recipe, *more, *out, *compared], folder / "decode.log", torch.get_num_threads())
     return [results(own) for own in rounds]
 
 
@@ -88,16 +88,18 @@ def results(folder: Path) -> dict[Key, dict[str, Any]]:
     return {(row["method"], row["budget"]): row for row in json.loads((folder / decode.RESULTS).read_text("utf-8"))}
 
 
-# --- what it came to --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 class Found:
-    """Rewards of every method and budget: (S, P), seeds x prompts. RuntimeError where seeds have other prompts."""
+    """Rewards of every method and budget, (S seeds, P prompts). Raises RuntimeError if prompts differ between seeds."""
 
     def __init__(self, seeds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> None:
         self.seeds = seeds
         if len({tuple(row["prompts"]) for own in seeds for row in own.values()}) > 1:
-            raise RuntimeError("the seeds have answered other prompts, or in another order")
+            raise RuntimeError(
+                "the seeds have answered different prompts, or in another order; use another --out folder"
+            )
         self.methods = list(dict.fromkeys(method for method, _ in seeds[0]))
         self.budgets = list(dict.fromkeys(budget for _, budget in seeds[0]))
 
@@ -105,23 +107,23 @@ class Found:
         return torch.tensor([own[method, budget]["rewards"] for own in self.seeds], dtype=torch.float64)
 
     def mean(self, method: str, budget: int) -> tuple[float, float, float]:
-        """Over seeds and prompts, with the interval over prompts."""
+        """Mean over seeds and prompts, with its interval over prompts."""
         mean, low, high = bootstrap(self.rewards(method, budget).mean(0))
         return float(mean), float(low), float(high)
 
     def lead(self, one: str, other: str, budget: int) -> tuple[float, float, float]:
-        """By how much ``one`` is ahead at the budget, prompt by prompt."""
+        """Mean lead of ``one`` over ``other`` at the budget, paired over prompts, with its interval."""
         mean, low, high = bootstrap((self.rewards(one, budget) - self.rewards(other, budget)).mean(0))
         return float(mean), float(low), float(high)
 
     def cost(self, method: str, budget: int, what: str) -> float:
-        """Of a prompt, on average over seeds."""
+        """Mean cost per prompt, over seeds."""
         rows = [own[method, budget] for own in self.seeds]
         return sum(row[what] / len(row["rewards"]) for row in rows) / len(rows)
 
 
 def table(found: Found) -> list[str]:
-    """Markdown: a row a method, a column a budget."""
+    """Markdown table with a row per method and a column per budget."""
     lines = [f"| method | {' | '.join(f'N = {n}' for n in found.budgets)} |", "|---" * (1 + len(found.budgets)) + "|"]
     for method in found.methods:
         cells = ["{:.3f} [{:.3f}, {:.3f}]".format(*found.mean(method, n)) for n in found.budgets]
@@ -130,7 +132,7 @@ def table(found: Found) -> list[str]:
 
 
 def costs(found: Found, budget: int) -> list[str]:
-    lines = [f"of a prompt at N = {budget}: tokens drawn, values asked for, rewards asked for"]
+    lines = [f"per prompt at N = {budget}: sampled tokens, value queries, reward queries"]
     for method in found.methods:
         each = [found.cost(method, budget, what) for what in ("tokens", "queries", "reward_queries")]
         lines.append(f"  {label(method)}: {', '.join(f'{count:,.0f}' for count in each)}")
@@ -138,7 +140,7 @@ def costs(found: Found, budget: int) -> list[str]:
 
 
 def findings(found: Found) -> list[str]:
-    """The paper's claims as differences, with their intervals and each seed's."""
+    """The paper's claims as differences with intervals, and the differences of each seed."""
     last = max(
         (m for m in found.methods if m.startswith("iro")), key=lambda m: int(m.partition(":")[2] or 10**9), default=None
     )
@@ -150,13 +152,13 @@ def findings(found: Found) -> list[str]:
             continue
         for n in found.budgets:
             gaps = (found.rewards(one, n) - found.rewards(other, n)).mean(1).tolist()
-            said = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found.lead(one, other, n))
+            lead = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found.lead(one, other, n))
             each = ", ".join(f"{gap:+.4f}" for gap in gaps)
-            lines.append(f"N = {n}: {label(one)} over {label(other)}: {said} (seeds {each})")
+            lines.append(f"N = {n}: {label(one)} over {label(other)}: {lead} (seeds {each})")
     return lines
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def draw_budgets(found: Found, ylabel: str) -> Figure:
@@ -185,13 +187,13 @@ def draw_budgets(found: Found, ylabel: str) -> Figure:
 
 
 def milliseconds(rounds: Sequence[Mapping[Key, Mapping[str, Any]]], key: Key) -> tuple[float, float, float]:
-    """Of a prompt: the median of the rounds, the least and the most."""
+    """Milliseconds per prompt: median, smallest and largest of the rounds."""
     times = [1000 * rows[key]["seconds"] / len(rows[key]["rewards"]) for rows in rounds]
     return statistics.median(times), min(times), max(times)
 
 
 def draw_latency(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> Figure:
-    """Time of a prompt by itself; memory of value models and caches (IRO, Fig. 5)."""
+    """Time per prompt, one at a time; memory of value models and caches (IRO, Fig. 5)."""
     figure, rows = figures.figure_of((9.0, 3.6)), rounds[0]
     names = [label(method) for method, _ in rows]
     seconds, memory = figure.subplots(1, 2, sharey=True)
@@ -199,9 +201,9 @@ def draw_latency(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> Figure:
     times = [milliseconds(rounds, key) for key in rows]
     reach = [[middle - least for middle, least, _ in times], [most - middle for middle, _, most in times]]
     seconds.barh(names, [middle for middle, _, _ in times], xerr=reach, capsize=2, color=colours)
-    seconds.set_title("Milliseconds of a prompt by itself")
+    seconds.set_title("Milliseconds per prompt, one at a time")
     seconds.set_xlabel(f"median and range of {len(rounds)} rounds")
-    parts = (("value_bytes", 1.0, "value models"), ("cache_bytes", 0.5, "caches at their largest"))
+    parts = (("value_bytes", 1.0, "value models"), ("cache_bytes", 0.5, "caches, at most"))
     left = [0.0] * len(names)
     for what, alpha, name in parts:
         sizes = [row[what] / 2**20 for row in rows.values()]
@@ -229,23 +231,23 @@ def latency_lines(rounds: Sequence[Mapping[Key, Mapping[str, Any]]]) -> list[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", help="a recipe or a TOML file")
-    parser.add_argument("--out", type=Path, default=Path("runs/guided"), help="folder of all that is made")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="those of nlgrpo decode; the first is bon")
+    parser.add_argument("recipe", help="recipe or TOML file")
+    parser.add_argument("--out", type=Path, default=Path("runs/guided"), help="output folder")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="methods of nlgrpo decode; bon is required")
     parser.add_argument("--budgets", nargs="+", type=int, default=[4, 8, 16, 32, 64])
-    parser.add_argument("--chunk", type=int, default=8, help="L, tokens of a chunk")
-    ways = ["reward", "value", "majority"]
-    parser.add_argument("--choose", nargs="+", default=ways[:1], choices=ways, help="what answers")
+    parser.add_argument("--chunk", type=int, default=8, help="L, tokens per chunk")
+    rules = ["reward", "value", "majority"]
+    parser.add_argument("--choose", nargs="+", default=rules[:1], choices=rules, help="rules that choose the answer")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--learn", default="", help="options of nlgrpo iro")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds to run in parallel")
     parser.add_argument("--latency-prompts", type=int, default=30)
-    parser.add_argument("--latency-rounds", type=int, default=5, help="times that latencies are measured")
-    parser.add_argument("--reward", default="Reward", help="what the picture calls it")
+    parser.add_argument("--latency-rounds", type=int, default=5, help="repetitions of the latency measurement")
+    parser.add_argument("--reward", default="Reward", help="name of the reward in the figures")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     given, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     if "bon" not in given.methods:
-        parser.error("--methods: name bon, which the others are held against")
+        parser.error("--methods: bon is missing; the other methods are compared with it")
     if given.latency_rounds < 1:
         parser.error(f"--latency-rounds {given.latency_rounds}: expected 1 or more")
     try:

@@ -1,9 +1,9 @@
-"""Lengths under every objective (IAMA, Figs. 3a and 5): the default recipe with each of them, and one picture of all.
+"""Completion lengths under every objective (IAMA, Figs. 3a and 5): one run of the default recipe each, one figure.
 
     python scripts/length_objectives.py [--out runs/lengths] [--objectives mean bon:2 ...] [-- --train.steps 600 ...]
 
-Trains `length-bon` once for each objective (`nlgrpo sweep`), and lays the runs over each other. Runs that have finished
-are not made again, and one that was stopped goes on; what follows ``--`` goes to every run.
+Trains `length-bon` once per objective (`nlgrpo sweep`) and overlays the runs in one figure. Finished runs are reused,
+and stopped ones resume. Arguments after ``--`` are passed to every run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OBJECTIVES = ["mean", "bon:2", "bon:4", "bon:8", "bon:16", "soft:0.1", "soft:0.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/lengths"), help="folder of the runs and the picture")
-    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="as a config names them")
+    parser.add_argument("--out", type=Path, default=Path("runs/lengths"), help="folder of the runs and the figure")
+    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="objectives, named as in a configuration")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     options, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     try:

@@ -1,17 +1,17 @@
-"""Make a task with exact answers: sums, and a small causal LM that works them out and mostly forgets to carry.
+"""Create a task with exact answers: sums, and a small causal LM that computes them and mostly forgets to carry.
 
     python scripts/make_arithmetic.py --out runs/arithmetic
 
     9+4+11=9+4=13 13+11=24 #### 24
     9+4+11=9+4=3 3+11=14 #### 14
 
-A prompt asks for a sum; a solution adds number after number, then gives the answer behind ``####``. The model, a small
-Llama with a token a number, is trained from scratch on solutions in which a total that needs a carry lacks it with
-probability ``--wrong``, and what follows goes on from it. Above one half this is what it does most, so that neither its
-likeliest tokens nor the majority of its answers are right, while samples are now and then.
+A prompt asks for a sum; a solution adds one number at a time and gives the answer after ``####``. The model is a small
+Llama with one token per number. It is trained from scratch on solutions in which each carry is lost with probability
+``--wrong``, and the following steps continue from the wrong total. With a probability above 1/2 neither greedy decoding
+nor the majority of its answers is right, but some samples are.
 
-Writes ``OUT/model`` (a Hugging Face directory) and ``OUT/sums.jsonl`` with the columns ``prompt`` and ``answer``; no
-prompt of it was trained on. The same options, versions and machine give the same bytes.
+Writes ``OUT/model`` (a Hugging Face directory) and ``OUT/sums.jsonl`` with the columns ``prompt`` and ``answer``. The
+model was trained on none of these prompts. The same options, versions and machine give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 
 
 def make_tokenizer(terms: int) -> PreTrainedTokenizerFast:
-    """A token a number and a character; <s> before a text."""
+    """Tokenizer with one token per number and per other character; adds <s> before a text."""
     vocabulary = [PAD, BOS, EOS, *"+= ", "####", *map(str, range(LARGEST * terms + 1))]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|[0-9]+|."), "isolated")
@@ -50,7 +50,7 @@ def problem(terms: list[int]) -> str:
 
 
 def solution(terms: list[int], wrong: float, rng: random.Random) -> str:
-    """An equation for every number behind the first; a carry is lost with probability ``wrong``."""
+    """Return one equation for every number after the first; a carry is lost with probability ``wrong``."""
     total, steps = terms[0], []
     for term in terms[1:]:
         before, total = total, total + term
@@ -65,9 +65,9 @@ def draw(terms: int, rng: random.Random) -> list[int]:
 
 
 def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, asked: set[str]
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, held_out: set[str]
 ) -> None:
-    """AdamW with warm-up and cosine decay, on solutions of sums other than those ``asked``."""
+    """Train by AdamW with warm-up and cosine decay, on solutions of sums that are not ``held_out``."""
     rng, begin = random.Random(args.seed + 1), time.time()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(args.steps):
@@ -76,7 +76,7 @@ def train(
         texts: list[str] = []
         while len(texts) < args.batch:
             terms = draw(args.terms, rng)
-            if problem(terms) not in asked:
+            if problem(terms) not in held_out:
                 texts.append(problem(terms) + solution(terms, args.wrong, rng) + EOS)
         ids = tokenizer(texts, return_tensors="pt", padding=True)["input_ids"]
         logits = model(ids[:, :-1]).logits
@@ -91,7 +91,7 @@ def train(
 
 @torch.no_grad()
 def solved(model: Any, tokenizer: PreTrainedTokenizerFast, sums: list[list[int]], **options: bool) -> float:
-    """Share of the sums whose answer is right, one sample each; ``options`` are those of ``generate``."""
+    """Return the share of sums with a right answer, from one sample each; ``options`` are those of ``generate``."""
     right = 0
     for i in range(0, len(sums), 64):
         part = sums[i : i + 64]
@@ -106,16 +106,16 @@ def solved(model: Any, tokenizer: PreTrainedTokenizerFast, sums: list[list[int]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--terms", type=int, default=6, help="numbers of a sum; default 6")
+    parser.add_argument("--terms", type=int, default=6, help="numbers per sum; default 6")
     parser.add_argument("--wrong", type=float, default=0.6, help="share of carries lost in training; default 0.6")
-    parser.add_argument("--problems", type=int, default=1024, help="sums that are asked; default 1024")
-    parser.add_argument("--steps", type=int, default=3000, help="optimiser steps; default 3000")
+    parser.add_argument("--problems", type=int, default=1024, help="number of sums in sums.jsonl; default 1024")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps; default 3000")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.terms < 2 or not 0 <= args.wrong < 1:
-        parser.error(f"--terms {args.terms} --wrong {args.wrong}: expected 2 terms or more, and a share in [0, 1)")
+        parser.error(f"--terms {args.terms} --wrong {args.wrong}: expected 2 terms or more and a share in [0, 1)")
     if not 1 <= args.problems <= LARGEST**args.terms // 2:
         parser.error(f"--problems {args.problems}: allowed is 1 to {LARGEST**args.terms // 2:,}, half of all such sums")
     torch.manual_seed(args.seed)
@@ -139,7 +139,7 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     sampled, greedy = solved(model, tokenizer, sums, do_sample=True), solved(model, tokenizer, sums, do_sample=False)
-    print(f"solved: {sampled:.3f} at temperature 1, {greedy:.3f} by the likeliest tokens")
+    print(f"solved: {sampled:.3f} at temperature 1, {greedy:.3f} by greedy decoding")
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
     lines = [json.dumps({"prompt": problem(terms), "answer": f"#### {sum(terms)}"}) for terms in sums]

@@ -1,11 +1,11 @@
-"""Make nlgrpo's default model: a causal LM of half a million parameters that tells short stories of every length.
+"""Create nlgrpo's default model: a causal LM of half a million parameters that tells stories of all lengths.
 
     python scripts/make_story_model.py tinystories.txt --out nlgrpo/data/assets
 
-The text holds stories separated by ``<|endoftext|>``.  The script trains a byte-level BPE tokenizer and a small GPT-2
-on it, then the model on texts that it wrote itself at a lower temperature, and writes ``OUT/story-lm/`` (a Hugging Face
-directory), ``OUT/prompts.jsonl`` and ``OUT/eval_prompts.jsonl``.  The same text, options, library versions and machine
-give the same bytes.
+The input text has stories separated by ``<|endoftext|>``. The script trains a byte-level BPE tokenizer and a small
+GPT-2 on it, then trains the model on texts that it generated itself at a lower temperature. It writes
+``OUT/story-lm/`` (a Hugging Face directory), ``OUT/prompts.jsonl`` and ``OUT/eval_prompts.jsonl``. The same text,
+options, library versions and machine give the same bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from story_data import COMPLETION, CONTEXT, SEPARATOR, Documents, read_stories, 
 from story_prompts import make_prompts
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-# coordinates that begin as sinusoids of the position; their amplitude; their shortest and longest wave in tokens
+# coordinates initialized as sinusoids of the position; their amplitude; shortest and longest wavelength in tokens
 POSITION_WIDTH, AMPLITUDE, SHORTEST, LONGEST = 32, 2.5, 12, 600
 
 
 def pad(documents: list[list[int]], value: int) -> torch.Tensor:
-    """(B, L) token ids, padded on the right: a causal model needs no attention mask for that."""
+    """Token ids (B, L), padded on the right, for which a causal model needs no attention mask."""
     longest = max(map(len, documents))
     return torch.tensor([ids + [value] * (longest - len(ids)) for ids in documents])
 
@@ -45,14 +45,14 @@ def loss_sum(model: GPT2LMHeadModel, documents: list[list[int]]) -> torch.Tensor
 
 
 def batches(documents: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Documents of like length together, so that little padding is computed."""
+    """Group documents of similar length, so that there is little padding."""
     documents = sorted(documents, key=len)
     return [documents[i : i + size] for i in range(0, len(documents), size)]
 
 
 @torch.no_grad()
 def perplexity(model: GPT2LMHeadModel, documents: list[list[int]]) -> float:
-    """exp of the mean negative log-likelihood of a token, without dropout; leaves the model in training mode."""
+    """exp of the mean negative log-likelihood per token, without dropout; leaves the model in training mode."""
     model.eval()
     total = sum(loss_sum(model, part).item() for part in batches(documents, 32))
     model.train()
@@ -60,13 +60,13 @@ def perplexity(model: GPT2LMHeadModel, documents: list[list[int]]) -> float:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHeadModel:
-    """A GPT-2 with tied embeddings, whose positions begin as sinusoids and are learned from there.
+    """A GPT-2 with tied embeddings, whose learned positions are initialized as sinusoids.
 
-    Lengths are what the default recipe trains, and a length is one decision among a hundred tokens: nearly all of its
-    gradient's signal is in the end token's embedding, which sees the final state alone. From random positions, the
-    final state of a trained model tells little of how long the text is (R^2 of 0.04 to 0.2 for a linear probe of a
-    window of 16 tokens in the middle of the context), and no valley between the recipe's two targets can be learned
-    there; from sinusoids it tells much (0.7).
+    The default recipe trains lengths, and a length is one decision among a hundred tokens. Nearly all of the gradient's
+    signal is in the end token's embedding, which sees the final state only. With randomly initialized positions, the
+    final state of a trained model says little about the length of the text (R^2 of 0.04 to 0.2 for a linear probe of a
+    window of 16 tokens in the middle of the context), so the policy cannot learn to avoid the lengths between the
+    recipe's two targets. With sinusoids R^2 is 0.7.
     """
     config = GPT2Config(
         vocab_size=len(tokenizer),
@@ -89,7 +89,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHea
 
 
 def sinusoids(positions: int, width: int) -> torch.Tensor:
-    """(positions, width): sines and cosines of geometric wavelengths (Vaswani et al., 2017, 3.5)."""
+    """Sines and cosines of geometric wavelengths, (positions, width) (Vaswani et al., 2017, 3.5)."""
     waves = (
         2
         * math.pi
@@ -100,7 +100,7 @@ def sinusoids(positions: int, width: int) -> torch.Tensor:
 
 
 def model_facts(model: GPT2LMHeadModel) -> dict[str, int]:
-    """What the model card says about the architecture."""
+    """Facts about the architecture for the model card."""
     config = model.config
     return {
         "parameters": model.num_parameters(),
@@ -116,9 +116,9 @@ def model_facts(model: GPT2LMHeadModel) -> dict[str, int]:
 def train(
     model: GPT2LMHeadModel, draw: Callable[[], list[int]], held_out: list[list[int]], steps: int, batch: int, lr: float
 ) -> None:
-    """AdamW with warm-up and cosine decay to zero, on ``batch`` documents a step."""
+    """Train by AdamW with warm-up and cosine decay to zero, on ``batch`` documents per step."""
     begin = time.time()
-    kept = [model.transformer.wpe.weight]  # decay would wear the positions away
+    kept = [model.transformer.wpe.weight]  # weight decay would shrink the sinusoids
     decayed = [weight for weight in model.parameters() if weight is not kept[0]]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98))
@@ -146,9 +146,9 @@ def train(
 def sample(
     model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[str], n: int, **options: float
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """``n`` texts, over the prompts in turn: ids of prompts, and of completions with an end token where it came.
+    """Sample ``n`` texts, cycling through the prompts: ids of prompts and of completions, with the end token if any.
 
-    ``options`` are those of ``generate``; without any, the completions are of the model's own distribution.
+    ``options`` are those of ``generate``; without any, completions come from the model's own distribution.
     """
     model.eval()
     begun: list[list[int]] = []
@@ -166,10 +166,10 @@ def sample(
 
 
 def retell(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> list[list[int]]:
-    """Texts of the model's own without an end, at a low temperature: token ids without ``<s>``.
+    """Sample texts without an end token from the model at a low temperature; token ids without ``<s>``.
 
-    A model trained on them (sequence-level distillation; Kim and Rush, 2016) writes at temperature 1 as the first one
-    does at the low one: sampled as it is, so small a model spells too many words wrong.
+    A model trained on them (sequence-level distillation; Kim and Rush, 2016) writes at temperature 1 as this one does
+    at the low temperature. Without this, so small a model misspells too many words at temperature 1.
     """
     prompts, _ = make_prompts(1024, 1, args.seed + 1)
     length = {"max_new_tokens": COMPLETION, "min_new_tokens": COMPLETION}
@@ -178,7 +178,7 @@ def retell(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, args: arg
 
 
 def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, card: str, folder: Path) -> None:
-    """Write the Hugging Face directory, readable by all."""
+    """Write the Hugging Face directory, readable by all users."""
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=COMPLETION,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
@@ -187,7 +187,7 @@ def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, card: str, 
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner alone
+        file.chmod(0o644)  # safetensors makes files readable by the owner only
 
 
 def write_prompts(path: Path, prompts: list[str]) -> None:
@@ -205,18 +205,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("text", type=Path, help=f"stories, each followed by {SEPARATOR}")
     parser.add_argument("--out", type=Path, required=True, help="folder for story-lm/ and the two prompt files")
     for name, value, meaning in [
-        ("steps", 3600, "optimiser steps on the stories"),
-        ("retold", 6000, "texts of the model's own that it is trained on then"),
-        ("retold_steps", 1500, "optimiser steps on them"),
-        ("batch", 16, "documents a step"),
+        ("steps", 3600, "optimizer steps on the stories"),
+        ("retold", 6000, "texts generated by the model, for the second training"),
+        ("retold_steps", 1500, "optimizer steps on them"),
+        ("batch", 16, "documents per step"),
         ("samples", 2000, "completions sampled for the lengths in the model card"),
         ("threads", 1, "CPU threads"),
     ]:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=positive, default=value, help=f"{meaning}; default {value}"
         )
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the model's own texts; default 0.7")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate, half of it for them; default 3e-3")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the generated texts; default 0.7")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak rate, half in the second training; default 3e-3")
     parser.add_argument("--dropout", type=float, default=0.1, help="default 0.1: the text is read several times")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     return parser
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.retold < 20:
-        parser.error(f"--retold {args.retold}: expected 20 or more, one in twenty of which is held out")
+        parser.error(f"--retold {args.retold}: expected 20 or more, because one in twenty is held out")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
     split = len(texts) // 20
     held_out = [data.cut(text, rng) for text in texts[:split]]
     train(model, lambda: data.cut(rng.choice(texts[split:]), rng), held_out, args.retold_steps, args.batch, args.lr / 2)
-    model.config.embd_pdrop = model.config.resid_pdrop = 0.0  # who trains it on decides anew
+    model.config.embd_pdrop = model.config.resid_pdrop = 0.0  # users choose their own dropout
     prompts, eval_prompts = make_prompts(512, 64, args.seed)
     _, completions = sample(model, tokenizer, prompts, args.samples)
     card = model_card(

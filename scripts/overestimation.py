@@ -1,10 +1,10 @@
-"""What value models say of the answers that they choose, beside what these are worth: is it their errors that win?
+"""Compare the values of the answers that value models choose with the rewards of these answers: do errors win?
 
     python scripts/overestimation.py my.toml --guide runs/iro/iteration-1 --methods bon iro cd --budgets 16 64
 
-Takes what ``nlgrpo decode`` takes, and lets the values choose. Prints for each way the mean over prompts, with its
-interval, of V, sum_i (V_i / beta_i) / sum_i (1 / beta_i) of the answer, and of the answer's reward. For values that
-were fitted to that reward the two are alike where they are right.
+Takes the arguments of ``nlgrpo decode`` and chooses answers by value. Prints for each method the mean over prompts,
+with its interval, of V = sum_i (V_i / beta_i) / sum_i (1 / beta_i) of the answer, and of the answer's reward. If the
+values were fitted to that reward and are accurate, both agree.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nlgrpo.runtime import distributed
 from nlgrpo.runtime.work_queue import WorkQueue
 
 
-def said_and_worth(c: decode.Comparison, method: DecodingMethod) -> tuple[Tensor, Tensor]:
-    """(P,) values of the answers, and (P,) their rewards. ValueError for a way that no value model guides."""
+def values_and_rewards(c: decode.Comparison, method: DecodingMethod) -> tuple[Tensor, Tensor]:
+    """Values (P,) and rewards (P,) of the answers. Raises ValueError for a method without a value model."""
     if not method.values:
-        raise ValueError(f"method {method.name!r} asks no value model: name bon, cd, iro, iro:NUMBER or compressed")
+        raise ValueError(f"method {method.name!r} uses no value model; expected bon, cd, iro, iro:NUMBER or compressed")
     found, _ = guided_search.search(
         c.model, c.batch.ids, method.search, c.sampler.sampling, c.values(method),
         seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=True,
@@ -43,13 +43,13 @@ def main() -> None:
         options, cfg = decode.read_arguments(sys.argv[1:])
         with distributed.start() as ranks:
             c = decode.build(replace(options, choose="value"), cfg, WorkQueue(ranks, Console()))
-            print(f"{len(c.batch.ids)} prompts, {len(c.methods)} ways")
+            print(f"{len(c.batch.ids)} prompts, {len(c.methods)} methods")
             for method in c.methods:
-                said, worth = (
+                value, reward = (
                     "{:.3f} [{:.3f}, {:.3f}]".format(*(float(x) for x in bootstrap(each)))
-                    for each in said_and_worth(c, method)
+                    for each in values_and_rewards(c, method)
                 )
-                print(f"{method.name:12} N = {method.budget:<4} V {said}   reward {worth}", flush=True)
+                print(f"{method.name:12} N = {method.budget:<4} V {value}   reward {reward}", flush=True)
     except ValueError as error:
         sys.exit(str(error))
 

@@ -1,12 +1,11 @@
-"""Two rewards at several weights (IAMA, Fig. 3b): what single completions and the best of N are worth in both.
+"""Two rewards at several weights (IAMA, Fig. 3b): both rewards of single completions and of the best of N.
 
     python scripts/pareto.py length-bon [--out runs/pareto] [--weights 0.25 0.5 0.75] [--methods mean bon:4]
                              [--ns 1 4] [-- --train.steps 200 ...]
 
-Trains a recipe or a TOML file that has two rewards with weights w and 1 - w for each method: an objective of both
-rewards, and behind a slash what aggregates the two. Draws one reward against the other, and says which points another
-one beats in both. Runs that have finished are not made again, and one that was stopped goes on; what follows ``--``
-goes to every run.
+Trains a recipe or a TOML file with two rewards at weights w and 1 - w, for each method: an objective for both rewards,
+and after a slash how the two are aggregated. Plots one reward against the other and prints which points are better than
+another in both. Finished runs are reused, and stopped ones resume. Arguments after ``--`` are passed to every run.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ def label(method: str) -> str:
 
 
 def points(folder: Path, names: Sequence[str], n: int) -> Tensor:
-    """Best-of-n of both rewards at each prompt, (2, P)."""
+    """Return best-of-n of both rewards at each prompt, (2, P)."""
     after = read_evaluation(folder)["after"]
     return torch.stack([best_of_n(after.rewards[name], [n])[0] for name in names])
 
 
 def kl(folder: Path) -> float:
-    """Per token, over the last tenth of the steps."""
+    """Return the mean KL per token over the last tenth of the steps."""
     values = [step["kl"] for step in read_jsonl(folder / FILE) if "kl" in step]
     last = values[-max(1, len(values) // 10) :]
     return sum(last) / len(last)
@@ -85,7 +84,7 @@ def _draw_method(axes: Axes, at: dict[float, Tensor], number: int, text: str) ->
 
 
 def beaten(found: Points, names: Sequence[str], n: int) -> list[str]:
-    """A line for every point: which point of another method is better in both, the prompts paired, and how surely."""
+    """One line per point: which point of another method is better in both rewards, paired over prompts."""
     values = {(method, weight): points(run, names, n) for method, at in found.items() for weight, run in at.items()}
     lines = []
     for (method, weight), here in values.items():
@@ -95,14 +94,16 @@ def beaten(found: Points, names: Sequence[str], n: int) -> list[str]:
             if other != method and (gain > 0).all():
                 sure = " (intervals above 0)" * bool((low > 0).all())
                 better.append((float(low.min()), f"{label(other)} at {w:g}{sure}"))
-        said = f"beaten in both by {max(better)[1]}" if better else "beaten by none of another method"
+        verdict = f"beaten in both by {max(better)[1]}" if better else "not beaten by another method"
         where = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, here.mean(1), strict=True))
-        lines.append(f"best of {n}, {label(method)} at {weight:g}: {where}, KL {kl(found[method][weight]):.3f}; {said}")
+        lines.append(
+            f"best of {n}, {label(method)} at {weight:g}: {where}, KL {kl(found[method][weight]):.3f}; {verdict}"
+        )
     return lines
 
 
 def finished(out: Path, first: str, methods: Sequence[str]) -> Points:
-    """The runs in the folder, by method and weight of the ``first`` reward, in its order."""
+    """Return the runs in the folder by method and weight of the ``first`` reward, sorted by the weight."""
     found: Points = {method: {} for method in methods}
     for run in sorted(read_sweep_state(out), key=lambda run: float(run.overrides[f"rewards.{first}.weight"])):
         objective, aggregate = run.overrides["objective"], run.overrides["loss.aggregate"]
@@ -113,7 +114,7 @@ def finished(out: Path, first: str, methods: Sequence[str]) -> Points:
 
 
 def row(names: Sequence[str], method: str, weight: float) -> dict[str, str]:
-    """What a run is given beside what all are."""
+    """Return the options that differ between runs."""
     objective, _, aggregate = method.partition("/")
     shares = {f"rewards.{names[0]}.weight": f"{weight:g}", f"rewards.{names[1]}.weight": f"{1 - weight:g}"}
     return {"objective": objective, "loss.aggregate": aggregate or "sum"} | shares
@@ -121,18 +122,20 @@ def row(names: Sequence[str], method: str, weight: float) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", help="a recipe or a TOML file with two rewards")
-    parser.add_argument("--out", type=Path, default=Path("runs/pareto"), help="folder of the runs and the picture")
-    parser.add_argument("--weights", nargs="+", type=float, default=[0.25, 0.5, 0.75], help="of the first reward")
+    parser.add_argument("recipe", help="recipe or TOML file with two rewards")
+    parser.add_argument("--out", type=Path, default=Path("runs/pareto"), help="folder of the runs and the figure")
+    parser.add_argument(
+        "--weights", nargs="+", type=float, default=[0.25, 0.5, 0.75], help="weights of the first reward"
+    )
     parser.add_argument("--methods", nargs="+", default=METHODS, help="OBJECTIVE or OBJECTIVE/AGGREGATE")
-    parser.add_argument("--ns", nargs="+", type=int, default=[1, 4], help="N of the best-of-N in the picture")
+    parser.add_argument("--ns", nargs="+", type=int, default=[1, 4], help="values of N for best-of-N in the figure")
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of each run")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     options, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     try:
         names = list(from_arguments([options.recipe, *more])[0].rewards)
         if len(names) != 2:
-            raise ValueError(f"{options.recipe} has {len(names)} rewards, and the picture has two axes")
+            raise ValueError(f"{options.recipe} has {len(names)} rewards; expected two, one per axis")
         rows = [row(names, method, weight) for method in options.methods for weight in options.weights]
         status = sweep.run([options.recipe, *more], rows, options.out, ranks=options.nproc_per_node)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Pages of the documentation that are generated from the code: commands, configuration keys, and the API by room.
+"""Generate the reference pages of the documentation from the code: commands, configuration keys, API.
 
-mkdocs runs this file (``make docs``); nothing is written into the working tree but ``build/``.
+mkdocs runs this file (``make docs``). In the working tree it writes to ``build/`` only.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from typing import Any
 import mkdocs_gen_files
 
 ROOT = Path(__file__).parents[1]
-API = ROOT / "build" / "api"  # where `kernels/` stands as `nlgrpo/kernels`, for the reader of docstrings
+API = ROOT / "build" / "api"  # has `kernels/` as `nlgrpo/kernels`, for mkdocstrings
 
 CONFIGURATIONS = {
-    "train": ("nlgrpo.config.schema", "Config", "Keys of `nlgrpo train`, `sweep`, `evaluate`, `rollout`, `iro`, `decode`"),
+    "train": (
+        "nlgrpo.config.schema",
+        "Config",
+        "Keys of `nlgrpo train`, `sweep`, `evaluate`, `rollout`, `iro`, `decode`",
+    ),
     "reward-model": ("nlgrpo.config.reward_model_config", "RewardModelConfig", "Keys of `nlgrpo reward-model train`"),
     "value": ("nlgrpo.config.value_config", "ValueConfig", "Keys of `nlgrpo value train` and `nlgrpo value compress`"),
 }
-WITH_KEYS = {"train", "reward-model", "value"}  # commands whose help is the configuration, which has its own page
+WITH_KEYS = {"train", "reward-model", "value"}  # commands whose options are the configuration keys
 
-# page: (title, modules in the order in which they are shown)
+# page: (title, packages in the order in which they are shown)
 PAGES = {
     "objectives": ("Objectives and aggregation", ["nlgrpo.objectives"]),
     "calibration": ("Calibration, ECDFs, variational best-of-N", ["nlgrpo.calibration"]),
@@ -45,7 +49,7 @@ PAGES = {
 
 
 def modules(room: str) -> Iterator[str]:
-    """The room's modules; rooms inside it have entries of their own."""
+    """Names of the modules of a package, without its subpackages."""
     folder = ROOT / "kernels" if room == "nlgrpo.kernels" else ROOT / Path(*room.split("."))
     yield from (f"{room}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__")
 
@@ -56,7 +60,7 @@ def document(path: str, text: str) -> None:
 
 
 def link_sources() -> None:
-    """Lay out ``build/api/nlgrpo`` with links to the sources, as the package is installed."""
+    """Create ``build/api/nlgrpo`` with links to the sources, laid out as an installed package."""
     package = API / "nlgrpo"
     package.mkdir(parents=True, exist_ok=True)
     for source in [*(p for p in (ROOT / "nlgrpo").iterdir() if p.name != "__pycache__"), ROOT / "kernels"]:
@@ -76,7 +80,7 @@ def api_page(title: str, rooms: list[str]) -> str:
 
 
 def descriptions(section: type) -> dict[str, str]:
-    """The text below each field of a dataclass."""
+    """Docstrings of a dataclass's fields by name: the string below each field."""
     tree = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(tree, ast.ClassDef)
     found, field = {}, ""
@@ -91,7 +95,7 @@ def descriptions(section: type) -> dict[str, str]:
 
 
 def key_table(section: Any, prefix: str) -> list[str]:
-    """A row for each key of an instance of a configuration's section."""
+    """Markdown table with a row for each key of a section of a configuration."""
     texts = descriptions(type(section))
     rows = ["| key | default | |", "|---|---|---|"]
     for field in dataclasses.fields(section):
@@ -105,7 +109,7 @@ def key_table(section: Any, prefix: str) -> list[str]:
 def configuration_page() -> str:
     lines = [
         "# Configuration keys\n",
-        "A recipe or the defaults come first, a TOML file is laid over them, and `--section.key value` over both. "
+        "A recipe or the defaults come first, then a TOML file, then `--section.key value`; later values override. "
         "[Your own model, data and reward](../guides/your-model-data-reward.md) explains how.\n",
     ]
     for place, name, title in CONFIGURATIONS.values():
@@ -132,12 +136,13 @@ def help_of(where: str, arguments: list[str]) -> str:
     """What ``nlgrpo COMMAND --help`` prints."""
     module, function = where.split(":")
     shown = io.StringIO()
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"
     with redirect_stdout(shown):
         try:
             getattr(import_module(module), function)([*arguments, "--help"])
         except SystemExit as end:
-            assert end.code in (0, None), shown.getvalue()
+            if end.code not in (0, None):
+                raise RuntimeError(shown.getvalue()) from end
     return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()).strip()
 
 
@@ -145,9 +150,10 @@ def commands_page() -> str:
     cli = import_module("nlgrpo.cli")
     lines = ["# Commands\n", "`nlgrpo --help` lists the commands, `nlgrpo COMMAND --help` their options.\n"]
     for name, (where, about) in cli.COMMANDS.items():
-        lines += [f"## nlgrpo {name}\n", f"{about}\n"]
+        escaped = about.replace("[", "\\[")  # brackets are links in Markdown
+        lines += [f"## nlgrpo {name}\n", f"{escaped}\n"]
         if name in WITH_KEYS:
-            lines.append("Its options are the [configuration keys](configuration.md), and `--dry-run`.\n")
+            lines.append("Its options are the [configuration keys](configuration.md) and `--dry-run`.\n")
         else:
             lines.append(f"```text\n{help_of(where, [])}\n```\n")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The model card of the default model: every number in it comes from the run that made the model."""
+"""The model card of the default model. All of its numbers come from the run that created the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ The weights are under the licence of nlgrpo (MIT). No part of the data is in thi
 
 
 def model_card(prompts: list[str], completions: list[list[int]], tokenizer: PreTrainedTokenizerFast, **facts) -> str:
-    """``CARD`` filled in; ``facts`` are the numbers that it names."""
+    """Fill in ``CARD``; ``facts`` are its numbers by name."""
     shown = (
         f"- **{prompt}**{tokenizer.decode(ids, skip_special_tokens=True)}"
         for prompt, ids in zip(prompts[:12], completions[:12], strict=True)
@@ -67,7 +67,7 @@ def model_card(prompts: list[str], completions: list[list[int]], tokenizer: PreT
 
 
 def length_table(lengths: list[int], limit: int, cut: int) -> str:
-    """Deciles and an eight-column histogram of ``lengths``; ``cut`` of them met the limit without an end token."""
+    """Deciles and an eight-column histogram of ``lengths``; ``cut`` of them reached the limit without an end token."""
     found, width = torch.tensor(lengths, dtype=torch.float64), limit // 8
     deciles = ", ".join(f"{found.quantile(q / 10).item():.0f}" for q in range(11))
     bars = (torch.histc(found, 8, 0.5, limit + 0.5) / len(found)).tolist()

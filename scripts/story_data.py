@@ -1,10 +1,10 @@
-"""What the default model is trained on: stories, their tokenizer, and documents of about uniform length.
+"""Training data of the default model: stories, their tokenizer, and documents of about uniform length.
 
 The length-reward experiment (IAMA, section 6.1) starts from a reference whose completion lengths are about uniform
-(J.2).  A document is therefore a part of a story, cut between two words after a uniformly drawn number of tokens, and
-the end token: a model of such documents stops with the hazard 1 / (limit - length) wherever it is.  Documents of whole
-sentences were tried first: such a model can change its lengths only through where its sentences end, and loses its
-English over that.
+(J.2). A document is therefore a part of a story, cut between two words after a uniformly sampled number of tokens,
+followed by the end token. A model of such documents stops with the hazard 1 / (limit - length) at every position.
+Documents of whole sentences were tried first. Such a model can change its lengths only by where its sentences end, and
+training for lengths then destroys its English.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transformers import PreTrainedTokenizerFast
 SEPARATOR = "<|endoftext|>"
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCABULARY = 1024
-CONTEXT, COMPLETION = 160, 128  # tokens: the most the model sees, and the most that follow a prompt
-PROMPT = 10  # tokens of a typical prompt; a document is one such prompt and a completion
-TARGET = (5, 123)  # tokens of a completion, drawn uniformly
+CONTEXT, COMPLETION = 160, 128  # tokens: context of the model, and longest completion
+PROMPT = 10  # tokens of a typical prompt; a document is such a prompt and a completion
+TARGET = (5, 123)  # tokens of a completion, sampled uniformly
 QUOTES = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
-LONGEST = 300  # characters of a sentence; a longer one is mostly a quotation that was not closed
+LONGEST = 300  # characters of a sentence; a longer one is usually an unclosed quotation
 SENTENCE_END = re.compile(r'[.!?]["\']*(?= |$)')
 
 
 def read_stories(path: Path) -> list[list[str]]:
-    """Stories as lists of sentences.  The piece after the last separator, which may be cut, is left out."""
+    """Read stories as lists of sentences. The piece after the last separator may be incomplete and is dropped."""
     try:
         text = path.read_text(encoding="utf-8").translate(QUOTES)
     except UnicodeDecodeError as error:
@@ -45,7 +45,7 @@ def read_stories(path: Path) -> list[list[str]]:
 
 
 def sentences(text: str) -> list[str]:
-    """Cut ``text`` at sentence ends outside quotations; from the first very long sentence on, it is dropped."""
+    """Split ``text`` at sentence ends outside quotations; drop everything from the first very long sentence on."""
     found, start = [], 0
     for match in SENTENCE_END.finditer(text):
         if text.count('"', start, match.end()) % 2 == 0:
@@ -57,7 +57,7 @@ def sentences(text: str) -> list[str]:
 
 
 def train_tokenizer(stories: list[list[str]]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that puts ``<s>`` before a text and never an end token after it."""
+    """Train a byte-level BPE tokenizer that adds ``<s>`` before a text and no end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -84,18 +84,18 @@ def train_tokenizer(stories: list[list[str]]) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Documents:
-    """Training documents drawn from stories: parts of about uniform length, as token ids."""
+    """Samples training documents from stories: parts of about uniform length, as token ids."""
 
-    first: list[list[list[int]]]  # token ids of sentence i of story s, as the first of a text
-    later: list[list[list[int]]]  # the same after another sentence (its first token carries the space)
-    starts: list[list[int]]  # sentences of story s after which enough text is left for the longest document
+    first: list[list[list[int]]]  # token ids of sentence i of story s at the start of a text
+    later: list[list[list[int]]]  # the same after another sentence (the first token has a space)
+    starts: list[list[int]]  # sentences of story s from which on the text is long enough for any document
     word_starts: frozenset[int]  # tokens that begin with a space
     bos: int
     eos: int
 
     @classmethod
     def build(cls, stories: list[list[str]], tokenizer: PreTrainedTokenizerFast) -> Documents:
-        """Encode the stories; those too short for the longest document are left out."""
+        """Encode the stories, without those too short for the longest document."""
 
         def encode(story: list[str], space: str) -> list[list[int]]:
             return [tokenizer.encode(space + sentence, add_special_tokens=False) for sentence in story]
@@ -124,13 +124,13 @@ class Documents:
         return sum(len(sentence) for story in self.later for sentence in story)
 
     def draw(self, rng: random.Random) -> list[int]:
-        """One document; half of them begin where their story begins, and all end between two words."""
+        """Sample a document. Half of them start where a story starts, and all end between two words."""
         s = rng.randrange(len(self.starts))
         i = self.starts[s][0] if rng.random() < 0.5 else rng.choice(self.starts[s])
         return self.cut([token for sentence in (self.first[s][i], *self.later[s][i + 1 :]) for token in sentence], rng)
 
     def cut(self, ids: list[int], rng: random.Random) -> list[int]:
-        """``<s>``, ``ids`` up to the first word that begins after a uniformly drawn length, ``</s>``."""
+        """Return ``<s>``, ``ids`` up to the first word that starts after a uniformly sampled length, and ``</s>``."""
         end = PROMPT + round(rng.uniform(*TARGET))
         while end < len(ids) and ids[end] not in self.word_starts:
             end += 1

@@ -1,4 +1,4 @@
-"""Openings of stories, filled into templates: the prompts of the default run."""
+"""Prompts of the default recipe: openings of stories, generated from templates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TEMPLATES = [
 
 
 def make_prompts(train: int, held_out: int, seed: int) -> tuple[list[str], list[str]]:
-    """``train`` and ``held_out`` different openings."""
+    """Generate ``train`` and ``held_out`` openings, all different."""
     rng = random.Random(seed)
     found: dict[str, None] = {}
     while len(found) < train + held_out:

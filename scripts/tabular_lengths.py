@@ -1,9 +1,9 @@
-"""What the default recipe would reach with a policy that has one logit for each length instead of a network.
+"""The default recipe with a policy that has one logit per length instead of a network: what can be reached.
 
     python scripts/tabular_lengths.py
 
-Non-linear GRPO with the trainer's own objective and estimator (0.5 bon:4 + 0.5 bon:4, M = 8, plugin) on a categorical
-policy over the lengths 1 to 128, by natural-gradient steps. Prints the share of every 8 lengths as it goes.
+Non-linear GRPO with the trainer's objective and estimator (0.5 bon:4 + 0.5 bon:4, M = 8, plugin) on a categorical
+policy over the lengths 1 to 128, by natural-gradient steps. Prints the probability of every 8 lengths at some steps.
 """
 
 from __future__ import annotations

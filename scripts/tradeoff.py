@@ -1,12 +1,12 @@
-"""Win rate and reward against KL, of every way to align for best-of-N (InfAlign, Fig. 4; vBoN, Fig. 2).
+"""Win rate and reward against KL for all alignment methods (InfAlign, Fig. 4; vBoN, Fig. 2).
 
     python scripts/tradeoff.py examples/alignment.toml [--out runs/tradeoff] [--methods grpo identity exp:10]
                                [--ns 2 4 16] [--seeds 0 1 2] [--jobs 2] [-- --train.steps 50 ...]
 
-Draws the reference's samples; trains a model by each method, at each strength, from each seed; evaluates all on the
-held-out prompts; draws and compares. A strength is an N, for which best-of-N of the reference is log N - (N-1)/N away
-from it: a method with a beta gets the one whose optimum, on the samples, is as far. What is finished is not made again,
-and what was stopped goes on. What follows ``--`` goes to every run.
+Samples the reference, trains a model for each method, strength and seed, evaluates all of them on the held-out prompts,
+then compares them and draws figures. A strength is an N: best-of-N of the reference has the KL log N - (N-1)/N to it. A
+method with a beta gets the beta whose optimum, computed on the samples, has that KL. Finished work is reused, and
+stopped work resumes. Arguments after ``--`` are passed to every run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import tradeoff_curves as came_to
+import tradeoff_curves
 from scipy.optimize import brentq
 from torch import Tensor
 from tradeoff_curves import Run
@@ -37,21 +37,21 @@ from nlgrpo.training.sweeps import runner
 from nlgrpo.training.sweeps.state import Point, read_sweep_state
 
 METHODS = ["ppo", "grpo", "identity", "exp:10", "exp:-10", "vbon", "vbon:bound", "bon_sft", "dpo"]
-SETS = 64  # winners or pairs of a step that draws nothing
+SETS = 64  # winners or pairs per step of an offline method
 
 
-# --- what is trained --------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 def distance(n: int) -> float:
-    """KL of best-of-n of the reference to it, where no two strings have one reward (Beirami et al. 2024)."""
+    """KL of best-of-n of the reference to the reference, if no two strings have equal rewards (Beirami et al. 2024)."""
     return math.log(n) - (n - 1) / n
 
 
 def beta_for(phi: Tensor, kl: float) -> float:
-    """The beta whose optimum, samples (P, K) weighed by e^(phi/beta), is at this KL from equal weights, on average.
+    """Return the beta whose optimum, samples (P, K) weighted by e^(phi/beta), has this mean KL to equal weights.
 
-    Raises ValueError for a KL that no weights of the samples reach, because too many are equally good.
+    Raises ValueError for a KL that cannot be reached because too many samples are equally good.
     """
 
     def excess(log_beta: float) -> float:
@@ -59,19 +59,19 @@ def beta_for(phi: Tensor, kl: float) -> float:
         return float((logs.exp() * (logs + math.log(phi.shape[1]))).sum(1).mean()) - kl
 
     if excess(-20.0) < 0:
-        raise ValueError(f"KL {kl:.3f} is out of reach: too many of the reference's samples are equally good")
+        raise ValueError(f"KL {kl:.3f} is out of reach: too many reference samples are equally good; use a smaller N")
     return math.exp(brentq(excess, -20.0, 20.0, xtol=1e-6))
 
 
 def options(method: str, n: int, name: str, rewards: Tensor, samples: int) -> dict[str, str]:
-    """What a method is given beside what all are; ``rewards`` (P, K) of the reference are those of ``name``."""
+    """Options of a method at strength ``n``; ``rewards`` (P, K): reward ``name`` of the reference's samples."""
     algorithm, transform, weight, beta, of = "grpo", "", 1.0, 1.0, 2
     if method.startswith("vbon"):
         transform = method.replace("vbon", f"vbon:{n}")
     elif method == "bon_sft":
         algorithm, of = method, n
     elif method in ("dpo", "ipo"):
-        algorithm, beta = method, 2 / n  # with preferences that are certain DPO has no optimum, so no KL to ask for
+        algorithm, beta = method, 2 / n  # DPO has no optimum for certain preferences, so no beta follows from a KL
     else:
         phi = rewards
         if method in ("grpo", "ppo"):
@@ -79,7 +79,7 @@ def options(method: str, n: int, name: str, rewards: Tensor, samples: int) -> di
         else:
             transform = method
             phi = parse_transform(method, references=rewards.shape[1])(calibrate(rewards, rewards))
-        weight = 1 / float(phi.max() - phi.min())  # PPO's critic has to learn values, not only their order
+        weight = 1 / float(phi.max() - phi.min())  # PPO's critic learns values, not only their order
         beta = beta_for(weight * phi, distance(n))
     found = {
         "loss.algorithm": algorithm,
@@ -88,7 +88,7 @@ def options(method: str, n: int, name: str, rewards: Tensor, samples: int) -> di
         "loss.beta": f"{beta:.4g}",
         "offline.n": str(of),
     }
-    if algorithm in ("bon_sft", "dpo", "ipo"):  # as many sets a step for every N
+    if algorithm in ("bon_sft", "dpo", "ipo"):  # the same number of sets per step for every N
         found["rollout.prompts"] = str(max(1, SETS * of // samples))
     return found
 
@@ -96,7 +96,7 @@ def options(method: str, n: int, name: str, rewards: Tensor, samples: int) -> di
 def points(
     methods: Sequence[str], ns: Sequence[int], seeds: Sequence[int], start: Sequence[str], rewards: Tensor
 ) -> dict[Run, dict[str, str]]:
-    """The options of every run; all have the same ones."""
+    """Options of every run; all runs have the same keys."""
     config, _ = from_arguments(start)
     same = {"rollout.prompts": str(config.rollout.prompts)}
     found: dict[Run, dict[str, str]] = {}
@@ -108,7 +108,7 @@ def points(
 
 
 def made(start: Sequence[str], rows: Mapping[Run, Mapping[str, str]], folder: Path) -> dict[Run, Point]:
-    """What has become of each run, in a sweep that may hold others."""
+    """Return the point of each run in a sweep, which may have other points too."""
     settings = grid.settings(start, list(rows.values()), list(next(iter(rows.values()))))
     known = {json.dumps(point.overrides, sort_keys=True): point for point in read_sweep_state(folder)}
     return {run: known[json.dumps(s.overrides, sort_keys=True)] for run, s in zip(rows, settings, strict=True)}
@@ -118,7 +118,7 @@ def made(start: Sequence[str], rows: Mapping[Run, Mapping[str, str]], folder: Pa
 
 
 def nlgrpo(arguments: Sequence[str], ranks: int, log: Path) -> None:
-    """Run a command whose ranks share nothing but the work; what it prints is kept. Exits as it does where it fails."""
+    """Run a command on ``ranks`` ranks and write its output to ``log``. Exits with its status if it fails."""
     print(f"nlgrpo {arguments[0]}: {log}", flush=True)
     with log.open("w") as file:
         status = subprocess.run(runner.command(arguments, ranks), stdout=file, check=False).returncode
@@ -128,15 +128,15 @@ def nlgrpo(arguments: Sequence[str], ranks: int, log: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", help="a recipe or a TOML file with one reward")
-    parser.add_argument("--out", type=Path, default=Path("runs/tradeoff"), help="folder of all that is made")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="also ipo, log, bon_fp:4:0.1")
+    parser.add_argument("recipe", help="recipe or TOML file with one reward")
+    parser.add_argument("--out", type=Path, default=Path("runs/tradeoff"), help="output folder")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="methods to compare; also ipo, log, bon_fp:4:0.1")
     parser.add_argument("--ns", nargs="+", type=int, default=[2, 4, 16], help="N of each strength")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--references", type=int, default=256, help="samples of the reference for each prompt")
-    parser.add_argument("--completions", type=int, default=32, help="of each prompt in the evaluation")
-    parser.add_argument("--retry", action="store_true", help="run failed ones again")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, and ranks of what is not training")
+    parser.add_argument("--references", type=int, default=256, help="samples of the reference per prompt")
+    parser.add_argument("--completions", type=int, default=32, help="completions per prompt in the evaluation")
+    parser.add_argument("--retry", action="store_true", help="run failed runs again")
+    parser.add_argument("--jobs", type=int, default=1, help="runs in parallel, and ranks of sampling and evaluation")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     given, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     rollouts, runs, results = (given.out / part for part in ("rollouts", "runs", "evaluation"))
@@ -144,7 +144,7 @@ def main() -> int:
     try:
         config, _ = from_arguments(start)
         if len(config.rewards) != 1:
-            raise ValueError(f"{given.recipe} has {len(config.rewards)} rewards, and a win rate is by one")
+            raise ValueError(f"{given.recipe} has {len(config.rewards)} rewards; expected one")
         name = next(iter(config.rewards))
         given.out.mkdir(parents=True, exist_ok=True)
         drawn = [f"--samples={given.references}", f"--out={rollouts}"]
@@ -153,7 +153,7 @@ def main() -> int:
         kept.ecdf(name)  # refuses abstentions
         if not (kept.rewards[name].amax(1) > kept.rewards[name].amin(1)).any():
             raise ValueError(f"reward {name!r} is the same for all samples of the reference")
-        reference = came_to.held_out(config, kept, name)
+        reference = tradeoff_curves.held_out(config, kept, name)
         rows = points(given.methods, given.ns, given.seeds, start, kept.rewards[name])
         status = sweep.run(start, list(rows.values()), runs, jobs=given.jobs, retry=given.retry)
         where = made(start, rows, runs)
@@ -161,22 +161,22 @@ def main() -> int:
         parser.error(str(error))
     missing = sum(point.state != "done" for point in where.values())
     if missing:
-        print(f"{missing} of {len(where)} runs are not done; the same command goes on, with --retry also failed ones")
+        print(f"{missing} of {len(where)} runs are not done; run the same command again, with --retry for failed runs")
         return status or 1
     named = [f"{method} N {n} seed {seed}={point.folder}" for (method, n, seed), point in where.items()]
-    asked = [f"--samples={given.completions}", f"--ns=1,{came_to.OF}", f"--out={results}"]
-    nlgrpo(["evaluate", *named, *asked], given.jobs, given.out / "evaluate.log")
+    sampled = [f"--samples={given.completions}", f"--ns=1,{tradeoff_curves.OF}", f"--out={results}"]
+    nlgrpo(["evaluate", *named, *sampled], given.jobs, given.out / "evaluate.log")
     _, *models = read_evaluation(results).values()
     measured = {
         run: reference.measure(model.rewards[name], model.kl["k1"]) for run, model in zip(where, models, strict=True)
     }
-    found = came_to.curves(measured, reference.best_of(1.0))
-    lines = [*came_to.means(measured, reference), *came_to.findings(found, reference, measured)]
-    content = {"points": came_to.table(measured), "findings": lines}
+    found = tradeoff_curves.curves(measured, reference.best_of(1.0))
+    lines = [*tradeoff_curves.means(measured, reference), *tradeoff_curves.findings(found, reference, measured)]
+    content = {"points": tradeoff_curves.table(measured), "findings": lines}
     atomic_write(given.out / "tradeoff.json", json.dumps(content, indent=1) + "\n")
     pictures = {
-        "win_rates.png": functools.partial(came_to.draw_curves, found, reference, ["single", "best", "worst"]),
-        "fronts.png": functools.partial(came_to.draw_points, measured, reference, ["single", "reward"]),
+        "win_rates.png": functools.partial(tradeoff_curves.draw_curves, found, reference, ["single", "best", "worst"]),
+        "fronts.png": functools.partial(tradeoff_curves.draw_points, measured, reference, ["single", "reward"]),
     }
     for file, draw in pictures.items():
         atomic_write_bytes(given.out / file, figures.render(draw))

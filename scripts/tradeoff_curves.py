@@ -1,4 +1,4 @@
-"""What the runs of tradeoff.py came to: curves over KL, how they compare, and their pictures."""
+"""Results of tradeoff.py: curves over KL, comparisons between methods, and figures."""
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ def scale_of(quantity: str) -> float:
     return 1 if quantity == "reward" else 100
 
 
-# --- what it came to --------------------------------------------------------------------------------------------------
+# --- curves -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A method at its strengths: ``kl`` (S,) rising from the reference's 0, and ``values[quantity]`` (S, P)."""
+    """A method at S strengths: ``kl`` (S,), rising from 0 (the reference), and ``values[quantity]`` (S, P)."""
 
     kl: Tensor
     values: dict[str, Tensor]
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Tensor]]) -> Curve:
-        """From (P,) of every quantity, and of the KL, at each strength."""
+        """Build a curve from every quantity and the KL, each (P,), at each strength."""
         rows = sorted(rows, key=lambda row: float(row["kl"].mean()))
         kl = torch.stack([row["kl"].mean() for row in rows])
         return cls(kl, {quantity: torch.stack([row[quantity] for row in rows]) for quantity in TITLES})
 
     def at(self, quantity: str, kls: Tensor) -> Tensor:
-        """(G, P) at each KL, by straight lines over the root of the KL, in which win rates begin as one."""
+        """Values (G, P) at each KL, by linear interpolation in sqrt(KL), in which win rates are linear near 0."""
         weights = np.stack([np.interp(kls.sqrt(), self.kl.clamp(min=0).sqrt(), unit) for unit in np.eye(len(self.kl))])
         return torch.from_numpy(weights).T @ self.values[quantity]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference's rewards (P, K) of the held-out prompts, from the rollouts, in ascending order."""
+    """Rewards of the reference (P, K) on the held-out prompts, from the rollouts, in ascending order."""
 
     rewards: Tensor
 
     def measure(self, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
-        """(P,) of each quantity of a model with these rewards and KLs of its completions, (P, n)."""
+        """Each quantity (P,) of a model whose completions have these rewards and KLs, (P, n)."""
         return {
             "kl": kl.mean(1),
             "single": win_rate(rewards, self.rewards, 1),
@@ -85,12 +85,12 @@ class Reference:
         }
 
     def best_of(self, n: float) -> dict[str, Tensor]:
-        """The same of best-of-n of the reference itself, n >= 1 not only whole: its CDF is F^n, on the K samples.
+        """The same quantities for best-of-n of the reference itself, n >= 1, not only integers: the CDF F^n.
 
-        Samples of one reward stay as likely beside each other as they are, so that the KL is that of the rewards.
+        Samples with equal rewards keep their relative probabilities, so the KL is that of the rewards.
         """
         below, upto = (ecdf.cdf(self.rewards, self.rewards, side) for side in ("strict", "weak"))
-        share = 1 / (upto - below) / self.rewards.shape[1]  # of a sample in all of its reward
+        share = 1 / (upto - below) / self.rewards.shape[1]  # of a sample among those with its reward
 
         def won(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> Tensor:
             chance = (ours(upto) - ours(below)) * share
@@ -106,7 +106,7 @@ class Reference:
         }
 
     def best_at(self, kl: float) -> dict[str, Tensor]:
-        """Best-of-n of the reference for the n that is at this KL."""
+        """Best-of-n of the reference for the n that has this KL."""
         most = float(self.rewards.shape[1])
         furthest = float(self.best_of(most)["kl"].mean())
         if kl >= furthest:
@@ -115,17 +115,17 @@ class Reference:
 
 
 def held_out(config: Config, rollouts: ReferenceRollouts, name: str) -> Reference:
-    """Raises ValueError where the evaluation has prompts without rollouts."""
+    """Build the `Reference` of a run's evaluation prompts. Raises ValueError if a prompt has no rollouts."""
     source = hf_weights.locate(config.model.path)
     _, prompts = load_prompts(config, load_tokenizer(source), shape_of(read_config(source)))
     rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
     if None in rows:
-        raise ValueError("the evaluation has other prompts than data.source; leave data.evaluation empty")
+        raise ValueError("the evaluation has prompts that are not in data.source; leave data.evaluation empty")
     return Reference(rollouts.rewards[name][rows].sort(1).values)
 
 
 def curves(measured: Measured, start: Mapping[str, Tensor]) -> dict[str, list[Curve]]:
-    """Of every method, one a seed, from the reference on, which is ``start``."""
+    """Return the curves of every method, one per seed, each starting at the reference (``start``)."""
     found: dict[str, list[Curve]] = {}
     for method, seed in dict.fromkeys((method, seed) for method, _, seed in measured):
         rows = [each for (m, _, s), each in measured.items() if (m, s) == (method, seed)]
@@ -134,18 +134,18 @@ def curves(measured: Measured, start: Mapping[str, Tensor]) -> dict[str, list[Cu
 
 
 def ahead(quantity: str, one: Sequence[Curve], other: Sequence[Curve], scale: float) -> str:
-    """How much higher ``one`` is, on average over the KLs that all seeds of both have come to."""
+    """By how much ``one`` is higher, averaged over the KLs that all seeds of both methods cover."""
     every = [*one, *other]
     low, high = max(float(curve.kl[1]) for curve in every), min(float(curve.kl[-1]) for curve in every)
     if not 0 < low < high:
         return f"have no KLs in common (from {low:.2f}, to {high:.2f})"
     kls = torch.linspace(low**0.5, high**0.5, 101, dtype=torch.float64).square()
     seeds = [(a.at(quantity, kls) - b.at(quantity, kls)).mean(0) for a, b in zip(one, other, strict=True)]
-    return f"{_said(seeds, scale)}, over KL {low:.2f} to {high:.2f}"
+    return f"{_difference(seeds, scale)}, over KL {low:.2f} to {high:.2f}"
 
 
 def behind(quantity: str, one: Sequence[Curve], reference: Reference, scale: float) -> str:
-    """How much higher best-of-N of the reference is at the KL of each run, on average over them."""
+    """By how much best-of-N of the reference is higher at the KL of each run, averaged over the runs."""
     seeds = []
     for curve in one:
         gaps = [
@@ -153,23 +153,23 @@ def behind(quantity: str, one: Sequence[Curve], reference: Reference, scale: flo
             for kl, v in zip(curve.kl[1:], curve.values[quantity][1:], strict=True)
         ]
         seeds.append(torch.stack(gaps).mean(0))
-    return _said(seeds, scale)
+    return _difference(seeds, scale)
 
 
-def _said(seeds: Sequence[Tensor], scale: float) -> str:
-    """The mean over seeds of differences (P,) with its interval over prompts, and each seed's."""
+def _difference(seeds: Sequence[Tensor], scale: float) -> str:
+    """Format the mean over seeds of differences (P,), with its interval over prompts, and the mean of each seed."""
     mean, low, high = (scale * x for x in bootstrap(torch.stack(list(seeds)).mean(0)))
     each = ", ".join(f"{scale * float(seed.mean()):+.2f}" for seed in seeds)
     return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] (seeds {each})"
 
 
 def undominated(where: Sequence[tuple[float, float]]) -> list[bool]:
-    """Of points (KL, value): whether none is nearer to the reference and better."""
+    """For each point (KL, value): whether no other point has both a lower KL and a higher value."""
     return [not any(k < kl and v > value for k, v in where) for kl, value in where]
 
 
 def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
-    """KLs, and the best win rate of all policies there, for rewards without ties (InfAlign, Theorem 3 and Cor. 2)."""
+    """KLs, and the best win rate of any policy at each, for rewards without ties (InfAlign, Theorem 3, Cor. 2)."""
     transform = {"best": f"bon_fp:{OF}", "worst": f"won_fp:{OF}"}.get(quantity)
     if transform is None or furthest < 0.1:
         return None
@@ -177,7 +177,7 @@ def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
     return curve.kl, curve.bon_win_rate if quantity == "best" else curve.won_win_rate
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def draw_curves(found: Mapping[str, Sequence[Curve]], reference: Reference, quantities: Sequence[str]) -> Figure:
@@ -195,7 +195,7 @@ def draw_curves(found: Mapping[str, Sequence[Curve]], reference: Reference, quan
 
 
 def draw_points(measured: Measured, reference: Reference, quantities: Sequence[str]) -> Figure:
-    """A point a run; pale are those below another one of their method (vBoN, Fig. 2)."""
+    """One point per run; pale points are dominated by another run of their method (vBoN, Fig. 2)."""
     figure, every = _panels(quantities, max(float(each["kl"].mean()) for each in measured.values()), reference)
     for axes, quantity in zip(every, quantities, strict=True):
         for i, method in enumerate(dict.fromkeys(method for method, _, _ in measured)):
@@ -214,7 +214,7 @@ def _points(measured: Measured, quantity: str) -> list[tuple[float, float]]:
 
 
 def _panels(quantities: Sequence[str], furthest: float, reference: Reference) -> tuple[Figure, list[Axes]]:
-    """With what best-of-N of the reference reaches, and the most that any policy can."""
+    """Panels with the curves of best-of-N of the reference and of the best policy."""
     figure = figures.figure_of((5.2 * len(quantities), 5.2))
     every = list(figure.subplots(1, len(quantities), squeeze=False)[0])
     bon = [reference.best_of(float(n)) for n in np.geomspace(1, reference.rewards.shape[1], 60)]
@@ -224,7 +224,7 @@ def _panels(quantities: Sequence[str], furthest: float, reference: Reference) ->
         axes.plot(xs, [scale_of(quantity) * y for y in ys], color=figures.GREY, linestyle="--", label=BON)
         best = optimum(quantity, furthest)
         if best is not None:
-            axes.plot(best[0], 100 * best[1], color=figures.GREY, linestyle=":", label="the most that any policy can")
+            axes.plot(best[0], 100 * best[1], color=figures.GREY, linestyle=":", label="best possible policy")
         axes.set_title(TITLES[quantity])
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_xscale("function", functions=(lambda kl: np.sqrt(np.maximum(kl, 0)), np.square))  # `Curve.at`
@@ -232,11 +232,11 @@ def _panels(quantities: Sequence[str], furthest: float, reference: Reference) ->
     return figure, every
 
 
-# --- what holds -------------------------------------------------------------------------------------------------------
+# --- findings ---------------------------------------------------------------------------------------------------------
 
 
 def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measured: Measured) -> list[str]:
-    """The papers' claims, each as a difference between two methods, and who is on the fronts."""
+    """The papers' claims as differences between two methods, and the shares of methods on the fronts."""
     claims = [("best", "exp:10", "identity"), ("worst", "exp:-10", "identity"), ("single", "identity", "grpo")]
     claims += [("single", "vbon", other) for other in found if other not in ("vbon", "exp:-10")]
     lines = []
@@ -247,17 +247,17 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
     for quantity in ("single", "reward"):
         for method, own in found.items():
             gap = behind(quantity, own, reference, scale_of(quantity))
-            lines.append(f"{TITLES[quantity]}: {BON} over {label(method)}, at its KLs: {gap}")
+            lines.append(f"{TITLES[quantity]}: {BON} over {label(method)}, at the same KLs: {gap}")
     for quantity in ("single", "reward"):
         best = undominated(_points(measured, quantity))
         on = [method for (method, _, _), chosen in zip(measured, best, strict=True) if chosen]
         shares = ", ".join(f"{label(m)} {100 * on.count(m) / len(on):.0f}%" for m in found if m in on)
-        lines.append(f"{TITLES[quantity]}: of the {len(on)} points on the front: {shares}")
+        lines.append(f"{TITLES[quantity]}: shares of the {len(on)} points on the front: {shares}")
     return lines
 
 
 def means(measured: Measured, reference: Reference) -> list[str]:
-    """A line for best-of-N of the reference, and one for every method: means over seeds and prompts, at each N."""
+    """One line for best-of-N of the reference and one per method: means over seeds and prompts at each N."""
     ns = list(dict.fromkeys(n for _, n, _ in measured))
     rows: dict[str, list[list[Mapping[str, Tensor]]]] = {BON: [[reference.best_of(float(n))] for n in ns]}
     for method in dict.fromkeys(method for method, _, _ in measured):
@@ -274,7 +274,7 @@ def means(measured: Measured, reference: Reference) -> list[str]:
 
 
 def table(measured: Measured) -> list[dict[str, object]]:
-    """A row a run: means over prompts, with their intervals."""
+    """One row per run: means over prompts with intervals."""
     rows = []
     for (method, n, seed), each in measured.items():
         estimates = {quantity: _numbers(bootstrap(values)) for quantity, values in each.items()}
@@ -283,5 +283,5 @@ def table(measured: Measured) -> list[dict[str, object]]:
 
 
 def _numbers(estimate: Sequence[Tensor]) -> list[float | None]:
-    """Mean, low and high; one prompt has no interval."""
+    """Mean, low and high; None without an interval (one prompt)."""
     return [None if x.isnan() else x.item() for x in estimate]

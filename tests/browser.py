@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a file and tells what became of it, over the DevTools protocol by a pipe."""
+"""A headless Chromium that opens a file and reports on it, over the DevTools protocol through a pipe."""
 
 import base64
 import json
@@ -23,16 +23,16 @@ SWITCHES = (
 
 
 class Browser:
-    """One page; ``said`` are messages of its console and errors, ``asked`` the addresses that it requested."""
+    """One page. ``said`` has its console messages and errors, ``asked`` the addresses that it requested."""
 
-    def __init__(self, folder, seconds=60):  # for one answer, and for one page
+    def __init__(self, folder, seconds=60):  # limit for one answer, and for loading one page
         self.said, self.asked, self._count, self._rest = [], [], 0, b""
         self._seconds = seconds
         read, self._out = os.pipe()
         self._in, write = os.pipe()
         environment = {**os.environ, "HOME": str(folder)}
 
-        def connect():  # the protocol speaks over these two numbers
+        def connect():  # file descriptors of the protocol
             a, b = os.dup(read), os.dup(write)
             os.dup2(a, 3)
             os.dup2(b, 4)
@@ -78,7 +78,7 @@ class Browser:
                 return answer["result"]
 
     def open(self, path, width=1000, dark=False):
-        """Load the file in a window of this width."""
+        """Load the file in a window of ``width`` pixels."""
         phone = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -90,7 +90,7 @@ class Browser:
             time.sleep(0.05)
 
     def run(self, script):
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -105,7 +105,7 @@ class Browser:
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def _read(self, deadline):
-        """The next message; events are noted on the way."""
+        """Return the next message; record requests and console messages."""
         while b"\0" not in self._rest:
             left = deadline - time.monotonic()
             assert left > 0, "the browser does not answer"

@@ -13,10 +13,10 @@ DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 else:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # set before Triton is imported: its kernels then run on the CPU
 
 
-# The longest files, which are shared out first: one that begins last is waited for by a core that has nothing to do.
+# The slowest files, which run first: a slow file that starts last leaves the other cores idle.
 LONGEST = [
     "linear_policy_loss", "logprob", "ecdf_ops", "train", "policy_loss", "rollout_command", "linearize", "distributed",
     "sweep", "schema", "offline", "alignment", "value_training", "critic", "intervals", "decode_command", "evaluate",
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Where an op runs."""
+    """Device on which an op runs."""
     if torch.cuda.is_available() and request.param == "cpu" and "triton" in request.node.callspec.params.values():
         pytest.skip("Triton's kernels are compiled for the GPU here")
     return request.param
@@ -39,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Folder of real models and data that the project does not ship; ``NLGRPO_SHARED`` names another one."""
+    """Folder of real models and data that are not part of the project; ``NLGRPO_SHARED`` sets another one."""
     folder = Path(os.environ.get("NLGRPO_SHARED", Path(__file__).parents[2] / "shared"))
     if not (folder / "models").is_dir():
         pytest.skip(f"real models and data are not at {folder} (set NLGRPO_SHARED)")
@@ -48,7 +48,7 @@ def shared() -> Path:
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """For runs within this process: the same bit for bit, wide tables, and pytest's own signal handlers afterwards."""
+    """For runs within this process: bitwise reproducible, with wide tables; restores pytest's signal handlers."""
     monkeypatch.setenv("COLUMNS", "200")
     threads, handlers = torch.get_num_threads(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     torch.set_num_threads(1)

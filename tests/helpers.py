@@ -1,4 +1,4 @@
-"""A tiny random model directory, and training runs in processes of their own."""
+"""Helpers of the tests: a tiny random model, and training runs in separate processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BOS, EOS = 1, 2
 
 
 def leave_group() -> None:
-    """Destroy the process group, as `distributed.start` does: the cycles that refer to it are collected first."""
+    """Destroy the process group, after collecting cycles that keep it alive, as `distributed.start` does."""
     gc.collect()
     dist.destroy_process_group()
 
 
 def tiny_config(family: str = "llama", **changes):
-    """About 10 thousand parameters. GPT-2's norms run in the type of the weights, Llama's always in float32."""
+    """Config with about 10,000 parameters. GPT-2's norms run in the dtype of the weights, Llama's always in float32."""
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0}
     if family == "gpt2":
         sizes = {"vocab_size": len(WORDS), "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -44,7 +44,7 @@ def tiny_config(family: str = "llama", **changes):
 
 
 def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, scale: float = 0.2, **changes):
-    """Write a random model with a tokenizer of 32 words; the transformers model in float64, and of the same weights."""
+    """Write a random model with a tokenizer of 32 words; return it as a transformers model in float64."""
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, scale: flo
 
 
 def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int = 0) -> Rollout:
-    """Random tokens in completions of ``lengths (P, M)``."""
+    """Return a rollout of random tokens, with completions of ``lengths (P, M)``."""
     generator = torch.Generator().manual_seed(seed)
     longest = int(lengths.max())
     tokens = torch.randint(3, len(WORDS), (*lengths.shape, longest), generator=generator)
@@ -71,8 +71,8 @@ def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int =
 
 @dataclass
 class Job:
-    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``, or with
-    a ``limit`` meets a disk on which no file gets longer than so many bytes.
+    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``; with a
+    ``limit``, no file can grow beyond that many bytes from then on.
     """
 
     arguments: list[str]
@@ -85,7 +85,7 @@ class Job:
 
 @dataclass
 class Ended:
-    """How a run ended: its exit status, negative for the signal that killed it, and what it printed."""
+    """Result of a run: its exit status (negative: the signal that killed it) and what it printed."""
 
     status: int
     output: str
@@ -96,7 +96,7 @@ def environment() -> dict[str, str]:
 
 
 def run_all(jobs: list[Job]) -> list[Ended]:
-    """Run the jobs one after another, each in a process of its own, forked from one that has imported everything."""
+    """Run the jobs one after another, each in a process forked from one that has imported everything."""
     orders = json.dumps([asdict(job) for job in jobs])
     done = subprocess.run(
         [sys.executable, __file__], input=orders, capture_output=True, text=True, env=environment(), timeout=300
@@ -109,7 +109,7 @@ def _serve() -> None:
     importlib.import_module("nlgrpo.train")  # once, before the runs are forked
     from nlgrpo.evaluation import report
 
-    report.write_report = lambda folder: folder / "report.html"  # drawing takes longer than the runs
+    report.write_report = lambda folder: folder / "report.html"  # figures take longer than the runs
     results = []
     for order in json.load(sys.stdin):
         job, (reader, writer) = Job(**order), os.pipe()
@@ -141,7 +141,7 @@ def _run(job: Job) -> None:
 
 
 def _disturb_at(job: Job) -> None:
-    """Make the run send itself the signal, or take the disk's room away, just before the call."""
+    """Make the run send itself the signal, or limit the size of files, just before the call."""
     module, _, names = job.function.partition(":")
     *path, name = names.split(".")
     owner = importlib.import_module(module)
@@ -153,7 +153,7 @@ def _disturb_at(job: Job) -> None:
         nonlocal calls
         calls += 1
         if calls == job.at and job.limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (job.limit, job.limit))  # "File too large", from every writer
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job.limit, job.limit))  # every writer raises "File too large"
         elif calls == job.at:
             os.kill(os.getpid(), job.signal)
         return function(*args, **kwargs)

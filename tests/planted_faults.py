@@ -1,6 +1,7 @@
-"""Whether ``make test-asan`` sees faults: some are planted into functions that are built and called as the ops are.
+"""``make test-asan`` reports faults: some are planted into functions that are built and called like the ops.
 
-The name keeps pytest from collecting the file without being asked, since only ``make test-asan`` makes the environment.
+The file is not named ``test_*``, so pytest collects it only when it is named: it needs the environment of
+``make test-asan``.
 """
 
 import os
@@ -26,7 +27,7 @@ for n in sys.argv[3:]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The faults, built by setup.py with the flags of the ops."""
+    """Library of functions with faults, built by setup.py with the flags of the ops."""
     tree = tmp_path_factory.mktemp("tree")
     (tree / "csrc").mkdir()
     for name in ("csrc/simd.h", "tests/planted_faults.cpp", "setup.py"):

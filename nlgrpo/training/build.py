@@ -1,4 +1,4 @@
-"""Builds what a configuration names: prompts, rewards with their objectives, the sampling, and a whole run."""
+"""Builds a run from its configuration: prompts, rewards and objectives, sampling."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_pro
 
 
 def build(cfg: Config, ranks: Ranks) -> Run:
-    """Read tokenizer, data and rewards and fit them together; the weights are read later, by `Run.learner`.
+    """Build a run: load the tokenizer, data and rewards. `Run.learner` loads the weights later.
 
-    Raises ValueError for whatever of the configuration cannot be run.
+    Raises ValueError for a configuration that cannot be run.
     """
     validate.check(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)
@@ -68,15 +68,15 @@ def build(cfg: Config, ranks: Ranks) -> Run:
 
 
 def _room_for_prompts(cfg: Config, limits: Limits) -> int:
-    """Tokens that a prompt may have: what is asked for, as far as the completions leave it.
+    """Largest number of tokens of a prompt: data.max_prompt_tokens, limited by the context minus the completions.
 
-    Raises ValueError where they leave none.
+    Raises ValueError if no token is left for prompts.
     """
     room = limits.context - cfg.rollout.max_new_tokens
     if room < 1:
         raise ValueError(
             f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
-            f"{limits.context} tokens that {cfg.model.path} has"
+            f"{limits.context} tokens of {cfg.model.path}"
         )
     return min(room, cfg.data.max_prompt_tokens or room)
 
@@ -84,7 +84,7 @@ def _room_for_prompts(cfg: Config, limits: Limits) -> int:
 def load_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
 ) -> tuple[prompt_dataset.PromptSet, prompt_dataset.PromptSet]:
-    """The prompts of training and those of the evaluation, which are held out of the former unless they are named."""
+    """Load the training and the evaluation prompts. Without data.evaluation, the latter are held out of the former."""
     prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, limits)
     if cfg.data.evaluation:
         split = cfg.data.evaluation_split or cfg.data.split
@@ -95,9 +95,10 @@ def load_prompts(
 def prompts_of(
     cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
 ) -> prompt_dataset.PromptSet:
-    """All prompts of a source, read as the configuration says, for a model of these limits.
+    """Load all prompts of the source ``name`` with the options of [data], for a model of these limits.
 
-    Raises ValueError as `prompt_dataset.load`, and where the model has no room for a prompt or lacks one of its tokens.
+    Raises ValueError as `prompt_dataset.load`, and if the context has no room for a prompt or the model's vocabulary
+    lacks one of its tokens.
     """
     if not name:
         raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
@@ -122,21 +123,21 @@ def prompts_of(
         if max(ids) >= limits.vocab:
             raise ValueError(
                 f"{name}: the tokenizer of {cfg.model.path} gives the token {max(ids)} "
-                f"({tokenizer.convert_ids_to_tokens(max(ids))!r}), which is not in the model's vocabulary of "
-                f"{limits.vocab}, for the prompt {prompt_dataset.brief(prompt)}"
+                f"({tokenizer.convert_ids_to_tokens(max(ids))!r}), outside the model's vocabulary of {limits.vocab}, "
+                f"for the prompt {prompt_dataset.brief(prompt)}"
             )
     return prompts
 
 
 def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:
-    """The rollout's sampling; it stops at the ids of the model's generation config and the tokenizer's EOS too.
+    """Sampling options of [rollout]; the stop ids include those of the generation config and the tokenizer's EOS.
 
-    Raises ValueError for a stop id that no token has.
+    Raises ValueError for a stop id beyond the tokenizer's last token.
     """
     r = cfg.rollout
     largest = max(tokenizer.get_vocab().values())
     if max(r.stop_ids, default=0) > largest:
-        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the tokenizer of {cfg.model.path} ends at token {largest}")
+        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the last token of {cfg.model.path} is {largest}")
     return Sampling(
         temperature=r.temperature,
         top_k=r.top_k,
@@ -150,7 +151,7 @@ def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -
 def load_rewards(
     cfg: Config, device: torch.device
 ) -> tuple[dict[str, registry.Objective], list[reward_functions.Reward]]:
-    """The objectives by the names of their rewards, and the rewards. Raises ValueError for what cannot be loaded."""
+    """Load the objectives, by reward name, and the rewards. Raises ValueError if one cannot be loaded."""
     parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
     loaded = [
         reward_functions.load(

@@ -1,4 +1,4 @@
-"""PPO's critic: values of the states that a rollout went through, what they make of rewards, and their loss."""
+"""PPO's critic: values of the states of a rollout, generalized advantage estimation (GAE), and the value loss."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SUMS = ("value_loss", "value_clipped", "value", "return", "return_squared", "res
 
 @dataclass(frozen=True)
 class Targets:
-    """What every token of R completions is told, (R, L); without a critic, advantages only."""
+    """Per-token targets (R, L) of R completions; without a critic, advantages only."""
 
     advantages: Tensor
     returns: Tensor | None = None
-    values: Tensor | None = None  # of the critic that made them, before it learns
+    values: Tensor | None = None  # predicted before the update
 
 
 @dataclass(frozen=True)
 class Critic:
-    """V(s_t) by a decoder of its own with a head of one output, or by a head on the policy's last hidden states.
+    """V(s_t), by a separate decoder with a scalar head, or by a scalar head on the policy's last hidden states.
 
-    ``module`` is that decoder, or the head alone, which is small: every rank holds it whole.
+    ``module`` is that decoder, or only the head. The head is small, and every rank holds all of it.
     """
 
     config: CriticConfig
@@ -48,18 +48,18 @@ class Critic:
         return isinstance(self.module, nn.Linear)
 
     def values(self, batch: MicroBatch, scored: Tensor | None) -> Tensor:
-        """(S,) of the states in which the batch's targets are chosen; ``scored`` (S, 1): by a head on the policy."""
+        """Values (S,) of the states before the batch's targets. ``scored`` (S, 1): output of `on_policy`, if shared."""
         if scored is None:
             scored = self.module(batch.tokens, batch.lengths, batch.select, score)
         return scored[:, 0]
 
     def on_policy(self, hidden: Tensor) -> Tensor | None:
-        """(S, 1), what the head makes of the policy's hidden states (S, D); None for a critic of its own."""
+        """Values (S, 1) from the policy's hidden states (S, D); None for a separate critic."""
         return score(hidden, self.module.weight) if isinstance(self.module, nn.Linear) else None
 
     @torch.no_grad()
     def values_of(self, policy: Decoder, rollout: Rollout, batches: Sequence[MicroBatch]) -> Tensor:
-        """(R, L) of the rollout's completions, packed into ``batches``; 0 behind their ends."""
+        """Values (R, L) of the rollout's completions, packed into ``batches``; 0 after their ends."""
         out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=torch.float64)
         for batch in batches:
             scored = None
@@ -71,22 +71,23 @@ class Critic:
     def targets(
         self, values: Tensor, gain: Tensor, lengths: Tensor, kept: Tensor, penalty: Tensor | None = None
     ) -> Targets:
-        """From what each completion is worth, ``gain`` (R,), which comes with its last token; collective.
+        """Compute advantages and returns by GAE; collective.
 
-        ``penalty`` (R, L), such as that of the KL, comes with every token. Advantages are whitened, where that is
-        wanted, over all tokens of the completions that are ``kept`` (R,), of all ranks.
+        ``gain`` (R,): reward of each completion, given at its last token. ``penalty`` (R, L): reward of each token,
+        such as the KL penalty. With critic.whiten, advantages are whitened over all tokens of the ``kept`` (R,)
+        completions of all ranks.
         """
         rewards = torch.zeros_like(values) if penalty is None else penalty.to(values)
         row, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
         rewards = rewards.index_put((row, last.clamp(min=0)), torch.where(last < 0, 0, gain.to(values)), True)
         advantages, returns = gae(rewards, values, lengths, gamma=self.config.gamma, lam=self.config.lam)
         if self.config.whiten:
-            there = torch.arange(values.shape[1], device=lengths.device) < (lengths * kept)[:, None]
-            advantages = whiten(advantages, there, self.ranks)
+            mask = torch.arange(values.shape[1], device=lengths.device) < (lengths * kept)[:, None]
+            advantages = whiten(advantages, mask, self.ranks)
         return Targets(advantages, returns, values)
 
     def loss(self, values: Tensor, batch: MicroBatch, targets: Targets, weights: Tensor) -> tuple[Tensor, Sums]:
-        """Value loss of the batch's tokens, summed by their ``weights`` (S,), times its coefficient; what is logged."""
+        """Return critic.coef times the value loss of the tokens, weighted by ``weights`` (S,), and sums to log."""
         assert targets.values is not None
         assert targets.returns is not None
         old, returns = batch.pick(targets.values).to(values), batch.pick(targets.returns).to(values)
@@ -104,16 +105,16 @@ class Critic:
         return self.config.coef * (weights.to(values) * each).sum(), sums
 
     def clip_gradients(self, max_norm: float) -> float:
-        """The gradient's norm before it is clipped. A head's gradient becomes the mean over ranks first, as FSDP's."""
+        """Clip the gradients and return their norm before clipping. A head's gradient is averaged over ranks first."""
         if isinstance(self.module, nn.Linear) and self.module.weight.grad is not None:
             self.ranks.sum(self.module.weight.grad).div_(self.ranks.world)
         return clip_gradients(self.module, max_norm)
 
 
 def check(cfg: Config, policy: Shape, longest: int) -> None:
-    """Look at the critic's model, before a run begins, without its weights; ``longest``: tokens that it has to read.
+    """Check the critic's model without loading its weights. ``longest``: tokens of the longest prompt and completion.
 
-    Raises ValueError for one that is not there, or that cannot read what the policy writes.
+    Raises ValueError if the model is missing, its vocabulary is not the policy's, or its context is too short.
     """
     if cfg.loss.algorithm != "ppo" or not cfg.critic.path:
         return
@@ -121,17 +122,17 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
     if shape.vocab != policy.vocab:
         raise ValueError(
             f"critic: {cfg.critic.path} has a vocabulary of {shape.vocab:,} tokens and the policy one of "
-            f"{policy.vocab:,}; a critic reads the policy's tokens: begin it at a model with that tokenizer"
+            f"{policy.vocab:,}; a critic reads the policy's tokens; set critic.path to a model with that tokenizer"
         )
     if shape.context < longest:
         raise ValueError(
-            f"critic: {cfg.critic.path} has a context of {shape.context:,} tokens, and prompts with their completions "
-            f"come to {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or take another model"
+            f"critic: {cfg.critic.path} has a context of {shape.context:,} tokens, but a prompt and its completion "
+            f"may have {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or use another model"
         )
 
 
 def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Critic | None:
-    """The critic of a configuration, which `check` has seen; None where it has none. A new head gives values of 0.
+    """Build the critic of a checked configuration; None without PPO. A new head starts at values of 0.
 
     Raises ValueError as `reward_model.load`.
     """
@@ -154,22 +155,22 @@ def _zero(head: nn.Linear) -> nn.Linear:
     return head
 
 
-def whiten(values: Tensor, there: Tensor, ranks: Ranks) -> Tensor:
-    """(values - mean) / (std + 1e-8) over what is ``there`` on all ranks, and 0 elsewhere; collective.
+def whiten(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
+    """Return (values - mean) / (std + 1e-8) over the ``mask`` on all ranks, and 0 elsewhere; collective.
 
-    The deviation has n - 1 in its denominator; fewer than two values are left as they are.
+    The standard deviation has n - 1 in its denominator; fewer than two values are returned unchanged.
     """
-    kept = values[there].double()
-    count, total = ranks.sum(torch.stack([there.sum().double(), kept.sum()])).tolist()
+    kept = values[mask].double()
+    count, total = ranks.sum(torch.stack([mask.sum().double(), kept.sum()])).tolist()
     if count < 2:
-        return torch.where(there, values, 0.0)
+        return torch.where(mask, values, 0.0)
     mean = total / count
     squares = float(ranks.sum((kept - mean).square().sum()))
-    return torch.where(there, (values - mean) / ((squares / (count - 1)) ** 0.5 + 1e-8), 0.0)
+    return torch.where(mask, (values - mean) / ((squares / (count - 1)) ** 0.5 + 1e-8), 0.0)
 
 
 def metrics(total: Mapping[str, float]) -> dict[str, float]:
-    """What is logged of sums over tokens, of which there are ``total["tokens"]``."""
+    """Metrics of the critic from sums over ``total["tokens"]`` tokens."""
     tokens = max(total["tokens"], 1.0)
     variance = total["return_squared"] / tokens - (total["return"] / tokens) ** 2
     left = total["residual_squared"] / tokens - (total["residual"] / tokens) ** 2

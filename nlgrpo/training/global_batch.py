@@ -1,4 +1,4 @@
-"""The groups of a step on all ranks: values of the objectives, linearised rewards, and what is logged of them."""
+"""The groups of a step on all ranks: values of the objectives, linearised rewards, and metrics."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.metrics import Sample, rollout_metrics
 from nlgrpo.training.reference_rewards import CalibratedReward
 
-RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # metrics that not every run, or not every step, has
+RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # names of metrics that some runs or steps do not log
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Rewards and lengths of the global batch, the same on every rank; ``own`` are the prompts of this one.
+    """Rewards and lengths of the global batch, the same on every rank; ``own`` are the prompts of this rank.
 
-    Everything that depends on the whole batch is computed from here on every rank alike, so that there is no average of
-    averages: P x M numbers are cheap to gather.
+    P x M numbers are cheap to gather, so every rank computes what depends on the whole batch from all of them, and no
+    metric is an average of averages.
     """
 
-    # (P, M) float64, of kernels (P, M, M); NaN where the reward abstained and in the groups that are dropped
+    # (P, M) float64, or (P, M, M) for kernels; NaN where the reward abstained, and in dropped groups
     rewards: dict[str, Tensor]
-    calibrated: dict[str, CalibratedReward]  # against the reference's samples, of those rewards that have a transform
+    calibrated: dict[str, CalibratedReward]  # rewards that have a transform
     lengths: Tensor  # (P, M)
     finished: Tensor  # (P, M)
     dropped: Tensor  # (P,)
     own: slice
-    tokens: int  # of prompts and completions
-    logged: dict[str, float]  # what rewards logged, the mean over their calls on all ranks
-    extra: dict[str, list[Any]]  # columns that rewards logged, of this rank's completions
+    tokens: int  # prompt and completion tokens
+    logged: dict[str, float]  # metrics that rewards logged, means over their calls on all ranks
+    extra: dict[str, list[Any]]  # columns that rewards logged for this rank's completions
 
     @classmethod
     def gather(
         cls, ranks: Ranks, scores: Scores, rollout: Rollout, calibrated: Mapping[str, CalibratedReward] | None = None
     ) -> GlobalBatch:
-        """From each rank's share, all of the same size."""
+        """Gather the shares of all ranks, which have the same size; collective."""
         device, count = ranks.device, len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
         tokens = ranks.sum(rollout.lengths.sum() + prompts)
@@ -69,32 +69,32 @@ class GlobalBatch:
         )
 
     def objective_inputs(self) -> dict[str, Tensor]:
-        """What the objectives see of each reward."""
+        """The input of each objective: the calibrated reward if there is one, else the raw reward."""
         return self.rewards | {name: own.values for name, own in self.calibrated.items()}
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
-        """(m, P) R_i at each prompt; NaN where the reward was not given."""
+        """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""
         return torch.stack([value_present(objectives[name], r) for name, r in self.objective_inputs().items()])
 
     def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
-        """(m, P, M) first variation of every R_i at its group, less its baseline; 0 where the reward abstained."""
+        """First variations of the R_i at each group minus a baseline, (m, P, M); 0 where the reward abstained."""
         return torch.stack(
             [linearize_present(objectives[name], r, baseline) for name, r in self.objective_inputs().items()]
         )
 
     def has_reward(self, objectives: Mapping[str, Objective], weights: Mapping[str, float]) -> Tensor:
-        """(P, M) bool: whether a reward that has a weight says something of the completion; not in dropped groups."""
+        """Mask (P, M): a reward with a weight other than 0 scored the completion. False in dropped groups."""
         objective_inputs = {name: r for name, r in self.objective_inputs().items() if weights[name] != 0}
         return torch.stack([present(objectives[name], r) for name, r in objective_inputs.items()]).any(0)
 
     def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
-        """(P, M) of every reward, for people: of a kernel, each completion's share in the diversity of its group."""
+        """Rewards to show, {name: (P, M)}; for a kernel, each completion's contribution to its group's diversity."""
         return {name: per_completion(objectives[name], r) for name, r in self.rewards.items()}
 
     def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
-        """(P, M) from linearised rewards that have their baselines.
+        """Scale linearised rewards (P, M), which have their baselines, to advantages (P, M).
 
-        0 in the groups that are dropped, which a scale of the batch does not see.
+        Dropped groups get 0 and do not count for the scale of the batch.
         """
         out = torch.zeros_like(linear)
         out[~self.dropped] = advantages(linear[~self.dropped], scale=scale, baseline="none")
@@ -108,9 +108,9 @@ class GlobalBatch:
         weights: Mapping[str, float],
         advantages: Tensor,
     ) -> dict[str, float]:
-        """Rewards and lengths as TRL names them, the objectives, and how many samples carry the gradient.
+        """Metrics of rewards and lengths with TRL's names, of the objectives, and the effective sample size.
 
-        ``scores`` are those of the method. ``value`` is that of the aggregate: a scalar, or (P,) one for each prompt.
+        ``scores``: result of `scores`. ``value``: value of the aggregate, a scalar or one per prompt (P,).
         """
         means = values.nanmean(-1)
         out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
@@ -121,9 +121,9 @@ class GlobalBatch:
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
     def with_logged(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """``stats`` and what rewards logged; what is named like the run's own comes as ``logged/NAME``."""
-        own = {*RUN_METRICS, *(name.partition("/")[0] for name in stats)}
-        new = {f"logged/{name}" if name.partition("/")[0] in own else name: x for name, x in self.logged.items()}
+        """Add the metrics that rewards logged to ``stats``; a name that the run itself uses becomes ``logged/NAME``."""
+        used = {*RUN_METRICS, *(name.partition("/")[0] for name in stats)}
+        new = {f"logged/{name}" if name.partition("/")[0] in used else name: x for name, x in self.logged.items()}
         return {**stats, **new}
 
     def samples(
@@ -151,14 +151,14 @@ class GlobalBatch:
 
 
 def _plain(value: object) -> object:
-    """What a file of samples can hold of a logged value."""
+    """Convert a logged value to something that JSON can hold."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The mean of each name's values in all parts."""
+    """Mean of each name's values over all parts."""
     names = dict.fromkeys(name for part in parts for name in part)
-    found = {name: [value for part in parts for value in part.get(name, ())] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    by_name = {name: [value for part in parts for value in part.get(name, ())] for name in names}
+    return {name: sum(values) / len(values) for name, values in by_name.items()}

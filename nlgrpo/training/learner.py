@@ -1,4 +1,4 @@
-"""The update: from a rollout and its advantages to a step of the policy (SPEC of the loss: `policy_losses`)."""
+"""The policy update: one or more optimizer steps on a rollout and its advantages. The loss is in `losses.policy`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nlgrpo.training.losses.policy import packed_loss, packed_loss_from_hidden, 
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of training step ``step`` of ``steps``: a linear rise over the warm-up, then the schedule."""
+    """Learning rate at ``step`` of ``steps``: linear warm-up, then the schedule."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     progress = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
@@ -33,7 +33,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.AdamW:
-    """AdamW; norms and biases, which have one dimension, do not decay. A critic's groups say that they are its."""
+    """Build AdamW without weight decay on norms and biases. Groups of the critic have the key "critic"."""
     groups = _groups(model, optim) + [group | {"critic": True} for group in _groups(critic, optim)]
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
@@ -49,7 +49,7 @@ def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy, the frozen reference it is held to (None: to none), PPO's critic, and how they are optimised."""
+    """The policy, the frozen reference (None without a KL penalty), PPO's critic, and their optimizer."""
 
     model: Decoder
     reference: Decoder | None
@@ -65,26 +65,26 @@ class Learner:
 
     @property
     def trained(self) -> nn.Module:
-        """All that is optimised."""
+        """The module with all trained parameters."""
         if self.critic is None:
             return self.model
         return nn.ModuleDict({"policy": self.model, "critic": self.critic.module})
 
     def micro_batches(self, rollout: Rollout, rows: list[int]) -> list[MicroBatch]:
-        """This rank's ``rows`` packed; as many micro-batches on every rank, because each one is a collective."""
+        """Pack this rank's ``rows`` of the rollout into micro-batches, the same number on every rank."""
         samples = rollout.tokens.shape[1]
         prompts = [prompt for prompt in rollout.prompt_ids for _ in range(samples)]
         packed = pack(prompts, rollout.completion_ids(), rows, self.micro_batch_tokens, self.ranks.device)
         return self.pad_micro_batches(packed)
 
     def pad_micro_batches(self, packed: list[MicroBatch]) -> list[MicroBatch]:
-        """With empty ones behind them, so that all ranks have as many; collective."""
+        """Append empty micro-batches until all ranks have the same number; collective, as each forward pass is."""
         device = self.ranks.device
         most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
         return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
 
     def score(self, model: Decoder, rollout: Rollout) -> Tensor:
-        """Log-probs (R, L) of the completions under ``model``; 0 behind their ends."""
+        """Log-probs (R, L) of the completions under ``model``; 0 after their ends."""
         rows = list(range(rollout.lengths.numel()))
         return logprobs.completion_logprobs(model, rollout, self.micro_batches(rollout, rows), self.temperature)
 
@@ -92,7 +92,7 @@ class Learner:
         return None if self.reference is None else self.score(self.reference, rollout)
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
-        """-beta log(pi(y)/pi_ref(y)), (P, M), which is the first variation of -beta KL, up to a constant."""
+        """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""
         log_ratio = kl.estimate(self.score(self.model, rollout), ref_logprobs, "k1").sum(-1)
         return -beta * log_ratio.view(rollout.lengths.shape)
 
@@ -108,11 +108,12 @@ class Learner:
         ref_logprobs: Tensor | None = None,
         dropped: Tensor | None = None,
     ) -> dict[str, float]:
-        """Optimise the surrogate loss on ``rollout``, with ``advantages (P, M)`` of this rank; what was measured.
+        """Minimise the surrogate loss on ``rollout`` with this rank's ``advantages`` (P, M); returns metrics.
 
-        All tokens of a completion have its advantage, unless a critic tells them apart. The loss is the one over all
-        ranks: its denominators are counted globally first, and FSDP's mean over ranks is undone, so that neither ranks
-        nor micro-batches change it. Groups (P,), or completions (P, M), that are ``dropped`` count nowhere.
+        All tokens of a completion share its advantage, unless a critic computes one per token. The loss is that of the
+        global batch: its denominators are counted over all ranks, and FSDP's mean over ranks is undone, so it depends
+        on neither the number of ranks nor the micro-batches. ``dropped``: groups (P,) or completions (P, M) to leave
+        out.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = critic_lr if "critic" in group else lr
@@ -121,30 +122,30 @@ class Learner:
         if dropped is not None:
             kept[dropped] = False
         kept = kept.flatten()
-        several = self.loss.epochs * self.loss.minibatches > 1
-        held = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
-        old = self.score(self.model, rollout) if several or held is not None else None
-        penalty = None if held is None or old is None else beta * (held - old)
-        told = self._token_targets(rollout, advantages.flatten(), kept, penalty)
-        of_rollout = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
+        off_policy = self.loss.epochs * self.loss.minibatches > 1  # from the second optimizer step on
+        ref = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
+        old = self.score(self.model, rollout) if off_policy or ref is not None else None
+        penalty = None if ref is None or old is None else beta * (ref - old)
+        targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
+        dapo_tokens = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
         totals = _Totals(self.ranks)
         for part, rows in enumerate(self._minibatches(kept, step)):
-            own = lengths[rows]
-            counts = torch.tensor([len(rows), float(own.sum())], dtype=torch.float64, device=lengths.device)
+            row_lengths = lengths[rows]
+            counts = torch.tensor([len(rows), float(row_lengths.sum())], dtype=torch.float64, device=lengths.device)
             sequences, tokens = self.ranks.sum(counts).tolist()
             if sequences == 0:
                 continue
             weights = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
             weights[rows] = token_weights(
                 self.loss.normalization,
-                own,
+                row_lengths,
                 sequences=int(sequences),
-                tokens=of_rollout if self.loss.normalization == "dapo" else tokens,
+                tokens=dapo_tokens if self.loss.normalization == "dapo" else tokens,
                 max_length=self.max_new_tokens,
             )
             self.optimizer.zero_grad()
             for batch in self.micro_batches(rollout, rows):
-                loss, stats = self._loss(batch, told, weights, old if several else None, ref_logprobs, beta)
+                loss, stats = self._loss(batch, targets, weights, old if off_policy else None, ref_logprobs, beta)
                 (loss * self.ranks.world).backward()
                 totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
             totals.grad_norms.append(clip_gradients(self.model, self.optim.max_grad_norm))
@@ -155,9 +156,10 @@ class Learner:
         return totals.metrics() | {"learning_rate": lr}
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
-        """This rank's rows of every optimiser step, those that are ``kept (R,)``.
+        """Yield this rank's rows of each optimizer step, without those that are not ``kept`` (R,).
 
-        One shuffle of the global rows an epoch, the same on all ranks: which completions meet does not depend on ranks.
+        With several minibatches, each epoch shuffles the global rows, the same way on all ranks: the minibatches do not
+        depend on the number of ranks.
         """
         rows, first = len(kept), len(kept) * self.ranks.rank
         for epoch in range(self.loss.epochs):
@@ -171,7 +173,7 @@ class Learner:
                 yield sorted(mine[kept.cpu()[mine]].tolist())
 
     def _token_targets(self, rollout: Rollout, gain: Tensor, kept: Tensor, penalty: Tensor | None) -> Targets:
-        """What the tokens are told of ``gain`` (R,): their completion's, or what the critic makes of it."""
+        """Targets per token from ``gain`` (R,) per completion: the same for all its tokens, or GAE with a critic."""
         if self.critic is None:
             return Targets(gain[:, None].expand_as(rollout.logprobs.flatten(0, 1)))
         batches = self.micro_batches(rollout, list(range(len(gain))))
@@ -181,7 +183,7 @@ class Learner:
     def _loss(
         self,
         batch: MicroBatch,
-        told: Targets,
+        targets: Targets,
         weights: Tensor,
         old: Tensor | None,
         ref_logprobs: Tensor | None,
@@ -198,27 +200,27 @@ class Learner:
             "kl": "k3_iw" if self.loss.kl_importance else self.loss.kl,
         }
         if self.loss.level == "sequence":
-            here, sequence = batch.row.unique_consecutive(return_inverse=True)  # others would count as ratios of 1
+            present, sequence = batch.row.unique_consecutive(return_inverse=True)  # absent rows would add ratios of 1
             logprob, entropy = logprobs.logprobs(self.model, batch, self.temperature)
-            terms = (old_logprob, told.advantages[here, 0], sequence, weights[here])
+            terms = (old_logprob, targets.advantages[present, 0], sequence, weights[present])
             loss, stats = packed_loss(logprob, *terms, level="sequence", **options)
             return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
         def head(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-            terms = (batch.targets, old_logprob, batch.pick(told.advantages), weights[batch.row])
-            found = packed_loss_from_hidden(hidden, weight, *terms, temperature=self.temperature, **options)
-            return (*found, None if self.critic is None else self.critic.on_policy(hidden))
+            terms = (batch.targets, old_logprob, batch.pick(targets.advantages), weights[batch.row])
+            outputs = packed_loss_from_hidden(hidden, weight, *terms, temperature=self.temperature, **options)
+            return (*outputs, None if self.critic is None else self.critic.on_policy(hidden))
 
         loss, stats, logprob, entropy, scored = self.model(batch.tokens, batch.lengths, batch.select, head)
         if self.critic is not None:
             values = self.critic.values(batch, scored)
-            value_loss, sums = self.critic.loss(values, batch, told, weights[batch.row])
+            value_loss, sums = self.critic.loss(values, batch, targets, weights[batch.row])
             loss, stats = loss + value_loss, stats | sums
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
 
 class _Totals:
-    """Sums of an update's statistics over micro-batches, reduced over ranks once at its end."""
+    """Sums of an update's statistics over micro-batches, reduced over ranks once at the end."""
 
     NAMES = (
         "loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_dual", "clip_region",
@@ -233,7 +235,7 @@ class _Totals:
         self.seen: set[str] = set()
 
     def add(self, loss: Tensor, stats: dict[str, Tensor], sampler: Tensor | None) -> None:
-        """``sampler``: the log-probs with which the tokens were sampled, while the policy has not moved yet."""
+        """Add a micro-batch. ``sampler``: log-probs of its tokens when sampled; None after the first optimizer step."""
         self.seen |= stats.keys()
         self.sums["loss"] += float(loss.detach())
         for name in self.sums.keys() & stats.keys():

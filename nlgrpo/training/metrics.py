@@ -1,6 +1,6 @@
-"""What a run tells while it trains: ``metrics.jsonl``, TensorBoard, a live line, and a table of sampled completions.
+"""Logging during training: ``metrics.jsonl``, TensorBoard, a progress line, and a table of sampled completions.
 
-Metrics that TRL has keep TRL's flat names and definitions (TRL 1.16.0, ``GRPOTrainer``): dashboards made for it work.
+Metrics that TRL also has keep TRL's flat names and definitions (TRL 1.16.0, ``GRPOTrainer``), so its dashboards work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from nlgrpo.runtime.timing import as_clock
 
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-PLAIN_WIDTH = 120  # columns of a log file; a terminal knows its own
-PLAIN_LINES = 40  # about as many progress lines for a whole run in a log file
+PLAIN_WIDTH = 120  # columns of a log file
+PLAIN_LINES = 40  # approximate number of progress lines of a run in a log file
 
-# what the progress line of the main job shows, in an order and a width that keep the most wanted within 80 columns
+# Metrics on the progress line of `nlgrpo train`, with formats; the most important ones fit in 80 columns.
 SHOWN = (
     ("reward", "reward {:.4f}"),
     ("objective/aggregate", "obj {:.4f}"),
@@ -48,14 +48,14 @@ SHOWN = (
 def rollout_metrics(
     rewards: Mapping[str, Tensor], weights: Mapping[str, float], lengths: Tensor, finished: Tensor
 ) -> dict[str, float]:
-    """Rewards and lengths of one step: ``reward*``, ``frac_reward_zero_std`` and ``completions/*`` as TRL defines them.
+    """Metrics of one step: ``reward*``, ``frac_reward_zero_std`` and ``completions/*`` as TRL defines them.
 
-    Takes the global batch, gathered from all ranks, so that nothing is an average of averages: ``rewards[name]`` (P, M)
-    with NaN where a reward abstained, ``lengths`` (P, M) in tokens, ``finished`` (P, M) bool, true where a stop id
-    ended the completion. A completion's reward is ``sum_i w_i r_i`` over the rewards that did not abstain, NaN where
-    all did. Standard deviations have Bessel's correction. What nothing defines (all abstained) is NaN.
+    Takes the global batch, gathered from all ranks: ``rewards[name]`` (P, M) with NaN where a reward abstained,
+    ``lengths`` (P, M) in tokens, ``finished`` (P, M) bool, true if a stop id ended the completion. A completion's
+    reward is ``sum_i w_i r_i`` over the rewards that did not abstain, NaN if all did. Standard deviations have Bessel's
+    correction. A metric is NaN if all rewards abstained.
 
-    Raises ValueError for shapes or names that do not agree.
+    Raises ValueError if shapes or names do not agree.
     """
     shapes = {name: tuple(t.shape) for name, t in {**rewards, "lengths": lengths, "finished": finished}.items()}
     if not rewards or lengths.dim() != 2 or not lengths.numel() or len(set(shapes.values())) > 1:
@@ -101,7 +101,7 @@ def _nanstd(values: Tensor) -> Tensor:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON-lines file that has a ``step`` in each; lines that a kill left half written are passed over."""
+    """Read the objects of a JSON-lines file that have an integer ``step``; skips lines left incomplete by a kill."""
     if not path.is_file():
         return []
     entries = []
@@ -116,13 +116,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _trim(path: Path, resume_step: int) -> None:
-    """Keep what was logged before ``resume_step``: those steps are run again and would be there twice."""
+    """Remove the entries from ``resume_step`` on: those steps run again and would be there twice."""
     kept = [entry for entry in read_jsonl(path) if entry["step"] < resume_step]
     atomic_files.atomic_write(path, "".join(_line(entry) for entry in kept))
 
 
 def _append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """The file is open no longer than that, so that nothing of a line that could not be written waits in a buffer."""
+    """Append lines. The file is closed at once, so no part of a line that failed to be written stays in a buffer."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(_line(entry) for entry in entries)
 
@@ -132,7 +132,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with None for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -143,7 +143,7 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion of the table of samples; ``rewards`` and ``linearized`` by reward name, NaN where it abstained."""
+    """A row of the table of samples; ``rewards`` and ``linearized`` by reward name, NaN if the reward abstained."""
 
     prompt: str
     completion: str
@@ -151,18 +151,18 @@ class Sample:
     linearized: Mapping[str, float]
     advantage: float
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What rewards logged of it, by column."""
+    """Columns that rewards logged for it."""
 
 
 class MetricsLogger:
-    """Writes what a run measures to its folder and shows it; does nothing where ``enabled`` is false (other ranks).
+    """Writes a run's metrics to its folder and shows progress; does nothing if ``enabled`` is false (other ranks).
 
-    Steps count from 0; ``resume_step`` is the first that this process runs, and what an earlier process logged from
-    there on is removed. ``tensorboard=None`` uses TensorBoard where it is installed. On a terminal the progress is one
-    live line; else (a file, a pipe) it is about 40 plain lines a run, without control codes. ``shown`` names what is
-    in it, with formats.
+    Steps count from 0. ``resume_step`` is the first step that this process runs; entries of an earlier process from
+    there on are removed. ``tensorboard=None`` uses TensorBoard if it is installed. On a terminal, progress is one live
+    line; otherwise (a file, a pipe) about 40 plain lines per run, without control codes. ``shown``: metrics on that
+    line, with formats.
 
-    Raises ValueError where ``tensorboard=True`` and it is not installed, and where a file cannot be written.
+    Raises ValueError if ``tensorboard=True`` and it is not installed, or if a file cannot be written.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class MetricsLogger:
         self._times: deque[tuple[int, float]] = deque([(resume_step, time.monotonic())], maxlen=50)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics (numbers or tensors of one element); what is not finite is written as null."""
+        """Log one step's metrics, numbers or tensors of one element; NaN and infinities are written as null."""
         if not self.enabled:
             return
         values = {name: float(value) for name, value in metrics.items()}
@@ -213,7 +213,7 @@ class MetricsLogger:
         self._console.print(samples_table(step, rows, self._console.encoding))
 
     def close(self) -> None:
-        """Take the live line off the terminal and end TensorBoard's file; a second call does nothing."""
+        """Stop the live line and close TensorBoard's file; a second call does nothing."""
         if not self.enabled:
             return
         if self._progress is not None:
@@ -238,22 +238,23 @@ class MetricsLogger:
             self._console.print(Text(f"step {shown}"), soft_wrap=True)
 
     def _seconds_left(self) -> float:
-        """At the pace of the last steps, because the first ones also compile and warm caches."""
-        (first, began), (last, now) = self._times[0], self._times[-1]
-        return (self._total - last) * (now - began) / max(last - first, 1)
+        """Estimate from the last 49 steps: the first steps of a run are slower."""
+        (first, started), (last, now) = self._times[0], self._times[-1]
+        return (self._total - last) * (now - started) / max(last - first, 1)
 
 
 def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") -> Table:
-    """Sampled completions with each reward ``r``, its linearised reward ``r~``, the advantage, and what was logged."""
-    table = Table(title=f"samples of step {step}", title_justify="left", box=SIMPLE_HEAD)
+    """Table of sampled completions with rewards, linearized rewards, the advantage, and columns that rewards logged."""
+    title = f"samples at step {step} (lin.: linearized reward)"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("prompt", max_width=24)
     table.add_column("completion", max_width=48)
-    for heading in [*rows[0].rewards, *(f"{name}~" for name in rows[0].linearized), "advantage"]:
+    for heading in [*rows[0].rewards, *(f"lin. {name}" for name in rows[0].linearized), "advantage"]:
         table.add_column(Text(heading), justify="right", min_width=7)
     for heading in rows[0].extra:
         table.add_column(_printable(heading, encoding), max_width=24)
     for row in rows:
-        # The end of a prompt and the start of a completion meet, which is where one reads.
+        # Show the end of a long prompt and the start of the completion, which continues it.
         prompt = row.prompt if len(row.prompt) <= 48 else "..." + row.prompt[-45:]
         completion = row.completion if len(row.completion) <= 96 else row.completion[:93] + "..."
         texts = (_printable(prompt, encoding), _printable(completion, encoding))
@@ -264,7 +265,7 @@ def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") ->
 
 
 def _printable(text: str, encoding: str) -> Text:
-    """``text`` on one line, without markup or control characters: a model may write an escape sequence."""
+    """Put ``text`` on one line without markup or control characters: a model may write an escape sequence."""
     printable = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return Text(printable.encode(encoding, "replace").decode(encoding))
 
@@ -288,7 +289,7 @@ def _tensorboard_writer(run: Path, wanted: bool | None, resume_step: int) -> Any
     installed = importlib.util.find_spec("tensorboard") is not None
     if wanted and not installed:
         raise ValueError(
-            "TensorBoard is asked for and not installed: run pip install tensorboard, or do not ask for it"
+            "train.tensorboard = true, but TensorBoard is not installed: run pip install tensorboard, or remove the key"
         )
     if wanted is False or not installed:
         return None

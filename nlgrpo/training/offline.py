@@ -1,7 +1,8 @@
-"""Steps that draw nothing: BoN-SFT, DPO, IPO and BoNBoN on the reference's samples (`preference_losses`).
+"""Steps of the offline algorithms: BoN-SFT, DPO, IPO and BoNBoN on samples of the reference (`losses.preference`).
 
-A step takes P prompts, and of each the next M of its K samples in a random order of its own, which is another one
-after K // M visits: none is used twice before. They are cut into M // N sets of N; each gives its best one, or a pair.
+A step takes P prompts and M of the K samples of each. Every prompt has its own random order of samples, reshuffled
+after K // M visits, so no sample repeats before. The M samples are split into M // N sets of N; each set gives its best
+sample, or a pair.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nlgrpo.training.learner import Learner
 from nlgrpo.training.losses.preference import best_of_n_sft, bonbon, bonbon_margin, dpo, ipo, pairs, winners
 from nlgrpo.training.reference_rewards import matching_rollouts
 
-# what the progress line shows
+# metrics on the progress line, with formats
 SHOWN = (
     ("loss", "loss {:.4f}"),
     ("rewards/accuracies", "acc {:.3f}"),
@@ -36,17 +37,17 @@ SHOWN = (
     ("perf/tokens_per_s", "{:,.0f} tok/s"),
 )
 
-# --- what a step learns from ------------------------------------------------------------------------------------------
+# --- data of a step ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OfflineBatch:
-    """A rank's share of a step: each set of responses is (chosen,) or (chosen, rejected), one set after another."""
+    """A rank's share of a step: sets of responses, (chosen,) or (chosen, rejected), one after another."""
 
     prompt_ids: list[list[int]]  # of each response
     completion_ids: list[list[int]]
-    width: int  # responses of a set: 1 or 2
-    total: int  # sets of all ranks
+    width: int  # responses per set: 1 or 2
+    total: int  # sets on all ranks
 
     @property
     def sets(self) -> list[list[int]]:
@@ -60,21 +61,21 @@ class OfflineBatch:
 
 @dataclass(frozen=True)
 class OfflineSamples:
-    """The reference's samples of the run's prompts, and what they are worth."""
+    """Samples of the reference for the run's prompts, with their rewards."""
 
     rollouts: ReferenceRollouts
-    rewards: Tensor  # (P, K) float64, the weighted sum, by the rows of the rollouts
-    prompts: PromptSet  # those that there is something to learn from
-    repeated: int  # prompts of the data that came before
-    unknown: int  # prompts of the data without rollouts
-    tied: int  # prompts all of whose samples have one reward, which make no pair
+    rewards: Tensor  # (P, K) float64, weighted sums; row p belongs to row p of the rollouts
+    prompts: PromptSet  # prompts to train on
+    repeated: int  # dropped: prompts that occur earlier in the data
+    unknown: int  # dropped: prompts without rollouts
+    tied: int  # dropped: prompts whose samples all have the same reward, which give no pair
     paired: bool
     config: OfflineConfig
     per_step: int  # M
     seed: int
 
     def choose(self, cursor: int, count: int, ranks: Ranks) -> OfflineBatch:
-        """This rank's share of what prompts ``cursor`` to ``cursor + count - 1`` of the run give."""
+        """Choose the responses of the run's prompts ``cursor`` to ``cursor + count - 1``; returns this rank's share."""
         batch = self.prompts.take(cursor, count)
         rows = [self._row(ids) for ids in batch.ids]
         places = torch.tensor([self._places(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)])
@@ -97,11 +98,11 @@ class OfflineSamples:
 
     def _row(self, prompt_ids: Sequence[int]) -> int:
         row = self.rollouts.row(prompt_ids)
-        assert row is not None  # the prompts are those that have one
+        assert row is not None  # every prompt of the run has rollouts
         return row
 
     def _places(self, row: int, visit: int) -> list[int]:
-        """Which M of a prompt's K samples its visit number ``visit`` takes."""
+        """Indices of the M samples, of K, that visit number ``visit`` of a prompt uses."""
         K = self.rewards.shape[1]
         again, part = divmod(visit, K // self.per_step)
         places: list[int] = order(K, self.seed ^ (row + 1 << 64), again).tolist()
@@ -115,10 +116,10 @@ def make(
     prompts: PromptSet,
     origin: Callable[[], Provenance],
 ) -> OfflineSamples | None:
-    """The samples that a run learns from; None for an algorithm that draws its own.
+    """Load the samples that an offline run trains on; None for an online algorithm.
 
-    Raises ValueError for rollouts that are cut short, do not fit the run or hold less than M samples a prompt, and
-    where there is no prompt to learn from.
+    Raises ValueError if the rollouts are incomplete, do not fit the run or have fewer than M samples per prompt, or if
+    no prompt is left to train on.
     """
     if not cfg.loss.offline:
         return None
@@ -127,22 +128,22 @@ def make(
     K, M = rollouts.index.samples, cfg.rollout.samples
     if M > K:
         raise ValueError(
-            f"rollout.samples = {M}: a step takes so many of a prompt's samples, and {rollouts.folder} holds {K}; "
-            f"take {K} or less, or draw more with `nlgrpo rollout --samples`"
+            f"rollout.samples = {M}: {rollouts.folder} has {K} samples per prompt; "
+            f"set {K} or less, or draw more with `nlgrpo rollout --samples`"
         )
-    worth = torch.stack([cfg.rewards[r.name].weight * rollouts.rewards[r.name] for r in counting]).sum(0)
+    totals = torch.stack([cfg.rewards[r.name].weight * rollouts.rewards[r.name] for r in counting]).sum(0)
     rows = [rollouts.row(ids) for ids in prompts.ids]
     first = {row: i for i, row in reversed(list(enumerate(rows))) if row is not None}
     known = sorted((i, row) for row, i in first.items())
     unknown = sum(row is None for row in rows)
-    uneven = worth.amax(1) > worth.amin(1)
+    uneven = totals.amax(1) > totals.amin(1)
     kept = [i for i, row in known if uneven[row] or not cfg.loss.paired]
     if not kept:
-        why = "has samples of different rewards, so no pair prefers one" if known else "has rollouts"
+        why = "has samples with different rewards, so there are no pairs" if known else "has rollouts"
         raise ValueError(f"none of the {len(rows)} prompts of {cfg.data.source} {why} in {rollouts.folder}")
     return OfflineSamples(
         rollouts=rollouts,
-        rewards=worth,
+        rewards=totals,
         prompts=prompts.only(kept),
         repeated=len(rows) - len(known) - unknown,
         unknown=unknown,
@@ -158,11 +159,11 @@ def make(
 
 
 def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: float) -> dict[str, float]:
-    """One step of the optimiser on what all ranks have ``chosen``, and what was measured; collective.
+    """Take one optimizer step on the ``chosen`` responses of all ranks; returns metrics; collective.
 
-    The loss is the mean over the sets of all ranks, whose number is known first, and FSDP's mean over ranks is undone,
-    so that neither ranks nor micro-batches change it. Without a set, as where all rewards tie, there is no gradient
-    and nothing moves.
+    The loss is the mean over the sets of all ranks: their number is known in advance, and FSDP's mean over ranks is
+    undone, so the loss depends on neither the number of ranks nor the micro-batches. Without sets (all rewards tie) the
+    parameters stay as they are.
     """
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
@@ -171,13 +172,13 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     ids, device = (chosen.prompt_ids, chosen.completion_ids), learner.ranks.device
     learner.optimizer.zero_grad()
     for batch in learner.pad_micro_batches(pack_sets(*ids, chosen.sets, learner.micro_batch_tokens, device)):
-        logps, ref = _of_responses(learner.model, batch, shape, learner.temperature), None
+        logps, ref = _response_logprobs(learner.model, batch, shape, learner.temperature), None
         if learner.reference is not None:
             with torch.no_grad():
-                ref = _of_responses(learner.reference, batch, shape, learner.temperature)
-        each = losses(learner.loss, config, logps, ref)
-        (each.sum() / chosen.total * learner.ranks.world).backward()
-        sums += _sums(each.detach(), logps.detach(), ref)
+                ref = _response_logprobs(learner.reference, batch, shape, learner.temperature)
+        loss = losses(learner.loss, config, logps, ref)
+        (loss.sum() / chosen.total * learner.ranks.world).backward()
+        sums += _sums(loss.detach(), logps.detach(), ref)
     grad_norm = clip_gradients(learner.model, learner.optim.max_grad_norm)
     learner.optimizer.step()
     learner.optimizer.zero_grad()
@@ -187,7 +188,7 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
 
 
 def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor | None) -> Tensor:
-    """(B,) of sets whose responses have log-probs ``logps`` (B, 1 or 2), and ``ref`` under the reference."""
+    """Losses (B,) of B sets from the log-probs of their responses, (B, 1 or 2): ``logps`` and ``ref`` (reference)."""
     if loss.algorithm == "bon_sft":
         return best_of_n_sft(logps[:, 0])
     assert ref is not None  # pairs have a reference
@@ -198,12 +199,12 @@ def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor |
 
 
 def implicit_beta(loss: LossConfig, config: OfflineConfig) -> float:
-    """What log(pi / pi_ref) is multiplied by to be a reward; BoNBoN's follows from N."""
+    """Beta of the implicit reward beta log(pi / pi_ref); that of BoNBoN follows from N."""
     return 1 / (2 * bonbon_margin(config.n)) if loss.algorithm == "bonbon" else loss.beta
 
 
-def _of_responses(model: Decoder, batch: MicroBatch, shape: tuple[int, int], temperature: float) -> Tensor:
-    """Log-probs (b, width) of the batch's whole responses, float64, differentiable; ``shape``: of all, and a set's."""
+def _response_logprobs(model: Decoder, batch: MicroBatch, shape: tuple[int, int], temperature: float) -> Tensor:
+    """Log-probs (b, width) of the batch's responses, float64; ``shape``: (responses on this rank, width)."""
     responses, width = shape
     logprob, _ = logprobs.logprobs(model, batch, temperature)
     summed = logprob.new_zeros(responses, dtype=torch.float64).index_add(0, batch.row, logprob.double())
@@ -213,19 +214,19 @@ def _of_responses(model: Decoder, batch: MicroBatch, shape: tuple[int, int], tem
 NAMES = ("loss", "chosen", "rejected", "ratio_chosen", "ratio_rejected", "right")
 
 
-def _sums(each: Tensor, logps: Tensor, ref: Tensor | None) -> Tensor:
-    """`NAMES` over a micro-batch; of what there is not, 0."""
-    found = torch.zeros(len(NAMES), dtype=torch.float64, device=each.device)
-    found[0], found[1] = each.sum(), logps[:, 0].sum()
+def _sums(losses: Tensor, logps: Tensor, ref: Tensor | None) -> Tensor:
+    """Sums of the `NAMES` over a micro-batch; 0 for those that do not apply."""
+    sums = torch.zeros(len(NAMES), dtype=torch.float64, device=losses.device)
+    sums[0], sums[1] = losses.sum(), logps[:, 0].sum()
     if ref is not None:
         ratios = logps - ref
-        found[2:5] = torch.stack([logps[:, 1].sum(), *ratios.sum(0)])
-        found[5] = (ratios[:, 0] > ratios[:, 1]).sum()
-    return found
+        sums[2:5] = torch.stack([logps[:, 1].sum(), *ratios.sum(0)])
+        sums[5] = (ratios[:, 0] > ratios[:, 1]).sum()
+    return sums
 
 
 def _metrics(total: Mapping[str, float], chosen: OfflineBatch, beta: float) -> dict[str, float]:
-    """Means over the sets, with the names and definitions of TRL's DPOTrainer; none where there is no set."""
+    """Means over the sets, with the names and definitions of TRL's DPOTrainer; only "sets" if there is no set."""
     if not chosen.total:
         return {"sets": 0}
     mean = {name: value / chosen.total for name, value in total.items()}

@@ -1,4 +1,4 @@
-"""What a run is going to do, before it does it: batch arithmetic, sizes, memory, and the implementations chosen."""
+"""The plan that a run prints before it starts: batch sizes, an estimate of memory, and notes on risky settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nlgrpo.training.losses.preference import bonbon_margin
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.run import Run
 
-SMALL = 0.01  # of DPO's beta
-# What says how completions that the policy draws become a loss.
+SMALL = 0.01  # a beta of DPO or IPO below this gets a note
+# Keys of [loss] that only the online algorithms read.
 ONLINE = (
     "aggregate_memory", "baseline", "dual_clip", "kl_importance", "kl_in", "level", "normalization", "scale",
     "surrogate",
@@ -25,7 +25,7 @@ ONLINE = (
 
 
 def memory(run: Run) -> dict[str, float]:
-    """Bytes on one rank, by use; an estimate from shapes, without the allocator's slack and the libraries."""
+    """Estimate the bytes on one rank, by use, from shapes; without allocator overhead and libraries."""
     cfg, shape, world = run.config, run.shape, run.ranks.world
     count = shape.parameters
     stored = 8 if cfg.model.dtype == "float64" else 4
@@ -36,19 +36,19 @@ def memory(run: Run) -> dict[str, float]:
     tokens = min(longest, cfg.rollout.prompts * cfg.rollout.samples // world * columns)
     kept = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
-        "parameters, gradients, Adam": 4 * count * stored / world,
-        "critic, gradients, Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
+        "parameters + gradients + Adam": 4 * count * stored / world,
+        "critic + gradients + Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
         "reference": count * compute / world if cfg.loss.has_reference else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
-        "whole parameters while sampling": count * compute if compute != stored or world > 1 else 0,
-        "cache of keys and values": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
-        "activations of a micro-batch": tokens * shape.width * shape.layers * kept * compute,
-        "logits of a block": 3 * min(tokens * shape.vocab * 4, BLOCK_BYTES[run.ranks.device.type]),
+        "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
+        "KV cache": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
+        "activations": tokens * shape.width * shape.layers * kept * compute,
+        "logits": 3 * min(tokens * shape.vocab * 4, BLOCK_BYTES[run.ranks.device.type]),
     }
 
 
 def show(run: Run) -> Table:
-    """The plan as a table; what ``--dry-run`` prints."""
+    """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, ranks = run.config, run.ranks
     epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
     uses = memory(run)
@@ -56,26 +56,25 @@ def show(run: Run) -> Table:
     rows = {
         "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
-        "ranks": f"{ranks.world} on {ranks.device.type}, attention by {implementation(ranks.device.type, run.compute)}",
+        "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         "data": f"{run.prompts!r}",
-        **(_objective(run) if run.samples is None else _choices(cfg, run.samples)),
+        **(_online_rows(run) if run.samples is None else _offline_rows(cfg, run.samples)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
-        "a step": _step(cfg, ranks.world),
-        **_critic(cfg),
-        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs of the prompts; learning rate {cfg.optim.lr:g} "
-        f"{cfg.optim.schedule}",
+        "step": _step(cfg, ranks.world),
+        **_critic_rows(cfg),
+        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; learning rate {cfg.optim.lr:g}, "
+        f"{cfg.optim.schedule} schedule",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
-        "before and after",
-        "memory a rank": f"about {_size(sum(uses.values()))}: {parts}",
+        "before and after training",
+        "memory per rank": f"about {_size(sum(uses.values()))}: {parts}",
         "folder": str(run.folder),
     }
-    said = notes(cfg, run.objectives)
-    if said:
-        rows["note"] = "\n".join(said)
+    if lines := notes(cfg, run.objectives):
+        rows["note"] = "\n".join(lines)
     return named_lines("plan", rows)
 
 
-def _objective(run: Run) -> dict[str, str]:
+def _online_rows(run: Run) -> dict[str, str]:
     loss, rewards = run.config.loss, run.config.rewards
     terms = [f"{r.weight:g} {run.objectives[n]}({n})" for n, r in rewards.items()]
     objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
@@ -85,39 +84,39 @@ def _objective(run: Run) -> dict[str, str]:
     return {"objective": f"maximise {objective}{kl}"}
 
 
-def _choices(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
-    """What an algorithm that draws nothing learns, and from what."""
+def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
+    """Rows on the loss and the data of an offline algorithm."""
     K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
     terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
     formula = {
-        "bon_sft": "-log pi(best)",
+        "bon_sft": "-log pi(chosen)",
         "dpo": f"-log sigmoid({beta} h)",
         "ipo": f"(h - 1 / (2 x {beta}))^2",
-        "bonbon": f"-{cfg.offline.alpha:g} log pi(best) + {1 - cfg.offline.alpha:g} (h - {bonbon_margin(n):g})^2",
+        "bonbon": f"-{cfg.offline.alpha:g} log pi(chosen) + {1 - cfg.offline.alpha:g} (h - {bonbon_margin(n):g})^2",
     }[cfg.loss.algorithm]
-    other = "worst of them" if cfg.offline.rejected == "worst" else "another one of them"
-    chosen = f"best of {n} samples by {' + '.join(terms)}" + f", against the {other}" * samples.paired
-    left_out = [f"{samples.unknown:,} prompts have none"] * (samples.unknown > 0)
-    left_out += [f"{samples.repeated:,} are repeated"] * (samples.repeated > 0)
-    left_out += [f"{samples.tied:,} have samples of one reward only"] * (samples.tied > 0)
-    said = f"; {', '.join(left_out)}: left out" if left_out else ""
-    margin = "; h: log pi / pi_ref of the best less that of the other" * samples.paired
+    margin = ", h = log pi/pi_ref(chosen) - log pi/pi_ref(rejected)" * samples.paired
+    other = "the worst" if cfg.offline.rejected == "worst" else "another"
+    rejected = f"; rejected: {other} of these" * samples.paired
+    dropped = [f"{samples.unknown:,} without rollouts"] * (samples.unknown > 0)
+    dropped += [f"{samples.repeated:,} repeated"] * (samples.repeated > 0)
+    dropped += [f"{samples.tied:,} whose samples all have the same reward"] * (samples.tied > 0)
+    dropped_text = f"; prompts dropped: {', '.join(dropped)}" if dropped else ""
     return {
-        "objective": f"minimise {formula}, the {chosen}{margin}",
-        "rollouts": f"{K} samples of each prompt in {samples.rollouts.folder}{said}",
+        "objective": f"minimise {formula}{margin}; chosen: the best of {n} samples by {' + '.join(terms)}{rejected}",
+        "rollouts": f"{K} samples per prompt in {samples.rollouts.folder}{dropped_text}",
     }
 
 
 def _step(cfg: Config, world: int) -> str:
     P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
     if cfg.loss.offline:
-        what = "pairs, less those of equal rewards" if cfg.loss.paired else "winners"
-        return f"{P} prompts x {M} of their samples, in {M // n} sets of {n} each = {P * (M // n)} {what}"
+        what = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
+        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n)} {what}"
     updates = cfg.loss.epochs * cfg.loss.minibatches
     return (
         f"{P} prompts x {M} samples = {P * M} completions of up to {cfg.rollout.max_new_tokens} tokens, "
-        f"{P * M // world} a rank; {updates} optimiser step{'s' * (updates > 1)}, loss {cfg.loss.surrogate} by "
-        f"{cfg.loss.level}, normalised as {cfg.loss.normalization}"
+        f"{P * M // world} per rank; {updates} optimiser step{'s' * (updates > 1)}, {cfg.loss.surrogate} loss per "
+        f"{cfg.loss.level}, {cfg.loss.normalization} normalization"
     )
 
 
@@ -125,14 +124,16 @@ def _has_own_critic(cfg: Config) -> bool:
     return cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
 
 
-def _critic(cfg: Config) -> dict[str, str]:
-    """A row about PPO's critic, where there is one."""
-    own = cfg.critic
+def _critic_rows(cfg: Config) -> dict[str, str]:
+    """A row on the critic for PPO; no row otherwise."""
+    critic = cfg.critic
     if cfg.loss.algorithm != "ppo":
         return {}
-    what = "a head on the policy" if own.trunk == "shared" else f"a model of its own ({own.path or cfg.model.path})"
-    alone = f", alone for {own.warmup_steps} steps" * (own.warmup_steps > 0)
-    return {"critic": f"{what}, learning rate {own.lr:g}{alone}; GAE gamma {own.gamma:g}, lambda {own.lam:g}"}
+    shared = critic.trunk == "shared"
+    what = "a head on the policy" if shared else f"a separate model ({critic.path or cfg.model.path})"
+    warmup = f", trained alone for the first {critic.warmup_steps} steps" * (critic.warmup_steps > 0)
+    gae = f"GAE gamma {critic.gamma:g}, lambda {critic.lam:g}"
+    return {"critic": f"{what}, learning rate {critic.lr:g}{warmup}; {gae}"}
 
 
 def _size(number: float) -> str:
@@ -143,114 +144,114 @@ def _size(number: float) -> str:
     return f"{number:.1f} TiB"
 
 
-# --- notes: what a configuration gives up of the promise that the gradient is that of the objective -------------------
+# --- notes: settings with which the gradient is not that of the objective ---------------------------------------------
 
 
 def notes(config: Config, objectives: Mapping[str, Objective]) -> list[str]:
-    """A line for each setting that breaks a property, with what keeps it."""
+    """One line for each setting that makes the gradient differ from that of the objective, with the alternative."""
     if config.loss.offline:
-        return [*_of_sampling(config), *_of_choices(config), *_of_their_beta(config)]
-    of_objective = [*_of_sampling(config), *_of_estimators(config, objectives), *_of_transforms(config)]
-    return [*of_objective, *_of_the_loss(config), *_of_the_kl(config)]
+        return [*_on_sampling(config), *_on_ignored_keys(config), *_on_small_beta(config)]
+    on_objective = [*_on_sampling(config), *_on_estimators(config, objectives), *_on_transforms(config)]
+    return [*on_objective, *_on_loss(config), *_on_kl(config)]
 
 
-def _of_sampling(config: Config) -> Iterator[str]:
+def _on_sampling(config: Config) -> Iterator[str]:
     r = config.rollout
     cuts = [f"{name} = {value:g}" for name, value, off in
             (("top_k", r.top_k, 0), ("top_p", r.top_p, 1), ("min_p", r.min_p, 0)) if value != off]  # fmt: skip
     if cuts:
-        yield f"rollout.{', rollout.'.join(cuts)}: samples are those of a cut policy, and the whole one is trained."
+        yield f"rollout.{', rollout.'.join(cuts)}: samples come from the truncated policy, and the full one is trained."
 
 
-def _of_choices(config: Config) -> Iterator[str]:
+def _on_ignored_keys(config: Config) -> Iterator[str]:
     loss, plain = vars(config.loss), vars(LossConfig())
     unused = [f"loss.{key} = {loss[key]!r}" for key in ONLINE if loss[key] != plain[key]]
     if unused:
-        yield f"{', '.join(unused)}: of no effect on {config.loss.algorithm}, whose loss is of whole responses."
+        yield f"{', '.join(unused)}: ignored by {config.loss.algorithm}, whose loss is on whole responses."
     given = [(f"rewards.{name}", reward) for name, reward in config.rewards.items() if reward.weight]
     passed = [f"{name}.transform = {reward.transform!r}" for name, reward in given if reward.transform]
     passed += [f"{name}.objective = {reward.objective!r}" for name, reward in given if reward.objective != "mean"]
     if passed:
         yield (
-            f"{', '.join(passed)}: of no effect on training; {config.loss.algorithm} chooses by the rewards "
-            f"themselves, the best of offline.n = {config.offline.n}."
+            f"{', '.join(passed)}: ignored in training; {config.loss.algorithm} picks the best of offline.n = "
+            f"{config.offline.n} samples by the rewards themselves."
         )
 
 
-def _of_their_beta(config: Config) -> Iterator[str]:
+def _on_small_beta(config: Config) -> Iterator[str]:
     loss = config.loss
     if loss.algorithm in ("dpo", "ipo") and loss.beta < SMALL:
         yield (
-            f"loss.beta = {loss.beta:g}: {loss.algorithm} asks for margins of about 1/beta nats between two responses, "
-            "which is far from the reference; 0.1 is usual."
+            f"loss.beta = {loss.beta:g}: {loss.algorithm} then pushes for margins of about 1/beta nats between two "
+            "responses, far from the reference; 0.1 is usual."
         )
 
 
-def _of_transforms(config: Config) -> Iterator[str]:
+def _on_transforms(config: Config) -> Iterator[str]:
     loss = config.loss
     for name, reward in config.rewards.items():
         is_vbon = reward.transform.startswith("vbon")
         if is_vbon and (loss.beta != reward.weight or loss.target_kl is not None):
             yield (
-                f"rewards.{name}: the objective of {reward.transform} has a KL of the weight of the reward; take "
-                f"loss.beta = {reward.weight:g}, constant, and loss.kl_in = 'reward'."
+                f"rewards.{name}: the objective of {reward.transform} weighs the KL like the reward; set "
+                f"loss.beta = {reward.weight:g}, constant (no loss.target_kl), and loss.kl_in = 'reward'."
             )
         if reward.transform.startswith(("bon_fp", "won_fp")) and loss.target_kl is not None:
             yield (
-                f"rewards.{name}: {reward.transform} is the best transform for one beta, and loss.target_kl moves it; "
-                "leave target_kl out."
+                f"rewards.{name}: {reward.transform} is the optimal transform for one beta, and loss.target_kl "
+                "changes beta during training; remove loss.target_kl."
             )
 
 
-def _of_estimators(config: Config, objectives: Mapping[str, Objective]) -> Iterator[str]:
+def _on_estimators(config: Config, objectives: Mapping[str, Objective]) -> Iterator[str]:
     M = config.rollout.samples
     for name, objective in objectives.items():
         if isinstance(objective, OfN) and objective.estimator == "plugin" and objective.n > M:
             yield (
-                f"rewards.{name}: {objective} from {M} samples can only be a plug-in estimate, biased at order 1/M; "
-                f"rollout.samples >= {objective.n} allow '{objective}:unbiased'."
+                f"rewards.{name}: {objective} with {M} samples is a plug-in estimate, biased at order 1/M; "
+                f"rollout.samples >= {objective.n} allows '{objective}:unbiased'."
             )
     loss = config.loss
     if loss.aggregate != "sum" and loss.aggregate_at == "batch" and loss.aggregate_memory == 0:
         yield (
-            f"loss.aggregate = {loss.aggregate!r}: its gradient is taken at the values of {config.rollout.prompts} "
-            "prompts, whose noise biases it; loss.aggregate_memory averages them over steps."
+            f"loss.aggregate = {loss.aggregate!r}: its gradient is taken at values from {config.rollout.prompts} "
+            "prompts, whose noise biases it; loss.aggregate_memory > 0 averages the values over steps."
         )
 
 
-def _of_the_loss(config: Config) -> Iterator[str]:
+def _on_loss(config: Config) -> Iterator[str]:
     loss = config.loss
     if loss.scale != "none":
         yield (
-            f"loss.scale = {loss.scale!r}: advantages are divided by their deviation, which undoes the scale of the "
-            "linearisation (IAMA, 6); 'none' keeps it."
+            f"loss.scale = {loss.scale!r}: advantages are divided by their standard deviation, which undoes the "
+            "scale of the linearisation (IAMA, 6); 'none' keeps it."
         )
     if loss.algorithm == "ppo" and config.critic.whiten and loss.beta > 0 and loss.kl_in == "loss":
         yield (
-            "critic.whiten divides the advantages by their deviation, and not the KL in the loss, which then weighs "
-            "beta times that deviation; loss.kl_in = 'reward' divides both."
+            "critic.whiten divides the advantages by their standard deviation, but not the KL in the loss, whose "
+            "relative weight becomes beta times that; loss.kl_in = 'reward' divides both."
         )
     if loss.normalization == "grpo":
         yield (
-            "loss.normalization = 'grpo': a completion's gradient is divided by its length, so that the tokens of long "
-            "ones count less; 'dapo' and 'dr_grpo' divide all by one number."
+            "loss.normalization = 'grpo': a completion's gradient is divided by its length, so tokens of long "
+            "completions count less; 'dapo' and 'dr_grpo' divide all tokens by one number."
         )
     if loss.epochs * loss.minibatches > 1:
         correction = {
             "ppo": "clipping the ratios biases the gradient",
             "cispo": "capping the ratios biases the gradient",
-            "reinforce": "nothing corrects for it; 'cispo' and 'ppo' weigh by the ratio",
+            "reinforce": "nothing corrects for it; 'cispo' and 'ppo' weight by the ratio",
         }
         yield (
-            f"{loss.epochs * loss.minibatches} optimiser steps a rollout: from the second on the policy is not the one "
-            f"that sampled, and {correction[loss.surrogate]}."
+            f"{loss.epochs * loss.minibatches} optimiser steps per rollout: from the second on, the policy is not the "
+            f"one that sampled, and {correction[loss.surrogate]}."
         )
 
 
-def _of_the_kl(config: Config) -> Iterator[str]:
+def _on_kl(config: Config) -> Iterator[str]:
     loss = config.loss
     if loss.beta > 0 and loss.kl_in == "loss" and loss.kl == "k1":
         yield (
-            "loss.kl = 'k1' in the loss has a gradient of 0 in expectation, and holds the policy to nothing; "
-            "take 'k2' or 'k3', or loss.kl_in = 'reward'."
+            "loss.kl = 'k1' in the loss has a gradient of 0 in expectation, so it does not restrain the policy; "
+            "use 'k2' or 'k3', or loss.kl_in = 'reward'."
         )

@@ -1,10 +1,10 @@
-"""Rewards held against those of the reference's own samples, and what an objective sees of them.
+"""Rewards calibrated on samples of the reference, which objectives see in place of the raw rewards.
 
     r(x, y) -> u, its rank among K samples of the reference for x -> Phi(u)         InfAlign-CTRL, by a `Transform`
     r(x, y) -> F, the share below it in a total order -> log pi_bon(y) - log pi_ref(y)    vBoN, by `VariationalBoN`
 
-With the KL to the reference, each is a reward as any other to what follows. Legend: P prompts of this rank, M samples
-of the policy, K samples of the reference.
+The rest of the pipeline treats the result as an ordinary reward, next to the KL to the reference. Legend: P prompts of
+this rank, M samples of the policy, K samples of the reference.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ Smoother = Literal["add-half", "exponential"]
 
 @dataclass(frozen=True)
 class CalibratedReward:
-    """A reward held against the reference, (P, M) float64 each, NaN where it abstained."""
+    """A calibrated reward: two tensors (P, M) float64, NaN where the reward abstained."""
 
     values: Tensor
-    """What its objective sees."""
+    """The transformed reward, Phi(u) or that of vBoN; input of the objective."""
     ranks: Tensor
-    """u; its mean is the win rate of single samples against the reference."""
+    """Ranks u; their mean is the win rate of single samples against the reference."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CalibratedReward:
         return CalibratedReward(function(self.values), function(self.ranks))
 
     def without(self, groups: Tensor) -> CalibratedReward:
-        """NaN in the ``groups`` (P,) bool."""
+        """Return a copy with NaN in the ``groups`` (P,) bool."""
         return self.map(lambda x: x.masked_fill(groups.to(x.device)[:, None], torch.nan))
 
 
 @dataclass(frozen=True)
 class References:
-    """The reference's samples of one prompt: rewards {name: (K,)}, and keys (K,) that order equal ones."""
+    """Samples of the reference for one prompt: rewards {name: (K,)}, and keys (K,) that break ties."""
 
     rewards: Mapping[str, Tensor]
     keys: Callable[[], Tensor]
@@ -69,10 +69,10 @@ class References:
 
 @dataclass
 class ReferenceRewards:
-    """Turns the rewards that have a transform, by rollouts; of prompts that these lack, by samples drawn when needed.
+    """Transforms rewards with the rollouts of the reference; for prompts without rollouts it draws samples.
 
-    ``drawing`` has the reference's sampling, its K and noise of its own; None where a prompt without rollouts is an
-    error, which is then told before training (`missing`).
+    ``drawing``: the sampler for the reference, with K samples and its own seed. None if a prompt without rollouts is an
+    error, which is raised before training (`missing`).
     """
 
     transforms: Mapping[str, Transform | VariationalBoN]
@@ -83,7 +83,7 @@ class ReferenceRewards:
     known: dict[str, References] = field(default_factory=dict)
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> int:
-        """How many of the prompts have no rollouts."""
+        """Number of ``prompts`` without rollouts."""
         return sum(self.rollouts is None or self.rollouts.row(ids) is None for ids in prompts)
 
     def calibrate(
@@ -94,9 +94,10 @@ class ReferenceRewards:
         ref_logprobs: Tensor | None,
         reference: Decoder | None,
     ) -> dict[str, CalibratedReward]:
-        """Of rewards {name: (P, M)} of ``rollout``; collective. ``ref_logprobs`` (P M, L) are needed by vBoN only.
+        """Calibrate the rewards {name: (P, M)} of ``rollout`` that have a transform; collective.
 
-        Raises RewardError on all ranks where a reward of the reference's samples failed, or cannot be held against.
+        Only vBoN needs ``ref_logprobs`` (P M, L). Raises RewardError on all ranks if a reward failed or abstained on
+        samples of the reference, or cannot be calibrated.
         """
         if not self.transforms:
             return {}
@@ -107,26 +108,32 @@ class ReferenceRewards:
         self, rewards: Mapping[str, Tensor], batch: Batch, rollout: Rollout, ref_logprobs: Tensor | None
     ) -> dict[str, CalibratedReward]:
         try:
-            here = [self._references(ids) for ids in batch.ids]
+            references = [self._references(ids) for ids in batch.ids]
             return {
-                name: self._calibrate_one(name, rewards[name], here, rollout, ref_logprobs) for name in self.transforms
+                name: self._calibrate_one(name, rewards[name], references, rollout, ref_logprobs)
+                for name in self.transforms
             }
         except ValueError as error:
-            raise RewardError(f"reward held against the reference's samples: {error}") from None
+            raise RewardError(f"cannot calibrate a reward on samples of the reference: {error}") from None
 
     def _calibrate_one(
-        self, name: str, rewards: Tensor, here: Sequence[References], rollout: Rollout, ref_logprobs: Tensor | None
+        self,
+        name: str,
+        rewards: Tensor,
+        references: Sequence[References],
+        rollout: Rollout,
+        ref_logprobs: Tensor | None,
     ) -> CalibratedReward:
         absent = rewards.isnan()
-        own = torch.where(absent, 0.0, rewards.double().cpu())
-        reference = torch.stack([one.rewards[name] for one in here])
-        transform, u = self.transforms[name], calibrate(own, reference)
+        present = torch.where(absent, 0.0, rewards.double().cpu())
+        of_reference = torch.stack([prompt.rewards[name] for prompt in references])
+        transform, u = self.transforms[name], calibrate(present, of_reference)
         if isinstance(transform, VariationalBoN):
             assert ref_logprobs is not None  # the configuration was checked
-            log_p = ref_logprobs.double().sum(-1).view(own.shape).cpu()
-            keys = string_keys(rollout.completion_ids()).view(own.shape)
-            order = torch.stack([one.order for one in here])
-            log_f = log_strict_cdf(own, keys, reference, order, self.smoother)
+            log_p = ref_logprobs.double().sum(-1).view(present.shape).cpu()
+            keys = string_keys(rollout.completion_ids()).view(present.shape)
+            order = torch.stack([prompt.order for prompt in references])
+            log_f = log_strict_cdf(present, keys, of_reference, order, self.smoother)
             values = vbon_reward(log_f, log_p, transform.n, bound=transform.bound)
         else:
             values = transform(u)
@@ -143,28 +150,28 @@ class ReferenceRewards:
         return self.known[digest]
 
     def _draw(self, batch: Batch, reference: Decoder | None) -> None:
-        """Samples of the prompts of which nothing is known; on all ranks, because sampling gathers the model."""
+        """Sample the prompts without rollouts; collective, because sampling gathers the model."""
         unknown = [i for i, ids in enumerate(batch.ids) if not self._knows(ids)]
         if not self.ranks.any(bool(unknown)):
             return
         assert self.drawing is not None
         assert reference is not None
-        own = _picked(batch, unknown)
-        rollout = self.drawing.draw(reference, own)
-        self.ranks.agree(lambda: self._keep(own, rollout), RewardError)
+        prompts = _select(batch, unknown)
+        rollout = self.drawing.draw(reference, prompts)
+        self.ranks.agree(lambda: self._store(prompts, rollout), RewardError)
 
-    def _keep(self, own: Batch, rollout: Rollout) -> None:
-        if not own.ids:
+    def _store(self, prompts: Batch, rollout: Rollout) -> None:
+        if not prompts.ids:
             return
         assert self.drawing is not None
-        values = self.drawing.score(own, rollout).values
+        values = self.drawing.score(prompts, rollout).values
         for name in self.transforms:
             if values[name].isnan().any():
                 raise RewardError(
-                    f"reward {name!r} abstained for a sample of the reference, whose prompt has no CDF then"
+                    f"reward {name!r} abstained on a sample of the reference; calibration needs a reward for each"
                 )
         keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
-        for i, ids in enumerate(own.ids):
+        for i, ids in enumerate(prompts.ids):
             rewards = {name: values[name][i].double().cpu() for name in self.transforms}
             self.known[digest_of_prompt(ids)] = References(rewards, partial(keys.__getitem__, i))
 
@@ -179,16 +186,16 @@ def matching_rollouts(
     prompts: PromptSet,
     origin: Callable[[], Provenance],
 ) -> ReferenceRollouts:
-    """Those of calibration.rollouts, with these rewards of every sample.
+    """Load calibration.rollouts and check that they have the ``rewards`` of every sample.
 
-    Raises ValueError where they are cut short, do not fit the run or its prompts' columns, or where one of the rewards
+    Raises ValueError if they are incomplete, do not fit the run or its prompts' columns, or one of the rewards
     abstained.
     """
     rollouts = reference_rollouts.load(cfg.calibration.rollouts)
     rollouts.check(origin(), scorers(cfg.rewards, objectives, rewards))
     rollouts.check_columns(prompts)
     for reward in rewards:
-        rollouts.ecdf(reward.name)  # refuses abstentions
+        rollouts.ecdf(reward.name)  # raises if the reward abstained
     return rollouts
 
 
@@ -200,38 +207,39 @@ def make(
     origin: Callable[[], Provenance],
     ranks: Ranks,
 ) -> ReferenceRewards:
-    """Of a run with these prompts; ``sampler`` is its own.
+    """Build the calibration of a run from its configuration, ``sampler`` and ``prompts``.
 
-    Raises ValueError for rollouts that are cut short or do not fit the run, and for prompts that have none.
+    Raises ValueError if the rollouts are incomplete or do not fit the run, or if prompts have none and
+    calibration.missing is "error".
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
-    if cfg.loss.offline:  # chooses among the rewards themselves
+    if cfg.loss.offline:  # offline algorithms compare the rewards themselves
         wanted = {}
-    own, rollouts = cfg.calibration, None
+    options, rollouts = cfg.calibration, None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
-    if wanted and own.rollouts:
+    if wanted and options.rollouts:
         rollouts = matching_rollouts(cfg, rewards, objectives, prompts, origin)
-    K = own.samples if rollouts is None else rollouts.index.samples
+    K = options.samples if rollouts is None else rollouts.index.samples
     drawing = None
-    if own.missing == "draw":
+    if options.missing == "draw":
         drawing = replace(sampler, samples=K, seed=sampler.seed ^ (1 << 61), rewards=rewards)
     parsed = {
         name: variational.parse(text)
         or parse_transform(text, beta=beta_of(cfg, name), references=K, function=user_code.function)
         for name, text in wanted.items()
     }
-    found = ReferenceRewards(parsed, rollouts, drawing, own.smoother, ranks)
-    absent = found.missing(prompts.ids) if wanted and drawing is None else 0
+    references = ReferenceRewards(parsed, rollouts, drawing, options.smoother, ranks)
+    absent = references.missing(prompts.ids) if wanted and drawing is None else 0
     if absent:
         raise ValueError(
-            f"{absent} of {len(prompts)} prompts have no rollouts in {own.rollouts!r}; `nlgrpo rollout` with this "
-            "configuration draws them, or calibration.missing = 'draw' does when a prompt comes"
+            f"{absent} of {len(prompts)} prompts have no rollouts in {options.rollouts!r}; draw them with "
+            "`nlgrpo rollout` and this configuration, or set calibration.missing = 'draw' to draw them during training"
         )
-    return found
+    return references
 
 
 def beta_of(cfg: Config, name: str) -> float:
-    """The weight of the KL beside a transformed reward of weight 1: w Phi - beta KL is w (Phi - beta/w KL)."""
+    """Beta of the KL relative to a transformed reward of weight 1: w Phi - beta KL = w (Phi - beta/w KL)."""
     weight = abs(cfg.rewards[name].weight)
     return cfg.loss.beta / weight if weight > 0 else cfg.loss.beta
 
@@ -240,7 +248,7 @@ def _keys(rollouts: ReferenceRollouts, row: int) -> Tensor:
     return string_keys(rollouts.ids(row))
 
 
-def _picked(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some prompts, numbered by their own digests, so that the noise does not depend on when a prompt comes."""
-    own = batch.only(rows)
-    return replace(own, index=[int(digest_of_prompt(ids)[:8], 16) for ids in own.ids])
+def _select(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Select prompts, numbered by their digests: their samples do not depend on the step that draws them."""
+    selected = batch.only(rows)
+    return replace(selected, index=[int(digest_of_prompt(ids)[:8], 16) for ids in selected.ids])

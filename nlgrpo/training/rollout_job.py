@@ -1,4 +1,4 @@
-"""Samples and scores completions of the reference for every prompt, file by file."""
+"""Sample and score completions of the reference for every prompt, file by file (``nlgrpo rollout``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nlgrpo.training.build import load_rewards, prompts_of, sampling_of
 
 @dataclass(frozen=True)
 class Job:
-    """All that the command works with; nothing is written yet."""
+    """The objects that the command uses; building it writes nothing."""
 
     cfg: Config
     folder: Path
@@ -46,10 +46,10 @@ class Job:
 
 
 def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts: int | None = None) -> Job:
-    """Read tokenizer, prompts and rewards; the weights are loaded when something has to be sampled.
+    """Load tokenizer, prompts and rewards. The weights are loaded when the first file is sampled.
 
-    ``samples``: K, completions per prompt. ``prompts``: use the first ones of the source only; None uses all.
-    Raises ValueError for a configuration that cannot be run.
+    ``samples``: K, completions per prompt. ``prompts``: number of prompts to use from the start of the source; None
+    uses all. Raises ValueError for a configuration that cannot be run.
     """
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
@@ -60,7 +60,7 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
     reward_functions.check_columns(loaded, available.names)
     dtype = compute_dtype(cfg.model.dtype, queue.ranks.device)
     origin = Provenance.of(source, tokenizer, dtype, sampling_of(cfg, tokenizer, source))
-    seed = cfg.train.seed ^ (1 << 61)  # neither a run's own nor its evaluation's: no noise is met twice
+    seed = cfg.train.seed ^ (1 << 61)  # differs from the seeds of training and evaluation, so no sample repeats
     return Job(
         cfg=cfg,
         folder=folder,
@@ -76,12 +76,12 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
 
 
 def prompts_per_file(job: Job) -> int:
-    """What is decoded together is kept together."""
+    """Number of prompts that are sampled together and saved in one file."""
     return max(1, job.sampler.max_rows // job.sampler.samples)
 
 
 def open_folder(job: Job) -> RolloutCollector:
-    """Write down what the folder is going to hold. Raises ValueError where it holds other rollouts."""
+    """Create or open the folder and write its index. Raises ValueError if it holds other rollouts."""
     _refuse_others(job)
     store = open_store(job.folder / reference_rollouts.SAMPLES, job.origin, job.sampler, first=job.queue.ranks.first)
     draws = RolloutCollector(
@@ -93,58 +93,58 @@ def open_folder(job: Job) -> RolloutCollector:
 
 
 def _refuse_others(job: Job) -> None:
-    """Other prompts and rewards are no fault: the completions that they share are kept by content."""
+    """Raise ValueError if the folder has other settings. Other prompts or rewards are fine: files go by content."""
     try:
         known = reference_rollouts.read_index(job.folder)
-    except ValueError:  # none yet, or damaged: it is written anew
+    except ValueError:  # missing or damaged: `open_folder` writes a new one
         return
-    found = reference_rollouts.differences(known, job.origin)
+    changed = reference_rollouts.differences(known, job.origin)
     settings = {
-        "samples a prompt": (known.samples, job.sampler.samples),
+        "samples per prompt": (known.samples, job.sampler.samples),
         "train.seed": (known.seed, job.cfg.train.seed),
-        "type computed in": (known.origin.dtype, job.origin.dtype),
+        "compute dtype": (known.origin.dtype, job.origin.dtype),
     }
-    found += [f"{name}: {old} there, {new} asked for" for name, (old, new) in settings.items() if old != new]
-    if found:
-        lines = [f"{job.folder} holds other rollouts:", *found, "Choose another folder with --out"]
+    changed += [f"{name}: {old} there, {new} requested" for name, (old, new) in settings.items() if old != new]
+    if changed:
+        lines = [f"{job.folder} holds other rollouts:", *changed, "Choose another folder with --out"]
         raise ValueError("\n  ".join(lines))
 
 
 @dataclass
 class Drawn:
-    """How much this process has drawn, and how long that took."""
+    """Number of sampled tokens, and the time that took."""
 
     tokens: int = 0
     seconds: float = 0.0
 
     def over(self, ranks: Ranks) -> Drawn:
-        """Of all ranks, which draw side by side; collective."""
-        each = ranks.gather_objects(self)
-        return Drawn(sum(drawn.tokens for drawn in each), max(drawn.seconds for drawn in each))
+        """Combine all ranks: the sum of tokens and the longest time; collective."""
+        all_ranks = ranks.gather_objects(self)
+        return Drawn(sum(drawn.tokens for drawn in all_ranks), max(drawn.seconds for drawn in all_ranks))
 
 
 def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
-    """Draw and score what is missing; None where a signal ended it early. Collective.
+    """Sample and score the missing files; returns None if a signal stopped it early. Collective.
 
-    A file is scored as soon as it is drawn, so that a reward that fails does so before all is drawn.
+    Each file is scored right after it is sampled, so a failing reward is noticed early.
     """
-    own, model = Drawn(), cache(partial(draws.load, job.queue.ranks.device))
+    drawn, model = Drawn(), cache(partial(draws.load, job.queue.ranks.device))
     missing = job.queue.missing(draws.chunks, lambda chunk: draws.drawn(chunk) and not _unscored(job, draws, chunk))
     if len(missing) < len(draws.chunks):
-        job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are there")
+        job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
     what = "completions and rewards, files"
-    finished = job.queue.work(what, missing, lambda chunk: _draw_and_score(job, draws, model, chunk, own))
-    total = own.over(job.queue.ranks)
+    finished = job.queue.work(what, missing, lambda chunk: _draw_and_score(job, draws, model, chunk, drawn))
+    total = drawn.over(job.queue.ranks)
     return total if finished else None
 
 
 def _draw_and_score(
-    job: Job, draws: RolloutCollector, model: Callable[[], Decoder | TransformersModel], chunk: Batch, own: Drawn
+    job: Job, draws: RolloutCollector, model: Callable[[], Decoder | TransformersModel], chunk: Batch, drawn: Drawn
 ) -> None:
     if not draws.drawn(chunk):
-        loaded, began = model(), perf_counter()
-        own.tokens += int(draws.draw(loaded, chunk).lengths.sum())
-        own.seconds += perf_counter() - began
+        loaded, start = model(), perf_counter()
+        drawn.tokens += int(draws.draw(loaded, chunk).lengths.sum())
+        drawn.seconds += perf_counter() - start
     draws.score(chunk, _unscored(job, draws, chunk))
 
 

@@ -1,4 +1,4 @@
-"""A training run: everything that the loop works with, and the run's folder. `build.py` makes one."""
+"""A training run: the objects that the training loop uses, and the run's folder. `build.py` builds one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.training.losses.kl import AdaptiveBeta
 from nlgrpo.training.reference_rewards import ReferenceRewards
 
-# What may differ when a run goes on: how long it is, and what it keeps and shows.
+# Keys that may change when a run resumes: its length, and what it saves and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "rollout.max_rows", "evaluation.prompts",
         "evaluation.samples", "evaluation.ns")  # fmt: skip
 
-# What a run writes into its folder besides config.json.
+# Files and folders that a run writes besides config.json.
 WRITTEN = (
     *(
         "checkpoints",
@@ -52,35 +52,35 @@ WRITTEN = (
 
 @dataclass
 class Progress:
-    """How far a run is: all that a checkpoint holds besides tensors and random states."""
+    """State of a run that a checkpoint holds besides tensors and random states."""
 
     step: int = 0
-    cursor: int = 0  # prompts taken so far
+    cursor: int = 0  # prompts used so far
     num_tokens: int = 0  # prompt and completion tokens trained on so far
     beta: float = 0.0
     averages: list[float] = field(default_factory=list)  # moving averages of the objectives' values
 
     def advance(self, prompts: int, tokens: int) -> None:
-        """One step on."""
+        """Count one finished step with its prompts and tokens."""
         self.step, self.cursor, self.num_tokens = self.step + 1, self.cursor + prompts, self.num_tokens + tokens
 
 
 @dataclass
 class Run:
-    """Everything that the loop works with."""
+    """The objects that the training loop uses."""
 
     config: Config
     ranks: Ranks
     tokenizer: PreTrainedTokenizerBase
     shape: Shape
-    source: Path  # directory of the model that training starts from
+    source: Path  # directory of the initial model
     prompts: prompt_dataset.PromptSet
     held_out: prompt_dataset.PromptSet
     sampler: Sampler
     objectives: dict[str, registry.Objective]
     aggregate: Aggregate
     references: ReferenceRewards
-    samples: offline.OfflineSamples | None  # of the reference, for an algorithm that draws none
+    samples: offline.OfflineSamples | None  # samples of the reference, for an offline algorithm
     compute: torch.dtype
     progress: Progress = field(default_factory=Progress)
 
@@ -96,9 +96,10 @@ class Run:
         return {name: reward.weight for name, reward in self.config.rewards.items()}
 
     def aggregated(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """g at the values (m, P) of the objectives, and its gradient: at each prompt, or at the means over all of them.
+        """Return g(R_1, .., R_m) and its gradient, given the objectives' ``values`` (m, P).
 
-        With a memory the gradient is taken at moving averages of the means, which this call moves on.
+        Per prompt (P,) and (m, P), or for the means over prompts, () and (m,), as loss.aggregate_at says. With
+        loss.aggregate_memory the gradient is taken at moving averages of the means, which this call updates.
         """
         loss = self.config.loss
         if loss.aggregate_at == "batch":
@@ -110,7 +111,7 @@ class Run:
         return self.aggregate.value(values), self.aggregate.gradient(at)
 
     def evaluator(self) -> Sampler:
-        """The sampler with the evaluation's number of samples, and noise that training never sees."""
+        """The sampler for evaluation: with its number of samples, and a seed that training never uses."""
         evaluation_seed = self.config.train.seed ^ (1 << 62)
         return Sampler(
             self.tokenizer,
@@ -127,12 +128,12 @@ class Run:
         return self.prompts.take(self.progress.cursor + self.ranks.rank * share, share)
 
     def evaluated(self) -> dict[str, evaluation_samples.EvaluationSamples]:
-        """What the folder holds of an evaluation on as many prompts and samples as this configuration asks for."""
+        """Load the saved evaluations that have the configured number of prompts and samples; {} if there are none."""
         if not (self.folder / evaluation_samples.FILE).is_file():
             return {}
         shape = (min(self.config.evaluation.prompts, len(self.held_out)), self.config.evaluation.samples)
-        found = evaluation_samples.read_evaluation(self.folder)
-        return {name: model for name, model in found.items() if tuple(model.lengths.shape) == shape}
+        saved = evaluation_samples.read_evaluation(self.folder)
+        return {name: model for name, model in saved.items() if tuple(model.lengths.shape) == shape}
 
     def write_evaluation(self, **models: evaluation_samples.EvaluationSamples) -> None:
         if self.ranks.first:
@@ -143,23 +144,23 @@ class Run:
         return self.evaluator().evaluate(model, batch, self.ranks, self.objectives, self.weights())
 
     def speed(self, clock: Clock, trained: int, generated: int = 0) -> dict[str, float]:
-        """``time/*``, ``perf/*`` and the tokens so far, of a step that generated and trained on so many."""
+        """Metrics ``time/*``, ``perf/*`` and ``num_tokens`` of a step, from its numbers of tokens."""
         times = clock.metrics(generated or trained)
         flops = self.shape.parameters * (6 * trained * self.config.loss.epochs + 2 * generated)
         used = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
         return times | used | {"num_tokens": self.progress.num_tokens}
 
     def rates(self, step: int) -> dict[str, float]:
-        """Learning rates of the policy and of PPO's critic, which begins alone."""
-        optim, own, steps = self.config.optim, self.config.critic, self.config.train.steps
+        """Learning rates of the policy and of PPO's critic, which trains alone during its warm-up."""
+        optim, critic_cfg, steps = self.config.optim, self.config.critic, self.config.train.steps
         if self.config.loss.algorithm != "ppo":
             return {"lr": learning_rate(optim, step, steps)}
-        late = step - own.warmup_steps  # the policy's schedule begins with it
-        lr = 0.0 if late < 0 else learning_rate(optim, late, steps - own.warmup_steps)
-        return {"lr": lr, "critic_lr": learning_rate(replace(optim, lr=own.lr), step, steps)}
+        policy_step = step - critic_cfg.warmup_steps  # the policy's schedule starts after the critic's warm-up
+        lr = 0.0 if policy_step < 0 else learning_rate(optim, policy_step, steps - critic_cfg.warmup_steps)
+        return {"lr": lr, "critic_lr": learning_rate(replace(optim, lr=critic_cfg.lr), step, steps)}
 
     def next_beta(self, step: int, kl: float) -> float:
-        """That of the step after ``step``, which had this KL per token; a policy that waits says nothing by it."""
+        """Beta of the next step, given the KL per token of ``step``; unchanged while the policy is not trained."""
         beta, target = self.progress.beta, self.config.loss.target_kl
         if target is None or self.rates(step)["lr"] == 0:
             return beta
@@ -176,7 +177,7 @@ class Run:
         )
 
     def learner(self) -> Learner:
-        """Load the policy and, where there is one, the frozen reference."""
+        """Load the policy, the frozen reference if there is one, and PPO's critic."""
         cfg = self.config
         stored = torch.float32 if self.compute == torch.bfloat16 else self.compute
         sharded = partial(shard, ranks=self.ranks, compute=self.compute)
@@ -212,14 +213,14 @@ class Run:
         )
 
     def restore(self, learner: Learner) -> bool:
-        """Go on from the newest whole checkpoint; False where there is none."""
+        """Load the newest complete checkpoint; returns False if there is none."""
         state = checkpoint.load(self.folder / "checkpoints", model=learner.trained, optimizer=learner.optimizer)
         if state is not None:
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
         return state is not None
 
     def export(self, learner: Learner) -> Path:
-        """Write the policy as a Hugging Face directory, in the type that it computes in; collective."""
+        """Write the policy as a Hugging Face directory, in the compute dtype; collective."""
         folder = self.folder / "model"
         check_finite(learner.model, self.ranks, TOO_LARGE)
         parameters = full_parameters(learner.model, self.compute)
@@ -230,16 +231,16 @@ class Run:
 
 
 def open_folder(run: Run) -> None:
-    """Make the run's folder, or check that the run in it is this one; collective. ValueError where it is another."""
+    """Create the run's folder, or check that it holds this run; collective. Raises ValueError if it holds another."""
     restart = run.config.train.restart
     run_folder.claim(run.folder, run.config, run.ranks, free=_free(run.config), restart=restart, removed=WRITTEN)
 
 
 def _free(cfg: Config) -> tuple[str, ...]:
-    """`FREE`, but for what training depends on here.
+    """`FREE` without the keys that this run's training depends on.
 
-    That is the length of a run whose learning rate falls towards its end, and the number of evaluation prompts where
-    these are held out of the training data.
+    These are train.steps if the learning rate follows a schedule over the whole run, and evaluation.prompts if the
+    evaluation prompts are held out of the training data.
     """
     bound = {"train.steps": cfg.optim.schedule != "constant", "evaluation.prompts": not cfg.data.evaluation}
     return tuple(name for name in FREE if not bound.get(name, False))

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and whether a command may go on in it."""
+"""The folder of a run: which run it holds, and whether a command may use it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def claim(
     free: Sequence[str],
     restart: bool,
     removed: Sequence[str] = (),
-    advice: str = "another folder with --train.out, or begin anew in this one with --train.restart",
+    advice: str = "another folder with --train.out, or restart in this one with --train.restart",
 ) -> None:
-    """Make the folder of a run of ``cfg``, or check that the run in it is this one; collective.
+    """Create the folder of a run of ``cfg``, or check that it holds this run; lock it for this process; collective.
 
-    Keys that begin with one of ``free`` may differ. With ``restart``, what a run writes there (``removed``, files and
-    folders) is taken away first, and nothing else. Raises ValueError where the folder is another run's, or none's, or
-    another process is at work in it; ``advice``: what may be chosen then. It stays this process's until that ends.
+    Keys that begin with one of ``free`` may differ from the saved configuration. With ``restart``, the files and
+    folders named in ``removed`` are deleted first, and nothing else. ``advice``: alternatives for the error messages.
+
+    Raises ValueError if the folder holds another run or something else, or another process is using it.
     """
     fault = ""
     try:
         fault = _claim(folder, cfg, free, restart, removed, advice) if ranks.first else ""
     except OSError as error:
-        fault = f"{folder} cannot be the folder of a run: {error}"
-    except ValueError as error:  # it can be, and cannot be written
+        fault = f"{folder} cannot be used as the folder of a run: {error}"
+    except ValueError as error:  # the folder is fine, and writing to it failed
         fault = str(error)
     fault = ranks.gather_objects(fault)[0]
     if fault:
@@ -47,9 +48,9 @@ def claim(
 
 
 def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str], advice: str) -> str:
-    """What is wrong with the folder, if anything is."""
+    """Claim the folder; returns an error message, or an empty string."""
     now = json.loads(json.dumps(asdict(cfg)))
-    known, busy = folder / FILE, f"another process is at work in {folder}; wait for its end, or choose {advice}"
+    known, busy = folder / FILE, f"another process is using {folder}; wait until it ends, or choose {advice}"
     if known.is_file() and not _lock(folder):
         return busy
     if restart and known.is_file():
@@ -57,19 +58,19 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
     elif known.is_file():
         before = _read(known)
         if before is None:
-            return f"{known} is damaged, so nobody knows what the run in {folder} is; choose {advice}"
+            return f"{known} is damaged, and the configuration of its run is lost; choose {advice}"
         changed = schema.differences(before, now)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
                 [
-                    f"{folder} holds a run with another configuration:",
+                    f"{folder} holds a run with a different configuration:",
                     *changed,
                     f"  Choose {advice}",
                 ]
             )
     elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {f"{FILE}.tmp"}):
-        return f"{folder} exists and holds no run; choose {advice.partition(',')[0]}"
+        return f"{folder} exists but holds no run; choose {advice.partition(',')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     if not _lock(folder):
         return busy
@@ -78,11 +79,11 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
 
 
 def _lock(folder: Path) -> bool:
-    """Whether no other process has locked the folder: then this one has, until it ends or is killed."""
+    """Lock the folder until this process ends. Returns False if another process has the lock."""
     if (before := _LOCKED.get(folder.resolve())) is not None:
         if os.path.samestat(os.fstat(before), folder.stat()):
             return True
-        os.close(_LOCKED.pop(folder.resolve()))  # of a folder that was here before
+        os.close(_LOCKED.pop(folder.resolve()))  # of a folder that has been replaced
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,13 +99,13 @@ def _lock(folder: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        config = json.loads(path.read_text("utf-8"))
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def _clear(folder: Path, names: Sequence[str]) -> None:
-    """Remove what a run writes, and nothing else that stands in its folder; its config.json is replaced afterwards."""
+    """Delete the files and folders ``names``, and nothing else; the caller replaces config.json afterwards."""
     for name in names:
         atomic_files.remove(folder / name)

@@ -257,7 +257,7 @@ def test_what_is_not_there_ends_with_a_message(arguments, said, tmp_path, monkey
 def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert train.main(["--train.out", str(tmp_path / "file" / "run"), "--train.steps", "0"]) == 1
-    assert "cannot be the folder of a run" in capsys.readouterr().err
+    assert "cannot be used as the folder of a run" in capsys.readouterr().err
 
 
 # --- TOML -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The benchmarks of the kernels: they run, and they report nothing that failed its tests or differs between sides."""
+"""The kernel benchmarks run, and report no op that fails its tests or differs between sides."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def run(name, *options):
     ],
 )
 def test_quick_ends_with_json(name, ops):
-    """Without the compiler's sides, which take minutes."""
+    """Without torch.compile, which takes minutes."""
     only = [f"--op={op}" for op in ops]
     done = run(name, "--quick", "--device", "cpu", "--threads", "1", "--sides", "ours", "plain torch", *only)
     assert done.returncode == 0, done.stderr
@@ -77,13 +77,13 @@ def test_quick_ecdf_ends_with_json():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--quick", "--save"], "worth a --save"),
+        (["--quick", "--save"], "leave out --save"),
         (["--quick", "--sizes", "Q=3"], "expected names among M, P"),
         (["--quick", "--sizes", "M=0"], "expected NAME=NUMBER"),
         (["--quick", "--sides", "our"], "expected names among ours, plain torch, torch.compile"),
     ],
 )
-def test_arguments_that_make_no_sense(options, message):
+def test_invalid_arguments_are_refused(options, message):
     done = run("bench_linearize.py", *options)
     assert done.returncode != 0
     assert message in done.stderr
@@ -100,7 +100,7 @@ def test_an_op_whose_tests_fail_is_not_timed(harness, monkeypatch, tmp_path):
 
 
 def square(harness, **sides):
-    """x^2 and its gradient for 1,000 numbers, 12 bytes each and way."""
+    """Case of x^2 and its gradient for 1,000 numbers."""
 
     def arguments(generator, device):
         return SimpleNamespace(x=torch.randn(1000, generator=generator).to(device))
@@ -117,20 +117,20 @@ def test_a_side_is_timed_and_must_agree(harness, capsys):
     rounds = {side: [harness.side.child(case, side, args)] for side in case.sides}
     truth = case.arguments(torch.Generator().manual_seed(0), "cpu").x
     assert rounds["ours"][0]["norms"][0] == pytest.approx(truth.square().norm().item())
-    assert len(rounds["ours"][0]["seconds"]) > 3  # short ones are repeated until they fill half a second
+    assert len(rounds["ours"][0]["seconds"]) > 3  # short steps are repeated for half a second
     harness.common.agree(case, rounds)
     assert "by plain torch" in rounds.pop("wrong")[0]["error"]
     result = harness.common.report(case, rounds, {"B": [1e9, 2e9, 4e9]}, args)
     assert result["floor_ms"] == pytest.approx({"forward": 4e-3, "backward": 6e-3, "both": 1e-2})
     ours = result["rows"][0]
     assert ours["rate"] == pytest.approx(20e3 / (ours["ms"] * 1e-3) / 1e9)
-    assert "runs no operator of nlgrpo's here" in capsys.readouterr().out
+    assert "runs no operator of nlgrpo here" in capsys.readouterr().out
     rounds["ours"][0]["norms"][1] *= 1.01
     with pytest.raises(SystemExit, match="square, T = 1,000, float32, ours: norms of results and gradients"):
         harness.common.agree(case, rounds)
 
 
-def test_a_peer_that_fails_is_named_and_ours_may_not_fail(harness, monkeypatch, tmp_path):
+def test_a_failing_peer_is_reported_and_ours_must_not_fail(harness, monkeypatch, tmp_path):
     script = tmp_path / "bench_absent.py"
     script.write_text("import no_such_peer")
     monkeypatch.setattr(sys, "argv", [str(script)])
@@ -164,12 +164,12 @@ print(kernels_side.child(case, "peer", SimpleNamespace(device="cpu", quick=True,
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be reset on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak memory of a process can be reset on Linux only")
 def test_memory_is_that_of_the_repeats():
-    """64 MiB are held during a repeat, and 256 MiB were before.
+    """The peak is the 64 MiB held during a repeat, not the 256 MiB held before.
 
-    In a process of its own, as benchmarks run: where the heap has free blocks of that size, as after other tests,
-    malloc may take another of them at each repeat and keep both.
+    Runs in its own process, as benchmarks do: if the heap has free blocks of that size, as after other tests, malloc
+    may use another one at each repeat and keep both.
     """
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(BENCH)}

@@ -27,8 +27,20 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 COMMENT = r"(?:<!-- test:(?P<mark>setup|skip)(?P<text>.*?)-->\s*\n)?"
 BLOCK = r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```"
 FENCE = re.compile(COMMENT + BLOCK, re.DOTALL | re.MULTILINE)
-SECTIONS = {"model", "data", "rollout", "rewards", "loss", "critic", "offline", "calibration", "optim", "train"}
-DRY = {"train", "rollout", "sweep", "reward-model", "value", "iro", "decode"}  # what has the option
+SECTIONS = {
+    "model",
+    "data",
+    "rollout",
+    "rewards",
+    "loss",
+    "critic",
+    "offline",
+    "calibration",
+    "optim",
+    "train",
+    "evaluation",
+}
+DRY = {"train", "rollout", "sweep", "reward-model", "value", "iro", "decode"}  # commands with this option
 SMALLER = {"evaluate": ["--evaluation.prompts", "2"]}
 REWARDS = """
 def polite(prompts, completions, completion_ids, **columns):
@@ -103,7 +115,7 @@ def pages(*languages):
 
 
 def commands(code):
-    """The arguments of each ``nlgrpo`` or ``torchrun`` command of a shell block."""
+    """Yield the arguments of each ``nlgrpo`` or ``torchrun`` command of a shell block."""
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         words = words[1:] if words[:1] and "=" in words[0] and words[0].isupper() else words
@@ -116,7 +128,7 @@ def commands(code):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A user's folder with small models, data and finished work, as docs name them."""
+    """A workspace with small models, data and finished runs, named as in the docs."""
     folder = tmp_path_factory.mktemp("workspace")
     tiny_model(folder / "models" / "my-llama", max_position_embeddings=2048)
     tiny_model(folder / "models" / "my-reward-model", max_position_embeddings=2048)
@@ -134,7 +146,7 @@ def made(tmp_path_factory):
         (folder / path).symlink_to(REPOSITORY / path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("nlgrpo.evaluation.report.write_report", lambda run: run)  # pictures take longer than these runs
+        patch.setattr("nlgrpo.evaluation.report.write_report", lambda run: run)  # figures take longer than these runs
         small = ["--train.steps", "1", "--rollout.max-new-tokens", "8", "--evaluation.samples", "4"]
         for name in ("length-bon", "length-mean"):
             run(["train", name, *small, "--evaluation.prompts", "2", "--evaluation.ns", "1", "4"])
@@ -212,7 +224,7 @@ def test_toml_blocks_are_configurations(page, workspace, tmp_path):
 
 
 def test_blocks_are_found():
-    """What a page cannot hide: the README has all three kinds, and few blocks are skipped."""
+    """The README has blocks of all three kinds, and none is skipped."""
     readme = list(blocks(REPOSITORY / "README.md"))
     assert {"python", "toml", "bash"} <= {block.language for block in readme}
     assert not any(block.skipped for block in readme)

@@ -1,4 +1,4 @@
-"""The scripts of ``examples/``, run on tiny random models."""
+"""Run the scripts of ``examples/`` on tiny random models."""
 
 import json
 import re
@@ -27,14 +27,14 @@ def as_user(script, *arguments, folder):
 
 
 def here(script, *arguments, monkeypatch, capsys):
-    """As `as_user`, without the seconds that a process takes to import everything."""
+    """Like `as_user`, but in this process, which saves the time of the imports."""
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return capsys.readouterr().out
 
 
 def losses_of_transformers(folder):
-    """Of its own fine-tuning with the model's own loss."""
+    """Losses of fine-tuning with transformers and the model's own loss."""
     model, tokenizer = (load.from_pretrained(folder) for load in (AutoModelForCausalLM, AutoTokenizer))
     optimizer = torch.optim.AdamW(model.train().parameters(), LR)
     ids = [torch.tensor(tokenizer(line).input_ids) for line in LINES[:3]]
@@ -65,10 +65,10 @@ def test_fine_tune_has_the_losses_of_transformers(tmp_path, tied, monkeypatch, c
     assert len(losses) == STEPS
     assert losses[0] == pytest.approx(truth[0], abs=1e-5)
     assert losses == pytest.approx(truth, abs=1e-4)
-    assert truth[0] - truth[-1] > 0.01, "the steps have to show in the loss"
+    assert truth[0] - truth[-1] > 0.01, "the steps must change the loss"
 
 
-def test_a_text_without_anything_to_predict_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_text_with_nothing_to_predict_is_refused(tmp_path, monkeypatch, capsys):
     tiny_model(tmp_path)
     (tmp_path / "text.txt").write_text("w3\n\nw4\n")
     with pytest.raises(SystemExit, match=r"text.txt has no line of two tokens or more"):
@@ -79,7 +79,7 @@ def test_a_text_without_anything_to_predict_is_refused(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("rewards", [["short_sentence"], ["short_sentence", "varied_words"]])
 def test_trl_best_of_n(tmp_path, rewards, monkeypatch, capsys):
-    """The best of four has more than the mean, and rewards are those of completions of 0 to 6 words."""
+    """Best-of-4 is above the mean, and rewards are possible for completions of 0 to 6 words."""
     tiny_model(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) for i in range(4, 12)))

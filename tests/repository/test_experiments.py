@@ -1,4 +1,4 @@
-"""The scripts of the experiments, whole, on models of 32 words."""
+"""Run the scripts of the experiments completely, on models with 32 words."""
 
 import json
 import random
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 
 
 def run(script, *arguments, cwd):
-    """What a script did, with the output of the runs that it starts."""
+    """Run a script; the completed process, with the output of the runs that it starts."""
     command = [sys.executable, REPOSITORY / "scripts" / script, *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
 def test_pareto(tmp_path):
-    """Of examples/helpful_harmless.toml: a run, a picture, and a line for every point and N."""
+    """examples/helpful_harmless.toml gives a run, a figure, and a line for every point and N."""
     tiny_model(tmp_path / "tiny")
     tiny_model(tmp_path / "runs" / "harmless" / "model")
     scorer = transformers.LlamaForSequenceClassification(tiny_config(num_labels=1))
@@ -83,15 +83,15 @@ def test_tradeoff(tmp_path):
     assert json.loads((tmp_path / "curves" / "tradeoff.json").read_text()) == found
 
 
-def test_two_rewards_have_no_one_win_rate(tmp_path):
+def test_tradeoff_refuses_two_rewards(tmp_path):
     refused = run("tradeoff.py", "length-bon", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "length-bon has 2 rewards, and a win rate is by one" in refused.stderr
+    assert "length-bon has 2 rewards; expected one" in refused.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_gradient_signal(tmp_path, monkeypatch):
-    """A line a parameter and one of its end tokens; on average |mu|^2 and d sigma^2 of gradients that are Gaussian."""
+    """There is a line per parameter and its end tokens; for Gaussian gradients signal and noise are unbiased."""
     tiny_model(tmp_path / "tiny")
     (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
     data = ("--data.source", "prompts.txt", "--data.separator", "\n", "--data.first_words", "2")
@@ -101,7 +101,7 @@ def test_gradient_signal(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     measured = {line[:40].strip(): line.split() for line in done.stdout.splitlines() if "signal^2" in line}
     assert {"all", "norm.weight", "embed.weight", "head.weight, end tokens"} <= set(measured)
-    unread = measured.pop("embed.weight, end tokens")  # nothing comes behind them
+    unread = measured.pop("embed.weight, end tokens")  # no token follows them
     assert [float(unread[i]) for i in (-5, -3)] == [0, 0]
     assert all(float(words[-3]) > 0 for words in measured.values())
     whole = sum(float(words[-5]) for name, words in measured.items() if name != "all" and "," not in name)
@@ -118,7 +118,7 @@ def test_gradient_signal(tmp_path, monkeypatch):
     mean = torch.tensor([1.0, -2.0, 0.5])
     drawn = mean + 3 * torch.randn(4000, 4, 3, generator=generator)
     signal, noise = torch.tensor([signal_and_noise(list(each)) for each in drawn]).mean(0)
-    assert signal == pytest.approx(float(mean.square().sum()), abs=0.6)  # 0.15 is its standard error
+    assert signal == pytest.approx(float(mean.square().sum()), abs=0.6)  # its standard error is 0.15
     assert noise == pytest.approx(3 * 3**2, rel=0.03)
 
 
@@ -159,7 +159,7 @@ def test_guided_budgets(tmp_path):
         gap = mean["iro:1", 4] - mean["bon", 4]
         assert float(leads[1].split(": ")[2].split()[0]) == pytest.approx(gap, abs=6e-5)
         means.append(mean)
-    assert all(means[1][way] <= means[0][way] for way in means[0])  # nothing has more reward than the best
+    assert all(means[1][way] <= means[0][way] for way in means[0])  # choosing by reward gives the highest reward
     assert means[0] != means[1]
     for file in ("budgets-reward.png", "budgets-value.png", "latency.png"):
         assert (folder / file).read_bytes().startswith(b"\x89PNG")
@@ -170,7 +170,7 @@ def test_guided_budgets(tmp_path):
 
 
 def test_overestimation(tmp_path, monkeypatch):
-    """Rewards are those of ``nlgrpo decode --choose value``; of the engine's samples transformers says the same."""
+    """Rewards equal those of ``nlgrpo decode --choose value``; values of the engine's samples equal transformers'."""
     tiny_model(tmp_path / "tiny")
     (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
     (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
@@ -208,8 +208,8 @@ def test_overestimation(tmp_path, monkeypatch):
             sum(w * m(torch.tensor([[*ids, *own]])).logits.item() for w, m in zip((0.2, 0.8), theirs, strict=True))
             for ids, own in zip((ids for ids in c.batch.ids for _ in range(4)), drawn, strict=True)
         ]
-    said = float(lines[1].partition(" V ")[2].split()[0])
-    assert said == pytest.approx(float(torch.tensor(values).view(4, 4).amax(1).mean()), abs=6e-4)
+    printed = float(lines[1].partition(" V ")[2].split()[0])
+    assert printed == pytest.approx(float(torch.tensor(values).view(4, 4).amax(1).mean()), abs=6e-4)
 
     refused = run("overestimation.py", *same, "--guide", "loop", "--methods", "args", cwd=tmp_path)
     assert "method 'args' uses no value model" in refused.stderr
@@ -229,7 +229,7 @@ def test_make_arithmetic(tmp_path, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one" / "model")
     text = "12+7+3=12+7=19 19+3=22 #### 22"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
-    assert len(tokenizer(text).input_ids) == 1 + 6 + 6 + 6 + 3  # a token a number
+    assert len(tokenizer(text).input_ids) == 1 + 6 + 6 + 6 + 3  # one token per number
     largest = f"#### {3 * 12}"
     assert tokenizer.unk_token is None
     assert tokenizer.decode(tokenizer(largest).input_ids, skip_special_tokens=True) == largest
@@ -240,7 +240,7 @@ def test_make_arithmetic(tmp_path, monkeypatch):
 
     assert solution([12, 7, 3], 0.0, random.Random(0)) == "12+7=19 19+3=22 #### 22"
     forgetful = solution([12, 7, 3, 8], 1.0, random.Random(0))
-    assert forgetful == "12+7=19 19+3=12 12+8=10 #### 10"  # where there is a carry it is lost, and that is gone on from
+    assert forgetful == "12+7=19 19+3=12 12+8=10 #### 10"  # every carry is lost, and the next step uses the result
     drawn = [solution([9, 4], 0.6, random.Random(seed)) for seed in range(2000)]
     assert set(drawn) == {"9+4=13 #### 13", "9+4=3 #### 3"}
     assert drawn.count("9+4=3 #### 3") / 2000 == pytest.approx(0.6, abs=0.05)

@@ -1,4 +1,4 @@
-"""The compiled CPU ops: built on demand, and an install that says so and works where they cannot be."""
+"""The compiled CPU ops are built on demand; an install without them says so and works."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def tree(tmp_path):
 
 
 def build(tree, **environment):
-    """Make a wheel; (status, what was printed, files in the wheel)."""
+    """Build a wheel; return its exit status, output, and files."""
     env = {k: v for k, v in os.environ.items() if k not in ("NLGRPO_BUILD_EXT", "CC", "CXX")} | environment
     code = "import setuptools.build_meta as b; b.build_wheel('dist')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True, check=False)
@@ -37,13 +37,13 @@ def build(tree, **environment):
 
 
 def imported(library):
-    """Names that a library takes from others, apart from those with a version (of the C and C++ runtimes)."""
+    """Undefined symbols of a library, without versioned ones (of the C and C++ runtimes)."""
     shown = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
     return {name for kind, name in map(str.split, shown.splitlines()) if kind == "U" and "@" not in name}
 
 
 def test_the_wheel_has_the_ops_and_they_load(tree, tmp_path):
-    """From the source archive that ``python -m build`` makes first, so that one is whole too."""
+    """``python -m build`` builds the wheel from the source archive, so this checks the archive too."""
     command = (sys.executable, "-m", "build", "--no-isolation")
     env = os.environ | {"NLGRPO_BUILD_EXT": "1"}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
@@ -51,8 +51,8 @@ def test_the_wheel_has_the_ops_and_they_load(tree, tmp_path):
     (wheel,) = tree.glob("dist/*.whl")
     assert "-cp311-abi3-" in wheel.name
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    # One file for every torch and Python: C functions of torch's stable ABI, no C++ of torch's, nothing of Python's.
-    # Some names of the C++ library come without their version, because torch's libraries hold copies of their own.
+    # One file for all versions of torch and Python: it uses C functions of torch's stable ABI, no C++ of torch, and
+    # nothing of Python. Some symbols of the C++ library have no version, because torch's libraries contain copies.
     names = imported(tmp_path / "site" / LIBRARY)
     assert "torch_library_impl" in names
     assert {name for name in names if not re.fullmatch(r"(aoti_)?torch_\w+|_ZN[KRO]*St\w+", name)} == set()

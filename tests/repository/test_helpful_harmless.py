@@ -1,4 +1,4 @@
-"""The helpful and harmless experiment (IAMA, 6.2): its recipe for 8 GPUs, without them, and the CPU's, in small."""
+"""The helpful and harmless experiment (IAMA, 6.2): checks of the recipe for 8 GPUs and of its small CPU version."""
 
 import dataclasses
 import json
@@ -19,13 +19,13 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import plan
 from nlgrpo.training.build import build
 
-ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # else LlamaConfig is Llama 7B as it stands
-PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, and a token more in embedding and head
+ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # the other defaults of LlamaConfig are Llama 7B
+PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, with one more token in embedding and head
 GIB = 2**30
 
 
-def test_the_recipe_is_the_papers():
-    """Table 2 and appendix I: 8 completions a GPU and a group, and what holds the KL."""
+def test_the_recipe_has_the_settings_of_the_paper():
+    """Table 2 and appendix I: 8 completions per GPU and per group, and the settings of the KL."""
     cfg = recipe("helpful-harmless")
     assert (cfg.rollout.prompts * cfg.rollout.samples, cfg.rollout.samples) == (8 * 8, 8)
     assert (cfg.optim.lr, cfg.optim.schedule, cfg.train.steps) == (1e-6, "linear", 1000)
@@ -36,7 +36,7 @@ def test_the_recipe_is_the_papers():
 
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
-    """A directory of the 7B model's shape without weights, two small reward models, and prompts, where both look."""
+    """A config of the 7B model without weights, two small reward models, and prompts, in the current folder."""
     monkeypatch.chdir(tmp_path)
     tiny_model(tmp_path / "alpaca")
     (tmp_path / "alpaca" / "model.safetensors").unlink()
@@ -59,7 +59,7 @@ def test_the_recipe_of_7b_has_a_plan(parts, capsys):
 
 
 def test_8_gpus_of_80_gb_hold_it(parts):
-    """By the plan's own estimate, with prompts of 512 tokens and reward models of 4B in bfloat16 put in by hand."""
+    """By the plan's estimate, with prompts of 512 tokens and the memory of two 4B reward models in bfloat16 added."""
     cfg, _ = from_arguments(["helpful-harmless", *parts, "--model.dtype", "bfloat16"])
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     run.prompts.ids[0] = [1] * 512
@@ -74,7 +74,7 @@ def test_8_gpus_of_80_gb_hold_it(parts):
 
 @pytest.mark.slow
 def test_the_7b_model_on_meta_tensors():
-    """Shapes agree with transformers', gradients come out, and of 8 ranks each holds an eighth; no memory is taken."""
+    """Shapes equal transformers', gradients are computed, each of 8 ranks has an eighth, and no memory is used."""
     code = f"""
     import resource
     import torch, transformers
@@ -110,16 +110,16 @@ def test_the_7b_model_on_meta_tensors():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_cpu_version_differs_in_size_alone():
-    """What makes it the experiment is the recipe's: objectives, group, target KL, no scaling."""
+def test_the_cpu_version_differs_in_size_only():
+    """Objectives, group size, target KL and scaling are those of the recipe."""
     path = REPOSITORY / "examples" / "helpful_harmless.toml"
     small, _ = from_arguments([str(path)])
     large = recipe("helpful-harmless")
     changed = {line.split(":")[0] for line in schema.differences(schema.to_dict(large), schema.to_dict(small))}
     written = tomllib.loads(path.read_text())
-    said = {f"{name}.{key}" for name, section in written.items() if isinstance(section, dict) for key in section}
+    in_toml = {f"{name}.{key}" for name, section in written.items() if isinstance(section, dict) for key in section}
     sections = {".".join(name.split(".")[:2]) for name in changed}
-    assert sections <= said
+    assert sections <= in_toml
     assert not sections & {"loss.target_kl", "loss.scale", "rollout.samples", "rollout.temperature"}
     assert {name for name in changed if name.startswith("rewards.")} == {
         "rewards.helpful.function",

@@ -1,4 +1,4 @@
-"""What is installed: a wheel that works away from the tree, an editable install that maps ``nlgrpo.kernels``."""
+"""Packaging: a wheel that works outside the repository, and an editable install that maps ``nlgrpo.kernels``."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ ASSETS = {
 }
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo").rglob("*.py")}
 KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")}
-# Without the compiled ops, which take most of a minute and are what test_extension_build.py looks at.
+# Without the compiled ops, which take most of a minute; test_extension_build.py tests them.
 ENVIRONMENT = {
     **os.environ,
     "NLGRPO_BUILD_EXT": "0",
@@ -46,7 +46,7 @@ def run(*command, folder):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of what a build reads, since a build leaves folders behind."""
+    """A copy of the files that a build reads, because a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, folder)
@@ -65,12 +65,12 @@ def wheel(tree, tmp_path_factory):
 
 
 def installed(wheel, folder):
-    """A fresh virtual environment with the wheel; the other packages are those of this Python."""
+    """Python of a new virtual environment with the wheel; other packages are those of this Python."""
     run(sys.executable, "-m", "venv", "--without-pip", str(folder), folder=folder.parent)
     python = folder / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q")
     run(*pip, str(wheel), folder=folder)
-    # A line that is a path adds the folder without its own .pth files, so that no editable install is found there.
+    # A path in a .pth file adds a folder without its own .pth files, so an editable install there is not found.
     (packages,) = folder.glob("lib/python3*/site-packages")
     (packages / "others.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
     return python
@@ -90,7 +90,7 @@ def test_the_wheel_holds_the_package_and_its_assets(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in files)
 
 
-def test_the_source_archive_holds_what_a_wheel_is_made_of(tree, tmp_path):
+def test_the_source_archive_holds_all_files_of_a_wheel(tree, tmp_path):
     code = f"import setuptools.build_meta as b; b.build_sdist({str(tmp_path)!r})"
     run(sys.executable, "-c", code, folder=tree)
     (path,) = tmp_path.glob("*.tar.gz")
@@ -120,7 +120,7 @@ def test_an_editable_install_maps_the_kernels(tree, tmp_path):
     name = run(sys.executable, "-c", code, folder=tree).splitlines()[-1]
     python = installed(tmp_path / name, tmp_path / "venv")
     marker = tree / "kernels" / "marker.py"
-    marker.write_text("value = 7\n")  # what is written into the tree is there without another install
+    marker.write_text("value = 7\n")  # a new file in the tree is found without another install
     code = "import nlgrpo.kernels as k, nlgrpo.kernels.marker as m; print(k.__file__, k.linearize.__module__, m.value)"
     shown = run(str(python), "-c", code, folder=tmp_path).split()
     assert shown == [str(tree / "kernels" / "__init__.py"), "nlgrpo.kernels.linearize", "7"]

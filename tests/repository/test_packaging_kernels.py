@@ -1,4 +1,4 @@
-"""``kernels/`` at the root of the tree must not stand in the way of Hugging Face's package of the same name."""
+"""``kernels/`` at the root of the repository must not hide Hugging Face's package of the same name."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(code, *path):
-    """Last line that ``python -c code`` prints in the repository's root, with ``path`` appended to PYTHONPATH."""
+    """Last line that ``python -c code`` prints in the repository's root, with ``path`` as PYTHONPATH."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -23,7 +23,7 @@ def python(code, *path):
 
 @pytest.fixture
 def real(tmp_path):
-    """A folder of installed packages with a stand-in for the real ``kernels``, metadata included."""
+    """A folder of installed packages with a fake ``kernels`` package of Hugging Face, including metadata."""
     package = tmp_path / "site" / "kernels"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from kernels.utils import answer\n__version__ = '9.9.9'\n")
@@ -42,7 +42,7 @@ def test_transformers_sees_no_kernels_package_and_ours_works():
     assert python(code) == "False [[-1.0, 0.0]]"
 
 
-def test_by_itself_the_folder_is_an_empty_namespace():
+def test_without_the_real_package_the_folder_is_an_empty_namespace():
     code = "import kernels as k, sys; print(hasattr(k, '__file__'), hasattr(k, 'linearize'), 'torch' in sys.modules)"
     assert python(code) == "False False False"
     refused = "\ntry:\n    {}\nexcept ImportError as e: print(type(e).__name__)"
@@ -55,7 +55,7 @@ def test_ops_are_loaded_once():
     assert python(code) == "['nlgrpo.kernels.linearize']"
 
 
-def test_the_real_package_is_found_behind_ours(real):
+def test_the_real_package_is_found_although_ours_comes_first(real):
     code = (
         "import kernels, kernels.utils, nlgrpo.kernels; print(kernels.__file__, kernels.utils.answer, kernels.answer)"
     )
@@ -64,8 +64,8 @@ def test_the_real_package_is_found_behind_ours(real):
     assert python(code, real) == str(real / "kernels" / "__init__.py")
 
 
-def test_two_clones_leave_the_name_to_what_is_behind_both(real, tmp_path):
-    """A second clone of this repository on the path is no package of Hugging Face's either."""
+def test_two_clones_leave_the_name_to_the_real_package(real, tmp_path):
+    """A second clone of this repository on the path is not taken for the real package."""
     clone = tmp_path / "clone"
     clone.mkdir()
     shutil.copytree(ROOT / "kernels", clone / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
@@ -82,7 +82,7 @@ def test_transformers_reads_the_version_of_the_real_package(real):
     assert python(code, real) == "(True, '9.9.9') 9.9.9"
 
 
-def test_an_error_of_the_real_package_is_its_own(real):
+def test_an_import_error_of_the_real_package_is_raised(real):
     (real / "kernels" / "__init__.py").write_text("import no_such_dependency\n")
     code = "\ntry:\n    import kernels\nexcept ImportError as e: print(e)"
     assert python(code, real) == "No module named 'no_such_dependency'"

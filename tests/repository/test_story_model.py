@@ -1,4 +1,4 @@
-"""The default model that the package ships, and the script that makes it."""
+"""The default model that the package ships, and the script that creates it."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ def mean_loss(model, tokenizer, texts):
 
 @pytest.fixture(scope="module")
 def completions(story_lm):
-    """256 completions at temperature 1: token ids up to and with the end token."""
+    """Token ids of 256 completions at temperature 1, including the end token."""
     model, tokenizer = story_lm
     chosen = random.Random(0).sample(prompts("prompts.jsonl"), 256)
     inputs = tokenizer(chosen, return_tensors="pt", padding=True, return_token_type_ids=False)
@@ -62,7 +62,7 @@ def test_assets_are_small_and_readable():
     assert all(file.stat().st_mode & 0o044 for file in files)
 
 
-def test_tokenizer_adds_a_start_and_no_end_and_keeps_any_text(story_lm):
+def test_tokenizer_adds_bos_and_no_eos_and_keeps_any_text(story_lm):
     model, tokenizer = story_lm
     ids = tokenizer("Tom saw a dog.")["input_ids"]
     assert ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
@@ -97,8 +97,8 @@ def test_completion_lengths_are_spread(story_lm, completions):
     assert sum(row[-1] != eos for row in completions) < 0.1 * len(completions)
 
 
-def test_final_state_tells_how_long_the_text_is(story_lm, completions):
-    """A linear probe for windows of lengths between the default recipe's two targets (its end token has no more)."""
+def test_final_state_encodes_the_length_of_the_text(story_lm, completions):
+    """A linear probe finds windows of lengths between the recipe's two targets, as the end token's logit must."""
     model, _ = story_lm
     states, lengths = [], []
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_final_state_tells_how_long_the_text_is(story_lm, completions):
 
 @pytest.fixture
 def script(monkeypatch):
-    """The script's ``main``, for a list of arguments, in this process; its thread setting does not last."""
+    """The script's ``main`` for a list of arguments, in this process; the thread setting is restored."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     threads = torch.get_num_threads()
     yield importlib.import_module("make_story_model").main

@@ -1,7 +1,7 @@
-"""What holds the tree together, where the import contracts of pyproject.toml cannot say it.
+"""Structure of the package, as far as the import contracts in pyproject.toml cannot check it.
 
-Names that shadow nothing, a table of contents that fits one screen, rooms that say what they are, functions that fit
-the eye. `lint-imports` (in ``make check``) holds the order of the rooms.
+No name shadows another package, folders have few files, rooms have docstrings, files and functions are short, pure
+modules stay pure. `lint-imports` (in ``make check``) checks the order of the rooms.
 """
 
 import ast
@@ -20,7 +20,7 @@ PACKAGE = ROOT / "nlgrpo"
 
 
 def dotted(path):
-    """``nlgrpo/model/decoder.py`` -> "nlgrpo.model.decoder"; a room's ``__init__.py`` -> the room."""
+    """Module name: ``nlgrpo/model/decoder.py`` -> "nlgrpo.model.decoder"; a room's ``__init__.py`` -> the room."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = ("nlgrpo", *parts) if parts[0] == "kernels" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -35,7 +35,7 @@ PURE = [
     "nlgrpo.evaluation.estimators",
     "nlgrpo.evaluation.rewind",
 ]
-# Names that other packages have and that `torchrun nlgrpo/train.py` would hide, whether they are installed here or not.
+# Names of other packages that `torchrun nlgrpo/train.py` would hide, installed here or not.
 TAKEN = {"accelerate", "datasets", "deepspeed", "evaluate", "guidance", "peft", "tables", "tokenizers", "trl", "vllm"}
 
 
@@ -46,7 +46,7 @@ def parsed(path):
 
 @cache
 def imports(path):
-    """Dotted names that a file imports, inside functions too; relative ones are resolved."""
+    """Dotted names that a file imports, also inside functions; relative imports are resolved."""
     package = dotted(path).split(".")[: None if path.name == "__init__.py" else -1]
     found = set()
     for node in ast.walk(parsed(path)):
@@ -60,12 +60,12 @@ def imports(path):
 
 
 def ours(path):
-    """Names of the project's own modules that a file imports."""
+    """Modules of the project that a file imports."""
     return (imports(path) & FILES.keys()) - {"nlgrpo"}
 
 
 def reached(name):
-    """The modules of the project that are loaded with ``name``, itself included."""
+    """Modules of the project that importing ``name`` loads, including itself."""
     seen, ahead = set(), [name]
     while ahead:
         module = ahead.pop()
@@ -76,7 +76,7 @@ def reached(name):
 
 
 def room(name):
-    """The first folder below ``nlgrpo``, or the file that stands beside the folders."""
+    """The first folder below ``nlgrpo``, or the module next to the folders."""
     return ".".join(name.split(".")[:2])
 
 
@@ -91,7 +91,7 @@ def functions(path):
     return found
 
 
-def test_the_reader_of_imports_reads_what_there_is():
+def test_imports_are_read_correctly():
     assert {"nlgrpo.training.run", "nlgrpo.training.plan"} <= ours(FILES["nlgrpo.train"])
     assert {"nlgrpo.kernels.linearize", "nlgrpo.kernels.logprob"} <= ours(FILES["nlgrpo.kernels"])
     assert "nlgrpo.kernels.linearize" in reached("nlgrpo.objectives.registry")
@@ -108,10 +108,10 @@ def test_the_package_is_a_table_of_contents():
 
 
 @pytest.mark.parametrize("name", [name for name in ROOMS if name != "nlgrpo.kernels"])
-def test_a_room_says_what_lives_there(name):
+def test_a_room_has_a_docstring(name):
     text = ast.get_docstring(parsed(FILES[name]))
     assert text
-    assert "Read `" in text or "Imports " in text, "what it may import, or what to read first"
+    assert "Read `" in text or "Imports " in text, "the docstring must say what the room imports, or what to read first"
     for word in text.split("`")[1::2]:
         if word.endswith(".py"):
             assert (FILES[name].parent / word).is_file(), word
@@ -142,7 +142,7 @@ def test_no_module_shadows_another():
     """``torchrun nlgrpo/train.py`` puts ``nlgrpo/`` itself first on ``sys.path``."""
     taken = {name.lower() for name in sys.stdlib_module_names | packages_distributions().keys()} - {"nlgrpo"} | TAKEN
     assert not {path.stem.lower() for path in PACKAGE.iterdir()} & taken
-    assert {"torch", "datasets", "tokenizers", "json"} <= taken  # the names that would bite are looked at
+    assert {"torch", "datasets", "tokenizers", "json"} <= taken  # important names are covered
 
 
 def test_kernels_import_nothing_of_nlgrpo():
@@ -153,24 +153,24 @@ def test_kernels_import_nothing_of_nlgrpo():
 
 @pytest.mark.parametrize("name", PURE)
 def test_tensor_functions_stay_pure(name):
-    """No collective, no output: what no contract on imports sees."""
+    """No collective and no output, which import contracts cannot check."""
     assert reached(name) <= {*PURE, *KERNELS}
     for module in reached(name):
-        if module != "nlgrpo.kernels.sharded":  # gathers a head that FSDP2 has sharded, when one is given
+        if module != "nlgrpo.kernels.sharded":  # gathers a head that FSDP2 has sharded
             assert not {n for n in imports(FILES[module]) if n.startswith("torch.distributed")}, module
         source = FILES[module].read_text("utf-8")
         assert "dist." not in source, module
         assert "print(" not in source, module
 
 
-def test_integrations_need_objectives_and_how_functions_are_called():
+def test_integrations_import_objectives_and_reward_calling_only():
     allowed = {*PURE, *KERNELS, "nlgrpo.rewards", "nlgrpo.rewards.calling", "nlgrpo.integrations"}
     allowed |= {name for name in FILES if name.startswith("nlgrpo.integrations.")}
     assert "nlgrpo.objectives.registry" in reached("nlgrpo.integrations.trl") <= allowed
 
 
 @pytest.mark.parametrize("path", FILES.values(), ids=FILES.keys())
-def test_files_and_functions_fit_the_eye(path):
+def test_files_and_functions_are_short(path):
     assert len(path.read_text("utf-8").splitlines()) < (250 if path.name == "train.py" else 450)
     assert not [f"{name}: {length} lines" for name, length in functions(path) if length > 100]
 

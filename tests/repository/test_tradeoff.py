@@ -1,4 +1,4 @@
-"""The parts of scripts/tradeoff.py: strengths, curves and what is said of them."""
+"""Parts of scripts/tradeoff.py: strengths, curves and findings."""
 
 import itertools
 import math
@@ -26,8 +26,8 @@ def curves(tradeoff):
     return tradeoff.tradeoff_curves
 
 
-def test_beta_is_the_one_whose_optimum_is_as_far(tradeoff):
-    phi = torch.tensor([[0.0, 1.0] * 8], dtype=torch.float64)  # two values: e^(1/beta) are the odds of the higher
+def test_the_optimum_of_beta_has_the_requested_kl(tradeoff):
+    phi = torch.tensor([[0.0, 1.0] * 8], dtype=torch.float64)  # two values: the odds of the higher one are e^(1/beta)
     for kl in (0.05, 0.3, 0.6):
         odds = math.exp(1 / tradeoff.beta_for(phi, kl))
         p = odds / (1 + odds)
@@ -37,7 +37,7 @@ def test_beta_is_the_one_whose_optimum_is_as_far(tradeoff):
 
 
 def test_strengths_are_those_of_best_of_n(tradeoff):
-    """With K ranks the log transform's optimum is best-of-(1 + 1/beta) of the reference, up to the grid of ranks."""
+    """The log transform's optimum is best-of-(1 + 1/beta) of the reference, up to the grid of K ranks."""
     rewards = torch.rand(4, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = tradeoff.options("log", 4, "joy", rewards, 16)
     beta = float(found["loss.beta"]) / float(found["rewards.joy.weight"])
@@ -55,30 +55,30 @@ def test_every_method_has_options_of_its_own(tradeoff):
 
 
 def curve(curves, kl, per_nat):
-    """That rises by so much a nat of the root of the KL, (2, 5) for five prompts."""
+    """A curve that rises by ``per_nat`` per sqrt(KL), for five prompts."""
     kl = torch.tensor(kl, dtype=torch.float64)
     rows = [{"kl": k.expand(5)} | {q: per_nat * k.sqrt() + torch.arange(5).double() for q in curves.TITLES} for k in kl]
     return curves.Curve.of(rows)
 
 
-def test_curves_are_compared_where_both_are(curves):
+def test_curves_are_compared_at_common_kls(curves):
     low, high = curve(curves, [2.25, 0.0, 0.25], 1.0), curve(curves, [0.0, 1.0, 4.0], 3.0)
     assert low.at("single", torch.tensor([0.0, 1.0, 2.25]))[:, 0].tolist() == pytest.approx([0.0, 1.0, 1.5])
-    # over roots from 1 to 1.5 the gap is 3x - x: its mean is 2.5, at every prompt
-    said = "+250.00 [+250.00, +250.00] (seeds +250.00, +250.00), over KL 1.00 to 2.25"
-    assert curves.ahead("single", [high] * 2, [low] * 2, 100) == said
+    # for roots x from 1 to 1.5 the gap is 3x - x; its mean is 2.5 at every prompt
+    expected = "+250.00 [+250.00, +250.00] (seeds +250.00, +250.00), over KL 1.00 to 2.25"
+    assert curves.ahead("single", [high] * 2, [low] * 2, 100) == expected
     far = curve(curves, [0.0, 3.0, 4.0], 1.0)
     assert curves.ahead("single", [far], [low], 100) == "have no KLs in common (from 3.00, to 2.25)"
 
 
-def test_who_is_on_the_front(curves):
+def test_undominated_points(curves):
     where = [(0.0, 0.5), (1.0, 0.6), (1.0, 0.7), (2.0, 0.65), (0.5, 0.9)]
     assert curves.undominated(where) == [True, False, False, False, True]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_best_of_n_of_the_reference_is_that_of_an_enumeration(curves, n):
-    """Of one of the K samples n times, independently; of equal rewards any is the best."""
+def test_best_of_n_of_the_reference_equals_an_enumeration(curves, n):
+    """Enumerates n independent choices among K samples; among equal rewards each is equally likely to be the best."""
     rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0], [0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
     found = curves.Reference(rewards).best_of(n)
     for p, row in enumerate(rewards.tolist()):

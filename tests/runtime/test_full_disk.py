@@ -117,7 +117,7 @@ def test_a_full_disk_is_said_in_a_line_and_the_same_command_goes_on(work, ended,
     assert [end.status for end in ended[name]] == [0]
     steps = {"half of the tensors": 1, "manifest": 2, "weights": 4, "samples": 2}
     if name == "train" and place in steps:
-        assert f"going on from step {steps[place]}" in again.output
+        assert f"resuming from step {steps[place]}" in again.output
 
 
 @contextmanager

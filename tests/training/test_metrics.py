@@ -202,7 +202,8 @@ def test_samples_table_shows_text_literally_on_one_line_without_control_characte
     assert "[bold]x[/bold] [/oops]" in text
     assert not set("\x1b\x07\u202e") & set(text)
     assert "b c" in text
-    for heading in ("samples of step 7", "prompt", "completion", "short", "short~", "advantage", "-0.5000", "0.2500"):
+    headings = ("samples at step 7 (lin.: linearized reward)", "prompt", "completion", "short", "lin. short", "advantage")
+    for heading in (*headings, "-0.5000", "0.2500"):
         assert heading in text
     assert text.count("c" * 40) <= 3
 
@@ -227,7 +228,7 @@ def test_tensorboard_has_the_finite_scalars(tmp_path):
     assert read.Tags()["scalars"] == ["rewards/short/mean"]
 
 
-def test_tensorboard_that_is_not_installed_is_an_error_only_where_asked_for(tmp_path, monkeypatch):
+def test_missing_tensorboard_is_an_error_only_if_requested(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with logger(tmp_path, tensorboard=None) as log:
         log.log(0, {"loss": 1.0})

@@ -256,10 +256,10 @@ def test_prompts_that_teach_nothing_are_left_out_and_counted(root, rollouts, tmp
     given = options(root, loss__algorithm="dpo", rewards__first__weight=0.0, rewards__of_some__weight=1.0)
     assert train.main([*given, "--dry-run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "rollouts 50 samples of each prompt in" in said
-    assert "1 have samples of one reward only: left out" in said
+    assert "rollouts 50 samples per prompt in" in said
+    assert "prompts dropped: 1 whose samples all have the same reward" in said
     assert "PromptSet(3 prompts" in said
-    assert "4 prompts x 12 of their samples, in 6 sets of 2 each = 24 pairs, less those of equal rewards" in said
+    assert "4 prompts x 12 samples in 6 sets of 2 = 24 pairs, minus those with equal rewards" in said
     few = rolled_out(root, tmp_path / "few", 14, prompts=3)
     run = run_of(root, loss__algorithm="bon_sft", calibration__rollouts=few)
     assert (run.samples.unknown, run.samples.tied, len(run.prompts)) == (1, 0, 3)
@@ -393,7 +393,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, rollouts, tmp_path, mo
     assert train.main(stopped) == 0
     assert "stopped and saved at step 3" in capsys.readouterr().out
     assert train.main(stopped) == 0
-    assert "going on from step 3" in capsys.readouterr().out
+    assert "resuming from step 3" in capsys.readouterr().out
     weights = [decoder.load(tmp_path / x / "model", dtype=torch.float64).state_dict() for x in ("whole", "stopped")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     untimed = [
@@ -406,7 +406,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, rollouts, tmp_path, mo
 
 def test_rollouts_that_do_not_serve_are_refused(root, rollouts, tmp_path):
     more = {"loss__algorithm": "dpo"}
-    with pytest.raises(ValueError, match=r"rollout.samples = 64: .* holds 50; take 50 or less"):
+    with pytest.raises(ValueError, match=r"rollout.samples = 64: .* has 50 samples per prompt; set 50 or less"):
         run_of(root, **more, rollout__samples=64)
     with pytest.raises(ValueError, match=r"drawn at temperature 1, and the run samples at 0.5"):
         run_of(root, **more, rollout__temperature=0.5)
@@ -442,20 +442,20 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
     ("changed", "said"),
     [
         ({"calibration": CalibrationConfig()}, "loss.algorithm = 'dpo': needs samples of the reference"),
-        ({"offline": OfflineConfig(n=1)}, "offline.n = 1: .* allowed is from 2 to rollout.samples = 4"),
-        ({"offline": OfflineConfig(n=5)}, "offline.n = 5: .* allowed is from 2 to rollout.samples = 4"),
+        ({"offline": OfflineConfig(n=1)}, "offline.n = 1: allowed with loss.algorithm = 'dpo' is 2 to rollout.samples = 4"),
+        ({"offline": OfflineConfig(n=5)}, "offline.n = 5: allowed with loss.algorithm = 'dpo' is 2 to rollout.samples = 4"),
         ({"offline": OfflineConfig(alpha=1.5)}, r"offline.alpha = 1.5: allowed is in \[0, 1\]"),
-        ({"loss": LossConfig("dpo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'dpo' has no optimum there"),
+        ({"loss": LossConfig("dpo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'dpo' has no optimum"),
         ({"loss": LossConfig("ipo", beta=0.0)}, "loss.beta = 0: loss.algorithm = 'ipo'"),
         ({"loss": LossConfig("ipo", beta=-1.0)}, "loss.beta = -1.0: allowed is >= 0"),
         (
             {"loss": LossConfig("bonbon"), "offline": OfflineConfig(n=3, rejected="random")},
-            "offline.rejected = 'random': bonbon's margin is that of the best and the worst",
+            "offline.rejected = 'random': the margin of bonbon is for the best and the worst of n",
         ),
-        ({"loss": LossConfig("dpo", epochs=2)}, "loss.epochs = 2, loss.minibatches = 1: with"),
-        ({"loss": LossConfig("dpo", target_kl=0.1)}, "loss.target_kl follows the KL of completions"),
+        ({"loss": LossConfig("dpo", epochs=2)}, "loss.epochs = 2, loss.minibatches = 1: loss.algorithm = 'dpo' takes one optimizer step"),
+        ({"loss": LossConfig("dpo", target_kl=0.1)}, "loss.target_kl needs completions of the policy"),
         ({"loss": LossConfig("dpo", aggregate="min")}, "loss.aggregate = 'min': .* the weighted sum"),
-        ({"rewards": {"a": RewardConfig("equal(pattern='a')", "rao")}}, "rewards.a: .* 'rao' is of kernels"),
+        ({"rewards": {"a": RewardConfig("equal(pattern='a')", "rao")}}, "rewards.a: .* 'rao' takes a similarity kernel"),
     ],
 )  # fmt: skip
 def test_what_a_configuration_refuses(changed, said):

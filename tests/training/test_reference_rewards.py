@@ -172,7 +172,7 @@ def test_what_cannot_be_held_stops_the_run_with_its_state(root, rollouts, tmp_pa
     monkeypatch.setattr("nlgrpo.training.reference_rewards.calibrate", fail)
     more = {"rewards__first__transform": "identity", "calibration__rollouts": rollouts}
     assert train.main(options(root, **more, train__out=tmp_path / "run")) == 1
-    assert "error: reward held against the reference's samples: no curve" in capsys.readouterr().err
+    assert "error: cannot calibrate a reward on samples of the reference: no curve" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
@@ -302,9 +302,9 @@ def test_ctrl_reaches_the_win_rate_of_theorem_3(root, tmp_path):
         ({"transform": "idenity"}, {}, "Did you mean 'identity'"),
         ({"transform": "vbon:0"}, {}, "expected vbon:N or vbon:N:bound with N >= 1"),
         ({"transform": "vbon:4:up"}, {}, "expected vbon:N or vbon:N:bound"),
-        ({"transform": "vbon:4", "objective": "bon:4"}, {}, "is for objective = 'mean', not 'bon:4'"),
-        ({"transform": "identity"}, {"beta": 0.0}, "loss.beta = 0 keeps no reference"),
-        ({"transform": "identity", "objective": "rao", "function": "equal(pattern='a')"}, {}, "of kernels"),
+        ({"transform": "vbon:4", "objective": "bon:4"}, {}, "needs objective = 'mean', got 'bon:4'"),
+        ({"transform": "identity"}, {"beta": 0.0}, "needs loss.beta > 0: with 0"),
+        ({"transform": "identity", "objective": "rao", "function": "equal(pattern='a')"}, {}, "takes a similarity kernel"),
         ({"transform": "identity"}, {}, "needs samples of the reference, calibration.rollouts"),
     ],
 )

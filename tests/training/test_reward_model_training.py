@@ -183,7 +183,7 @@ def test_a_run_learns_and_its_model_is_a_reward(work, capsys):
     results = json.loads((work / "whole" / "reward_model.json").read_text())
     assert results["after"]["accuracy"] == 1
     assert results["after"]["log_loss"] < results["before"]["log_loss"]
-    assert "6 pairs held out" in shown
+    assert "6 held-out pairs" in shown
     assert "1.000 [0.610, 1.000]" in shown
     assert "20 pairs" in shown
 
@@ -213,7 +213,7 @@ def test_a_run_goes_on_bit_for_bit(work):
     assert (truth.status, term.status, kill.status) == (0, 0, -signal.SIGKILL), truth.output + term.output
     assert "stopped and saved at step 4" in term.output
     for name, ended, step in zip(("term", "kill"), again, (4, 4), strict=True):
-        assert f"going on from step {step}" in ended.output, ended.output
+        assert f"resuming from step {step}" in ended.output, ended.output
         assert untimed(work / name) == untimed(work / "truth")
         assert weights(work / name) == weights(work / "truth")
         assert (work / name / "reward_model.json").read_text() == (work / "truth" / "reward_model.json").read_text()
@@ -232,7 +232,7 @@ def test_from_runs_and_checkpoints_of_our_own(work, capsys):
     assert not torch.equal(from_middle.embed.weight, exported.embed.weight)
 
     assert reward_model_command.main([*arguments(work, "dry"), "--dry-run", "--model.path", str(last)]) == 0
-    assert "the classifier's head" in capsys.readouterr().out
+    assert "the head of the classifier" in capsys.readouterr().out
     assert not (work / "dry").exists()
     (last / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"damaged: .*state\.json"):
@@ -342,7 +342,7 @@ def test_values_out_of_range(key, value, allowed):
 def test_columns_need_three_names():
     cfg = RewardModelConfig()
     cfg.data.source, cfg.data.rejected_column = "pairs.jsonl", "chosen"
-    with pytest.raises(ValueError, match="three columns with three names"):
+    with pytest.raises(ValueError, match="the three columns need different names"):
         check(cfg)
 
 
@@ -353,7 +353,7 @@ def test_columns_need_three_names():
         (["--data.chosen-column", "better"], "no column 'better'. It has prompt, chosen, rejected, lead"),
         (["--data.max-length", "65"], "has a context of 64 tokens"),
         (["--model.path", "/nowhere/model"], "neither a directory, nor embedded"),
-        (["--data.evaluation", "SOURCE"], "all 26 pairs of .* have a prompt that is held out too"),
+        (["--data.evaluation", "SOURCE"], "all 26 pairs of .* have a prompt that is held out; set another"),
         (["--train.tensorboard", "maybe"], ""),
     ],
 )

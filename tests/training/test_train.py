@@ -208,7 +208,7 @@ def test_an_undisturbed_run(work, ended):
 @pytest.mark.slow
 def test_half_and_half_equal_the_whole(work, ended):
     assert [end.status for end in ended["halves"]] == [0, 0]
-    assert "going on from step 4" in ended["halves"][1].output
+    assert "resuming from step 4" in ended["halves"][1].output
     assert same(work / "halves", work / "whole")
 
 
@@ -216,7 +216,7 @@ def test_half_and_half_equal_the_whole(work, ended):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
     assert [end.status for end in ended[name]] == [-signal.SIGKILL, 0]
-    assert ("going on from step" in ended[name][1].output) == (name != "in the first step")
+    assert ("resuming from step" in ended[name][1].output) == (name != "in the first step")
     assert same(work / name, work / "whole")
     assert not list((work / name / "checkpoints").glob(".*"))
 
@@ -232,8 +232,8 @@ def test_a_run_that_is_killed_over_and_over_gets_there(work, ended):
 @pytest.mark.slow
 def test_a_signal_finishes_the_step_and_saves(work, ended, name):
     assert [end.status for end in ended[name]] == [0, 0]
-    assert "stopped and saved at step 5; the same command goes on from there" in ended[name][0].output
-    assert "going on from step 5" in ended[name][1].output
+    assert "stopped and saved at step 5; run the same command again to resume" in ended[name][0].output
+    assert "resuming from step 5" in ended[name][1].output
     assert same(work / name, work / "whole")
 
 
@@ -249,7 +249,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(work, 
     largest.write_bytes(largest.read_bytes()[:-100])
     assert train.main(arguments(work, folder, **STATEFUL)) == 0
     assert "step-00000008 is damaged" in caplog.text
-    assert "going on from step 6" in capsys.readouterr().out
+    assert "resuming from step 6" in capsys.readouterr().out
     assert same(folder, work / "whole")
 
 
@@ -261,7 +261,7 @@ def test_what_is_run_again_when_it_is_finished(work, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "update", lambda *a, **k: pytest.fail("a finished run trains"))
         assert train.main(options) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     assert (work / "again" / "metrics.jsonl").read_bytes() == logged
     assert weights(work / "again") == exported
 
@@ -274,7 +274,7 @@ def test_what_is_run_again_when_it_is_finished(work, capsys, monkeypatch):
 
     (work / "again" / "notes.txt").write_text("mine")
     assert train.main([*options, "--optim.lr", "0.02", "--train.restart"]) == 0
-    assert "going on" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
     assert [line["learning_rate"] for line in untimed(work / "again")] == [0.02, 0.02]
     assert weights(work / "again") != exported
     assert (work / "again" / "notes.txt").read_text() == "mine"
@@ -331,7 +331,7 @@ def test_a_folder_is_of_one_process_at_a_time(work, capsys):
         before = sorted((work / "idle").iterdir())
         for more in ([], ["--train.restart"]):
             assert train.main([*arguments(work, "idle", train__steps=1), *more]) == 1
-            assert "another process is at work in" in capsys.readouterr().err
+            assert "another process is using" in capsys.readouterr().err
         assert sorted((work / "idle").iterdir()) == before
     finally:
         other.kill()  # which lets go of it
@@ -364,7 +364,7 @@ def test_a_restart_holds_its_folder_while_it_clears_it(work, monkeypatch):
     assert "BlockingIOError" in locked
 
 
-def test_a_run_without_its_checkpoints_says_that_it_begins_anew(work, capsys):
+def test_a_run_without_its_checkpoints_reports_that_it_restarts(work, capsys):
     options = arguments(work, "bare", train__steps=2)
     assert train.main(options) == 0
     logged, trained = untimed(work / "bare"), weights(work / "bare")
@@ -372,7 +372,8 @@ def test_a_run_without_its_checkpoints_says_that_it_begins_anew(work, capsys):
     capsys.readouterr()
     assert train.main(options) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "begins anew, without the 2 steps logged: no checkpoint in" in said
+    assert "no checkpoint in" in said
+    assert "restarting from step 0, discarding 2 logged steps" in said
     assert (untimed(work / "bare"), weights(work / "bare")) == (logged, trained)
 
 
@@ -426,7 +427,7 @@ def test_a_failed_reward_stops_with_a_checkpoint_and_once_mended_goes_on(work, u
     assert train.main(options) == 1  # not mended yet
     (work / "mode").write_text("")
     assert train.main(options) == 0
-    assert "going on from step 3" in capsys.readouterr().out
+    assert "resuming from step 3" in capsys.readouterr().out
     assert same(work / f"fickle {mode}", unfailing)
 
 
@@ -701,7 +702,7 @@ def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
     launcher = torchrun(2, options)
     output = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 0, output
-    assert output.count(f"going on from step {step}") == 1  # one rank speaks
+    assert output.count(f"resuming from step {step}") == 1  # one rank speaks
     assert_same_curve(work / "two ranks", work / "one rank")
     draws = [[row["completion"] for row in read_jsonl(work / f / "samples.jsonl")] for f in ("one rank", "two ranks")]
     assert draws[0] == draws[1]
@@ -765,8 +766,8 @@ def test_a_dry_run_shows_the_plan_and_makes_nothing(work, capsys, monkeypatch):
     shown = " ".join(capsys.readouterr().out.split())
     parameters = sum(p.numel() for p in decoder.build(decoder.read_config(work / "model")).parameters())
     assert f"{parameters:,} parameters" in shown
-    assert "4 prompts x 4 samples = 16 completions of up to 10 tokens, 16 a rank; 6 optimiser steps" in shown
-    assert "30 steps, 12.0 epochs of the prompts; learning rate 0.01 constant" in shown
+    assert "4 prompts x 4 samples = 16 completions of up to 10 tokens, 16 per rank; 6 optimiser steps" in shown
+    assert "30 steps, 12.0 epochs; learning rate 0.01, constant schedule" in shown
     assert "maximise 1 bon:4(short) + 1 bon:4(digest) - 0.05 KL" in shown
     assert sorted(work.iterdir()) == before
 

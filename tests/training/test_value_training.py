@@ -325,7 +325,7 @@ def test_a_run_goes_on_bit_for_bit(work):
     truth, term, kill, *again = run_all(jobs)
     assert (truth.status, term.status, kill.status) == (0, 0, -signal.SIGKILL), truth.output + term.output
     for name, ended in zip(("term", "kill"), again, strict=True):
-        assert "going on from step 4" in ended.output, ended.output
+        assert "resuming from step 4" in ended.output, ended.output
         for file in ("value.json", "model/model.safetensors"):
             assert (work / name / file).read_bytes() == (work / "truth" / file).read_bytes()
     assert "held_out/explained_variance" in read_jsonl(work / "kill" / "metrics.jsonl")[2]
@@ -355,7 +355,7 @@ def test_what_is_learned_from_is_what_was_drawn(work):
     judged = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["mostly", "first"], max_length=64)
     abstained = sum(ids[0] % 5 == 0 for ids in found.completions)
     assert (judged.abstained, len(judged)) == (abstained, len(found) - abstained)
-    assert f"{abstained} left out that no reward judges" in repr(judged)
+    assert f"{abstained} dropped because a reward abstained" in repr(judged)
     short = value_dataset.load([str(work / "rollouts")] * 2, tokenizer, rewards=["first"], max_length=8)
     assert short.too_long > 0
     assert len(short) + short.too_long == 2 * len(found)
@@ -393,7 +393,7 @@ def test_no_prompt_is_on_both_sides(work):
         ({"train__epochs": 0}, "train.epochs = 0"),
         ({"evaluation__prompts": -1}, "evaluation.prompts = -1"),
         ({"data__max_length": 65}, "data.max_length = 65"),
-        ({"data__max_length": 2}, "there is nothing to learn from"),
+        ({"data__max_length": 2}, "no completion to train on in"),
         ({"compress__values": "runs/value"}, "compress.values is of `nlgrpo value compress`"),
         ({"model__path": "nowhere"}, "nowhere"),
     ],

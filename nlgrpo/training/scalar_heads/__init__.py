@@ -1,5 +1,6 @@
 """Training of models with one output: reward models on preference pairs, value models on rollouts.
 
-`trainer` is the loop that both share, `reward_model_training` and `value_training` what sets them apart,
-`value_dataset` the prefixes of rollouts that values are fitted to, `value_loop` the iterations of ``nlgrpo iro``. Read `trainer.py` first.
+`trainer` is the loop that both share; `reward_model_training` and `value_training` define their data and losses.
+`value_dataset` loads the rollouts that value models train on, and `value_loop` runs the iterations of ``nlgrpo iro``.
+Read `trainer.py` first.
 """

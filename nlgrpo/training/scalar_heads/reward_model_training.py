@@ -1,4 +1,6 @@
-"""``nlgrpo reward-model train``: Bradley-Terry on preference pairs, from a causal model or a classifier.
+"""``nlgrpo reward-model train``: train a Bradley-Terry reward model on preference pairs.
+
+The initial model is a causal language model or a classifier with one output.
 
 On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli reward-model train pairs.toml``.
 """
@@ -31,7 +33,7 @@ from nlgrpo.training.scalar_heads import trainer
 
 @dataclass(kw_only=True)
 class RewardModelTrainer(trainer.Trainer):
-    """Everything that the loop works with."""
+    """Trains a reward model on preference pairs."""
 
     config: RewardModelConfig
     pairs: PairSet
@@ -55,18 +57,18 @@ class RewardModelTrainer(trainer.Trainer):
         return self.held_out is not None
 
     def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
-        """This rank's share of ``rows``, packed; as many micro-batches on every rank."""
+        """Pack this rank's share of the pairs ``rows`` into micro-batches, the same number on every rank."""
         own, device = rows[self.ranks.share(len(rows))], self.ranks.device
         packed = pack_pairs(pairs.chosen, pairs.rejected, own, self.micro_batch_tokens, self.pad, device)
         return self.pad_micro_batches(packed, empty_pair_batch)
 
     @torch.no_grad()
     def scores(self, pairs: PairSet) -> Tensor:
-        """(2, n) of the preferred and the other answers, on the CPU, the same on all ranks."""
-        found = torch.zeros(2, len(pairs), dtype=torch.float64, device=self.ranks.device)
+        """Scores (2, n) of the chosen and the rejected answers, on the CPU, the same on all ranks."""
+        scores = torch.zeros(2, len(pairs), dtype=torch.float64, device=self.ranks.device)
         for batch in self.batches(pairs, range(len(pairs))):
-            found[:, batch.row] = torch.stack(reward_model.scores(self.model, batch)).double()
-        return self.ranks.sum(found).cpu()
+            scores[:, batch.row] = torch.stack(reward_model.scores(self.model, batch)).double()
+        return self.ranks.sum(scores).cpu()
 
     def evaluate(self) -> dict[str, Any]:
         return {} if self.held_out is None else evaluate_pairs(*self.scores(self.held_out))
@@ -110,7 +112,7 @@ class _Totals:
         self.largest = torch.maximum(self.largest, torch.stack([both.max(), -both.min()]))
 
     def metrics(self) -> dict[str, float]:
-        """TRL's names where its RewardTrainer has the metric."""
+        """Metrics of the step, with the names of TRL's RewardTrainer where it has them."""
         loss, right, margin, reward, pairs, tokens = self.ranks.sum(self.sums).tolist()
         largest, smallest = self.ranks.max(self.largest).tolist()
         return {
@@ -128,7 +130,7 @@ class _Totals:
 
 
 def build(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
-    """Read tokenizer, pairs and weights. Raises ValueError for whatever of the configuration cannot be run."""
+    """Load tokenizer, pairs and model. Raises ValueError for a configuration that cannot be run."""
     check(cfg)
     tokenizer = load_tokenizer(reward_model.locate(cfg.model.path)[0])
     longest = trainer.max_length(cfg.model.path, cfg.data.max_length)
@@ -139,7 +141,7 @@ def build(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
 def load_pairs(
     cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[PairSet, PairSet | None]:
-    """The pairs to train on, and those held out (None without any), whose prompts the former do not have."""
+    """Load the training pairs and the held-out pairs (None without any), which share no prompt."""
     data = cfg.data
 
     def read(source: str, split: str, limit: int | None) -> PairSet:
@@ -165,33 +167,33 @@ def load_pairs(
     kept = pairs.without(held_out.prompts)
     if not len(kept):
         raise ValueError(
-            f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out too; "
-            "name another data.evaluation, or evaluation.pairs = 0"
+            f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out; "
+            "set another data.evaluation, or evaluation.pairs = 0"
         )
     return kept, held_out
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def plan(run: RewardModelTrainer) -> Table:
-    """What is going to happen; what ``--dry-run`` prints."""
+    """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, shape = run.config, run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
-    head = "the classifier's head" if run.trained else f"a new head, seed {cfg.train.seed}"
+    head = "the head of the classifier" if run.trained else f"a new head, seed {cfg.train.seed}"
     terms = ["-log sigmoid(r_chosen - r_rejected" + (f" - {cfg.loss.margin:g}" if cfg.loss.margin else "") + ")"]
     terms += [f"{cfg.loss.centering:g} (r_chosen + r_rejected)^2"] if cfg.loss.centering else []
     rows = {
         "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
         f"{str(run.compute).removeprefix('torch.')})",
-        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, attention by "
-        f"{implementation(run.ranks.device.type, run.compute)}",
+        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, "
+        f"{implementation(run.ranks.device.type, run.compute)} attention",
         "data": f"{run.pairs!r}",
         "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
         "texts": f"up to {run.max_length} tokens; {_padding(run)}",
         "loss": " + ".join(terms),
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.pairs} pairs, {cfg.train.epochs:g} epochs; "
-        f"learning rate {cfg.optim.lr:g} {cfg.optim.schedule}",
+        f"learning rate {cfg.optim.lr:g}, {cfg.optim.schedule} schedule",
         "folder": str(run.folder),
     }
     return named_lines("plan", rows)
@@ -199,16 +201,16 @@ def plan(run: RewardModelTrainer) -> Table:
 
 def _padding(run: RewardModelTrainer) -> str:
     if run.pad is None:
-        return "no padding id, so transformers can score single texts only"
+        return "no padding id, so transformers can score only one text at a time"
     token = run.tokenizer.convert_ids_to_tokens(run.pad)
     if run.pad == run.tokenizer.eos_token_id:
-        return f"padding is EOS itself (id {run.pad}, {token}): the score is read one token before it"
+        return f"padding is EOS (id {run.pad}, {token}): the score is read one token before it"
     return f"padding id {run.pad} ({token})"
 
 
 def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The table that ends a run: what `evaluate_pairs` found before and after training."""
-    table = Table(title=f"{after['pairs']} pairs held out (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
+    """Table of the results of `evaluate_pairs` before and after training."""
+    table = Table(title=f"{after['pairs']} held-out pairs (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, shown in (

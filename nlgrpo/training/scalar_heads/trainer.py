@@ -1,9 +1,10 @@
-"""Fitting a decoder with one output to examples, epoch after epoch: what reward models and value models share.
+"""Training loop for decoders with a scalar head, shared by reward models and value models.
 
-for rows in epochs:            # a fresh order each
-    loss      = mean over the pairs, or the prefixes of completions, of all ranks
+evaluate on held-out examples
+for rows in epochs:            # reshuffled every epoch
+    loss       = mean over the pairs, or over the prefixes of completions, of all ranks
     parameters <- AdamW
-what the model is worth on held-out examples, before and after
+evaluate on held-out examples
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation
 from nlgrpo.training import metrics, run_folder
 from nlgrpo.training.learner import learning_rate, make_optimizer
 
-# What may differ when a run goes on: what it keeps and shows. Its length is part of it, as the schedule depends on it.
+# Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
         "train.micro_batch_tokens", "evaluation.every")  # fmt: skip
 
@@ -49,7 +50,7 @@ class Evaluated(Protocol):
 
 
 class TrainerConfig(Protocol):
-    """What the configuration of every kind of fit has."""
+    """Sections that every configuration of a `Trainer` has."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -65,48 +66,48 @@ class TrainerConfig(Protocol):
 
 @dataclass
 class Progress:
-    """How far a run is: all that a checkpoint holds besides tensors and random states."""
+    """State of a run that a checkpoint holds besides tensors and random states."""
 
     step: int = 0
-    num_tokens: int = 0  # of the examples trained on so far
+    num_tokens: int = 0  # tokens trained on so far
 
 
 class Totals(Protocol):
-    """What is measured of a step, from its micro-batches."""
+    """Accumulates the metrics of a step over its micro-batches."""
 
     def metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(kw_only=True)
 class Trainer(ABC):
-    """A run: a model, and the examples that it is fitted to. A kind of fit says what an example and its loss are."""
+    """A run that trains a model on examples. Subclasses define the examples, their loss and the evaluation."""
 
-    config: Any  # a FitConfig of this kind
+    config: Any  # a TrainerConfig
     ranks: Ranks
     tokenizer: PreTrainedTokenizerBase
     model: Decoder
     optimizer: torch.optim.Optimizer
     compute: torch.dtype
     pad: int | None
-    trained: bool  # the head is not a new one
+    trained: bool  # the head was loaded, not initialized
     max_length: int
     progress: Progress = field(default_factory=Progress)
 
-    RESULTS: ClassVar[str]  # the file with what the model is worth
-    SHOWN: ClassVar[Sequence[tuple[str, str]]]  # metrics of the progress line, and how
-    WATCHED: ClassVar[Sequence[str]]  # of what `evaluate` gives, numbers to follow while it trains
+    RESULTS: ClassVar[str]  # name of the file with the results of `evaluate`
+    SHOWN: ClassVar[Sequence[tuple[str, str]]]  # metrics on the progress line, with formats
+    WATCHED: ClassVar[Sequence[str]]  # results of `evaluate` that are logged during training
 
-    # --- what a kind of fit says --------------------------------------------------------------------------------------
+    # --- defined by subclasses ----------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def examples(self) -> int:
-        """How many there are to train on."""
+        """Number of training examples."""
 
     @property
     @abstractmethod
     def per_step(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of examples per step, over all ranks."""
 
     @property
     @abstractmethod
@@ -118,23 +119,23 @@ class Trainer(ABC):
 
     @abstractmethod
     def losses(self, rows: Sequence[int], totals: Any) -> Iterator[Tensor]:
-        """Of each micro-batch of this rank's share of the examples ``rows``, as many on every rank.
+        """Yield the loss of each micro-batch of this rank's share of the examples ``rows``, equally many on every rank.
 
-        Over all of them and all ranks they add up to the loss of the step. What is measured goes into ``totals``.
+        The losses of all micro-batches and ranks add up to the loss of the step. Adds metrics to ``totals``.
         """
 
     @abstractmethod
     def evaluate(self) -> dict[str, Any]:
-        """What the model is worth on held-out examples, empty without them; collective, the same on all ranks."""
+        """Evaluate on the held-out examples; {} without them. Collective, the same on all ranks."""
 
     @abstractmethod
     def plan(self) -> Table:
-        """What is going to happen; what ``--dry-run`` prints."""
+        """Return the plan as a table; ``--dry-run`` prints it and stops."""
 
     @abstractmethod
     def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table: ...
 
-    # --- what all have ------------------------------------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
@@ -142,7 +143,7 @@ class Trainer(ABC):
 
     @property
     def visits(self) -> int:
-        """Examples in all epochs together."""
+        """Number of examples over all epochs."""
         return max(1, round(self.config.train.epochs * self.examples))
 
     @property
@@ -154,20 +155,20 @@ class Trainer(ABC):
         return micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
 
     def rows(self, step: int) -> list[int]:
-        """Numbers of the examples of a step."""
+        """Indices of the examples of a step."""
         first = step * self.per_step
         return visits(self.examples, first, min(self.per_step, self.visits - first), self.config.train.seed)
 
     def pad_micro_batches(self, batches: list[Any], empty: Callable[[torch.device], Any]) -> list[Any]:
-        """With empty ones behind, so that all ranks have as many: each is a collective."""
+        """Append ``empty`` micro-batches until all ranks have the same number; collective, as each forward pass is."""
         most = int(self.ranks.max(torch.tensor(len(batches), device=self.ranks.device)))
         return batches + [empty(self.ranks.device) for _ in range(most - len(batches))]
 
     def update(self, rows: Sequence[int]) -> dict[str, float]:
-        """One step of the optimiser on the examples ``rows`` of all ranks; what was measured.
+        """Take one optimizer step on the examples ``rows`` of all ranks; returns metrics.
 
-        The number of examples is known first, and FSDP's mean over ranks is undone, so that neither ranks nor
-        micro-batches change the loss.
+        The loss is a mean over all examples of the step, and FSDP's mean over ranks is undone, so it depends on neither
+        the number of ranks nor the micro-batches.
         """
         optim, totals = self.config.optim, self.totals()
         lr = learning_rate(optim, self.progress.step, self.steps)
@@ -188,14 +189,14 @@ class Trainer(ABC):
         checkpoint.save(where, self.progress.step, model=self.model, optimizer=self.optimizer, state=state, keep=keep)
 
     def restore(self) -> bool:
-        """Go on from the newest whole checkpoint; False where there is none."""
+        """Load the newest complete checkpoint; returns False if there is none."""
         state = checkpoint.load(self.folder / "checkpoints", model=self.model, optimizer=self.optimizer)
         if state is not None:
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
         return state is not None
 
     def export(self) -> Path:
-        """Write the model as a Hugging Face classifier, in the type that it computes in; there for all ranks then."""
+        """Write the model as a Hugging Face classifier, in the compute dtype; collective, complete on return."""
         check_finite(self.model, self.ranks, TOO_LARGE)
         folder, parameters = self.folder / "model", full_parameters(self.model, self.compute)
         if self.ranks.first:
@@ -208,7 +209,7 @@ class Trainer(ABC):
                     max_length=self.max_length,
                     parameters=parameters,
                 )
-        self.ranks.any(False)  # nobody reads it before it is whole
+        self.ranks.any(False)  # wait until it is complete
         return folder
 
     def write_results(self, **results: dict[str, Any]) -> None:
@@ -229,16 +230,16 @@ class Trainer(ABC):
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def max_length(model: str, asked: int | None) -> int:
-    """Tokens of the longest text: what is ``asked`` for, or the model's context. ValueError where that is less."""
+def max_length(model: str, requested: int | None) -> int:
+    """Largest number of tokens per text: ``requested``, or else the context. Raises ValueError if that is shorter."""
     context = shape_of(decoder.read_config(reward_model.locate(model)[0])).context
-    if asked is not None and asked > context:
-        raise ValueError(f"data.max_length = {asked}: {model} has a context of {context} tokens")
-    return asked or context
+    if requested is not None and requested > context:
+        raise ValueError(f"data.max_length = {requested}: {model} has a context of {context} tokens")
+    return requested or context
 
 
 def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
-    """The fields of a `Trainer` except its examples; the model is loaded and sharded. Raises as `reward_model.load`."""
+    """Load and shard the model; returns the fields of a `Trainer` without examples. Raises as `reward_model.load`."""
     path, compute = cfg.model.path, compute_dtype(cfg.model.dtype, ranks.device)
     stored = torch.float32 if compute == torch.bfloat16 else compute
     model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=stored, device=ranks.device)
@@ -261,7 +262,7 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
 
 
 def train(run: Trainer, stop: StopSignal, log: metrics.MetricsLogger) -> bool:
-    """The loop, from where the run stands. Returns False where a signal ended it early, after a checkpoint."""
+    """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg, ranks, progress = run.config.train, run.ranks, run.progress
     parameters = sum(p.numel() for p in run.model.parameters())
     for step in range(progress.step, run.steps):
@@ -274,8 +275,8 @@ def train(run: Trainer, stop: StopSignal, log: metrics.MetricsLogger) -> bool:
         stats |= clock.metrics(tokens)
         stats |= flops_utilisation(ranks.device, 6 * parameters * tokens / ranks.world, stats["step_time"])
         if every(run.config.evaluation.every, step + 1) and run.tested:
-            found = run.evaluate()
-            stats |= {f"held_out/{name}": found[name] for name in run.WATCHED}
+            results = run.evaluate()
+            stats |= {f"held_out/{name}": results[name] for name in run.WATCHED}
         log.log(step, stats)
         stopping = ranks.any(stop.received)
         if stopping or step + 1 == run.steps or every(cfg.checkpoint_every, step + 1):
@@ -290,12 +291,12 @@ def every(interval: int, step: int) -> bool:
 
 
 def evaluate_before(run: Trainer) -> dict[str, Any]:
-    """What the untrained head is worth; taken from the folder where an earlier start of the run has measured it."""
-    known = run.folder / run.RESULTS
-    found: list[Any] = [None]
-    if run.ranks.first and known.is_file():
-        found = [json.loads(known.read_text("utf-8")).get("before")]
-    before = run.ranks.gather_objects(found[0])[0]
+    """Evaluate the model before training, or load that evaluation from the run's folder if it is there."""
+    path = run.folder / run.RESULTS
+    saved = None
+    if run.ranks.first and path.is_file():
+        saved = json.loads(path.read_text("utf-8")).get("before")
+    before = run.ranks.gather_objects(saved)[0]
     if before is None:
         before = run.evaluate()
         run.write_results(before=before)
@@ -303,17 +304,17 @@ def evaluate_before(run: Trainer) -> dict[str, Any]:
 
 
 def launch(cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], *, dry_run: bool = False) -> None:
-    """Run a configuration on the ranks that the launcher started, from its newest checkpoint if there is one."""
+    """Train on the ranks that the launcher started, from the newest checkpoint if there is one."""
     stop = StopSignal()
     disable_progress_bar()
     with distributed.start() as ranks:
-        fit(cfg, build, ranks, stop, dry_run=dry_run)  # whose model, and with it the group's handles, is gone on return
+        fit(cfg, build, ranks, stop, dry_run=dry_run)  # frees the model before the process group ends
 
 
 def fit(
     cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], ranks: Ranks, stop: StopSignal, *, dry_run: bool = False
 ) -> bool:
-    """`launch`, among ranks that are there already. Returns False where a signal ended it early, after a checkpoint."""
+    """Like `launch`, on existing ranks. Returns False if a signal stopped it early, after a checkpoint."""
     console = Console(quiet=not ranks.first)
     seed_everything(cfg.train.seed)
     run = build(cfg, ranks)
@@ -324,11 +325,11 @@ def fit(
     run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
     before = evaluate_before(run)
     if run.restore():
-        console.print(f"going on from step {run.progress.step}")
+        console.print(f"resuming from step {run.progress.step}")
     with run.logger() as log:
         finished = train(run, stop, log)
     if not finished:
-        console.print(f"stopped and saved at step {run.progress.step}; the same command goes on from there")
+        console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
         return False
     exported, after = run.export(), run.evaluate()
     run.write_results(before=before, after=after)
@@ -339,18 +340,18 @@ def fit(
 
 
 def command(arguments: Sequence[str], name: str, modes: Mapping[str, Callable[[Sequence[str], bool], None]]) -> int:
-    """``nlgrpo NAME MODE [file.toml] [--section.key value ...] [--dry-run]``; ``modes`` are given the rest.
+    """Run ``nlgrpo NAME MODE [file.toml] [--section.key value ...] [--dry-run]``; ``modes`` take the rest and dry_run.
 
-    Exit status: 0 when done, or saved on SIGTERM; 1, with a message, for bad input.
+    Returns 0 when done or stopped by a signal; 1, with a message, for bad input.
     """
     first = next(iter(modes))
     try:
         if list(arguments) in (["-h"], ["--help"]):
             arguments = [first, "--help"]
         if not arguments or arguments[0] not in modes:
-            came = f", got {arguments[0]!r}" if arguments else ""
+            got = f", got {arguments[0]!r}" if arguments else ""
             which = first if len(modes) == 1 else f"({'|'.join(modes)})"
-            raise ValueError(f"expected: nlgrpo {name} {which} [file.toml] [--section.key value ...]{came}")
+            raise ValueError(f"expected: nlgrpo {name} {which} [file.toml] [--section.key value ...]{got}")
         rest = [argument for argument in arguments[1:] if argument != "--dry-run"]
         modes[arguments[0]](rest, "--dry-run" in arguments)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a value model learns from: completions that were rolled out, and what each came to."""
+"""Training data of value models: completions from rollouts, with their final rewards."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ from nlgrpo.model.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Outcomes:
-    """R completions of the prompts in front of them, and their rewards (R,) float64; in the order of the rollouts."""
+    """R completions with their prompts and their rewards (R,) float64, in the order of the rollouts."""
 
     asked: list[tuple[int, ...]]
-    """What each prompt is by itself in the value model's tokens."""
+    """Prompt of each completion, tokenized alone with the value model's tokenizer; identifies the prompt."""
     prompts: list[list[int]]
     completions: list[list[int]]
     rewards: Tensor
     known: list[tuple[int, ...]]
-    """All prompts of the rollouts, `asked` or without a completion that was kept."""
+    """All prompts of the rollouts, including those without a remaining completion; as in `asked`."""
     abstained: int = 0
-    """Completions left out because a reward had nothing to say of them."""
+    """Number of completions dropped because a reward abstained."""
     too_long: int = 0
-    """And because prompt and completion together are too long."""
+    """Number of completions dropped because they are too long together with their prompt."""
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def __repr__(self) -> str:
         text = f"{len(self):,} completions of {len(set(self.asked)):,} prompts, {self.tokens:,} tokens"
-        notes = ((self.abstained, "left out that no reward judges"), (self.too_long, "left out that are too long"))
+        notes = ((self.abstained, "dropped because a reward abstained"), (self.too_long, "dropped as too long"))
         return "; ".join([text, *(f"{count:,} {what}" for count, what in notes if count)])
 
     @cached_property
     def open_ended(self) -> list[list[int]]:
-        """The completions with a token behind, which is not looked at: packed, each of their prefixes is a state."""
+        """Completions with an extra token that is never read, so that packing gives a state for every prefix."""
         return [[*completion, 0] for completion in self.completions]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(R,) of the completions, in tokens."""
+        """Lengths (R,) of the completions, in tokens."""
         return torch.tensor([len(completion) for completion in self.completions])
 
     @property
     def largest(self) -> int:
-        """Of all token ids."""
+        """Largest token id."""
         return max(max(ids, default=0) for ids in (*self.prompts, *self.completions))
 
     @property
@@ -65,9 +65,9 @@ class Outcomes:
         return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
     def split(self, prompts: int) -> tuple[Outcomes, Outcomes]:
-        """Without the ``prompts`` different prompts that came last, at most half of all, and these: none is in both.
+        """Split off the last ``prompts`` distinct prompts, at most half of all; returns (the rest, these).
 
-        Which these are does not depend on what was left out: in a loop they are the same for every value.
+        The choice does not depend on dropped completions, so all value models of a loop hold out the same prompts.
         """
         known = list(dict.fromkeys(reversed(self.known)))
         held = set(known[: min(prompts, len(known) // 2)])
@@ -94,54 +94,59 @@ def load(
     rewards: Sequence[str] = (),
     weights: Sequence[float] = (),
     max_length: int,
-    judged: bool = True,
+    need_rewards: bool = True,
 ) -> Outcomes:
-    """Of all ``folders``. ``rewards``: names, weighed by ``weights``; none: all of them, with 1 each.
+    """Load the outcomes of all ``folders``.
 
-    Without ``judged`` no reward is needed: all completions count, and the rewards are 0. Rollouts of a model with
-    another tokenizer are read as texts (`Retokenizer`). Raises ValueError for rollouts that are incomplete or without a
-    reward, for those of a model whose tokenizer has changed, and where none is left.
+    ``rewards``: names of rewards to sum with ``weights``; empty: all rewards with weight 1. If ``need_rewards`` is
+    false, all completions count and their rewards are 0. Rollouts of a model with another tokenizer are converted as
+    text (`Retokenizer`). Raises ValueError if rollouts are incomplete or lack a reward, if the tokenizer of their model
+    has changed, and if no completion remains.
     """
-    loaded = map(reference_rollouts.load, folders)
-    found = [_of_one(each, _worth(each, rewards, weights, judged), tokenizer, max_length) for each in loaded]
-    whole = Outcomes(
-        asked=[prompt for each in found for prompt in each.asked],
-        prompts=[prompt for each in found for prompt in each.prompts],
-        completions=[completion for each in found for completion in each.completions],
-        rewards=torch.cat([each.rewards for each in found]),
-        known=[prompt for each in found for prompt in each.known],
-        abstained=sum(each.abstained for each in found),
-        too_long=sum(each.too_long for each in found),
+    parts = []
+    for rollouts in map(reference_rollouts.load, folders):
+        final_rewards = _final_rewards(rollouts, rewards, weights, need_rewards)
+        parts.append(_load_one(rollouts, final_rewards, tokenizer, max_length))
+    outcomes = Outcomes(
+        asked=[prompt for part in parts for prompt in part.asked],
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        completions=[completion for part in parts for completion in part.completions],
+        rewards=torch.cat([part.rewards for part in parts]),
+        known=[prompt for part in parts for prompt in part.known],
+        abstained=sum(part.abstained for part in parts),
+        too_long=sum(part.too_long for part in parts),
     )
-    if not len(whole):
-        raise ValueError(f"there is nothing to learn from in {', '.join(folders)}: {whole!r}")
-    return whole
+    if not len(outcomes):
+        raise ValueError(f"no completion to train on in {', '.join(folders)}: {outcomes!r}")
+    return outcomes
 
 
-def _worth(rollouts: ReferenceRollouts, rewards: Sequence[str], weights: Sequence[float], judged: bool) -> Tensor:
-    """(P, K) weighted sums of the rewards, NaN where one abstains."""
-    names = (list(rewards) or list(rollouts.rewards)) if judged else []
+def _final_rewards(
+    rollouts: ReferenceRollouts, rewards: Sequence[str], weights: Sequence[float], need_rewards: bool
+) -> Tensor:
+    """Weighted sums (P, K) of the rewards, NaN where one abstained."""
+    names = (list(rewards) or list(rollouts.rewards)) if need_rewards else []
     pairs = zip(names, weights or [1.0] * len(names), strict=True)
     parts = [weight * rollouts.reward(name) for name, weight in pairs if weight != 0]
     return sum(parts, start=torch.zeros_like(rollouts.logprobs))
 
 
-def _of_one(
-    rollouts: ReferenceRollouts, worth: Tensor, tokenizer: PreTrainedTokenizerBase, max_length: int
+def _load_one(
+    rollouts: ReferenceRollouts, rewards: Tensor, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> Outcomes:
-    retokenizer = _bridge(rollouts, tokenizer)
+    retokenizer = _retokenizer(rollouts, tokenizer)
     asked, prompts, completions, kept, known, abstained, too_long = [], [], [], [], [], 0, 0
-    for (prompt, own), values in zip(rollouts.tokens(), worth.tolist(), strict=True):
-        whose = tuple(retokenizer.whole(prompt, []) if retokenizer else prompt)
-        known.append(whose)
-        for completion, value in zip(own, values, strict=True):
+    for (prompt, drawn), values in zip(rollouts.tokens(), rewards.tolist(), strict=True):
+        alone = tuple(retokenizer.whole(prompt, []) if retokenizer else prompt)
+        known.append(alone)
+        for completion, value in zip(drawn, values, strict=True):
             read = retokenizer.parts(prompt, completion) if retokenizer else (prompt, completion)
-            if value != value:
+            if value != value:  # NaN
                 abstained += 1
             elif sum(map(len, read)) > max_length:
                 too_long += 1
             else:
-                asked.append(whose)
+                asked.append(alone)
                 prompts.append(read[0])
                 completions.append(read[1])
                 kept.append(value)
@@ -149,38 +154,38 @@ def _of_one(
 
 
 def learned_from(folder: Path) -> set[str] | None:
-    """`digest_of_prompt` of all prompts in the rollouts of the run that a value model comes from; none without a run.
+    """Digests (`digest_of_prompt`) of all prompts that a value model was trained on.
 
-    ``folder``: the model that the run has exported. None where its rollouts are neither where they were nor where they
-    were from the run's folder, as in that of a loop.
+    ``folder``: the exported model. Empty if it comes from no run. None if the run's rollouts are found neither at their
+    saved paths nor at the same place relative to the run's folder.
     """
     run = folder.parent
     if hf_weights.begun_from(run) is None:
         return set()
     config = json.loads((run / "config.json").read_text("utf-8"))
     rollouts = [Path(name) for name in config.get("data", {}).get("rollouts", ())]
-    if not _all_there(rollouts):  # the run may have moved, and they with it
+    if not _all_exist(rollouts):  # the run may have moved together with its rollouts
         out = config["train"]["out"] or f"runs/{config['name']}"
         rollouts = [run / os.path.relpath(path, out) for path in rollouts]
-    if not _all_there(rollouts):
+    if not _all_exist(rollouts):
         return None
     return {prompt for path in rollouts for prompt in reference_rollouts.read_index(path).prompts}
 
 
-def _all_there(rollouts: Sequence[Path]) -> bool:
+def _all_exist(rollouts: Sequence[Path]) -> bool:
     return all((path / reference_rollouts.FILE).is_file() for path in rollouts)
 
 
-def _bridge(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Retokenizer | None:
-    """From the tokens of the rollouts to the tokenizer's; None where these are the same."""
+def _retokenizer(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Retokenizer | None:
+    """Converter from the tokens of the rollouts to those of ``tokenizer``; None if they are the same."""
     drawn = rollouts.index.origin.tokenizer
     if drawn == digest_of_tokenizer(tokenizer):
         return None
     theirs = load_tokenizer(hf_weights.locate(rollouts.index.model))
     if drawn != digest_of_tokenizer(theirs):
         raise ValueError(
-            f"the rollouts in {rollouts.folder} were drawn with a tokenizer that {rollouts.index.model} no longer has, "
-            "and the value model has another one"
+            f"the rollouts in {rollouts.folder} were drawn with a tokenizer that {rollouts.index.model} no longer has; "
+            "draw them again, or train a value model with the tokenizer of the rollouts"
         )
     if same_ids(theirs, tokenizer):
         return None

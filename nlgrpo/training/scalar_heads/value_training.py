@@ -1,8 +1,8 @@
-"""``nlgrpo value``: fit a value model to what completions came to (``train``), or to a sum of others (``compress``).
+"""``nlgrpo value``: train a value model on the rewards of rollouts (``train``) or on a sum of others (``compress``).
 
 On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli value train values.toml``.
 
-Legend: S states (`nlgrpo.model.value_model`) in a batch, whose rows are those of the examples.
+Legend: S states in a batch, the prefixes of its completions (`nlgrpo.model.value_model`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from nlgrpo.training.losses.gae import lambda_returns
 from nlgrpo.training.scalar_heads import trainer, value_dataset
 from nlgrpo.training.scalar_heads.value_dataset import Outcomes
 
-PARTS = 5  # of a completion, whose values are looked at by themselves
+PARTS = 5  # equal parts of a completion that `evaluate` reports separately
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A value model that another learns from, and its beta."""
+    """A value model whose values are a target of compression, and its beta."""
 
     path: str
     model: Decoder
@@ -49,7 +49,7 @@ class Teacher:
 
 @dataclass(kw_only=True)
 class ValueTrainer(trainer.Trainer):
-    """Everything that the loop works with."""
+    """Trains a value model on outcomes, or on the values of ``teachers``."""
 
     config: ValueConfig
     outcomes: Outcomes
@@ -74,7 +74,7 @@ class ValueTrainer(trainer.Trainer):
         return self.held_out is not None
 
     def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
-        """This rank's share of ``rows``, packed with all their states; as many micro-batches on every rank."""
+        """Pack this rank's share of ``rows`` with all their states, the same number of micro-batches on every rank."""
         own, device = rows[self.ranks.share(len(rows))], self.ranks.device
         packed = pack(outcomes.prompts, outcomes.open_ended, own, self.micro_batch_tokens, device)
         return self.pad_micro_batches(packed, empty_micro_batch)
@@ -87,46 +87,46 @@ class ValueTrainer(trainer.Trainer):
         states = sum(len(self.outcomes.completions[i]) + 1 for i in rows)
         for batch in self.batches(self.outcomes, rows):
             raw = outputs(self.model, batch)
-            found = as_values(raw.detach(), self.config.loss.kind)
-            targets = self.targets(self.outcomes, batch, found, self.config.loss.lam)
+            values = as_values(raw.detach(), self.config.loss.kind)
+            targets = self.targets(self.outcomes, batch, values, self.config.loss.lam)
             if self.config.loss.kind == "bce":
-                each = F.binary_cross_entropy_with_logits(raw, targets.to(raw), reduction="none")
+                losses = F.binary_cross_entropy_with_logits(raw, targets.to(raw), reduction="none")
             else:
-                each = (raw - targets.to(raw)).square()
-            yield each.sum() / states
-            totals.add(each.detach(), found, targets, batch)
+                losses = (raw - targets.to(raw)).square()
+            yield losses.sum() / states
+            totals.add(losses.detach(), values, targets, batch)
 
     def targets(self, outcomes: Outcomes, batch: MicroBatch, values: Tensor, lam: float) -> Tensor:
-        """(S,) float64 that the states' ``values`` (S,) are to become.
+        """Regression targets (S,) float64 of the states, given their current ``values`` (S,).
 
-        `lambda_returns` of the rewards; of a compressed model, the sum of the teachers' values (Eq. 10). Collective, as
-        the teachers are sharded: each reads every batch, an empty one too.
+        `lambda_returns` of the rewards; with teachers, the sum of their values divided by beta (Eq. 10). Collective,
+        because the teachers are sharded: every rank runs them on every batch, even an empty one.
         """
         if self.teachers:
             with torch.no_grad():
-                each = [values_of(batch, t.model).double() / t.beta for t in self.teachers]
-            return torch.stack(each).sum(0)
+                terms = [values_of(batch, t.model).double() / t.beta for t in self.teachers]
+            return torch.stack(terms).sum(0)
         gamma, rewards, device = self.config.loss.gamma, outcomes.rewards, values.device
-        if not len(values) or lam == gamma == 1:  # the reward itself, whatever the values are
+        if not len(values) or lam == gamma == 1:  # the target is the reward itself
             return rewards[batch.row.cpu()].to(device)
-        known, place = batch.row.unique(return_inverse=True)
-        own, lengths = rewards[known.cpu()].to(device), outcomes.lengths[known.cpu()].to(device)
-        grid = torch.zeros(len(known), int(lengths.max()) + 1, dtype=torch.float64, device=device)
+        rows, place = batch.row.unique(return_inverse=True)
+        final, lengths = rewards[rows.cpu()].to(device), outcomes.lengths[rows.cpu()].to(device)
+        grid = torch.zeros(len(rows), int(lengths.max()) + 1, dtype=torch.float64, device=device)
         grid[place, batch.offset] = values.double()
-        return lambda_returns(grid, own, lengths, gamma=gamma, lam=lam)[place, batch.offset]
+        return lambda_returns(grid, final, lengths, gamma=gamma, lam=lam)[place, batch.offset]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """How well values predict the discounted rewards of held-out completions (or the sum of the teachers' values).
+        """Measure how well the values predict the discounted held-out rewards, or the sum of the teachers' values.
 
-        Whatever lambda values are fitted with: what they are fitted to moves with them.
+        Always uses lambda = 1, because the targets of a smaller lambda depend on the values themselves.
         """
         if self.held_out is None:
             return {}
         sums = torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=self.ranks.device)
         for batch in self.batches(self.held_out, range(len(self.held_out))):
-            found = values_of(batch, self.model)
-            sums += _sums_by_part(self.held_out, batch, found, self.targets(self.held_out, batch, found, 1.0))
+            values = values_of(batch, self.model)
+            sums += _sums_by_part(self.held_out, batch, values, self.targets(self.held_out, batch, values, 1.0))
         return evaluated(self.ranks.sum(sums))
 
     def plan(self) -> Table:
@@ -137,11 +137,11 @@ class ValueTrainer(trainer.Trainer):
 
 
 def values_of(batch: MicroBatch, model: Decoder) -> Tensor:
-    """(S,) of the states of a batch."""
+    """Values (S,) of the states of a batch."""
     return as_values(outputs(model, batch), kind_of(model))
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 SUMS = ("states", "target", "target_squared", "residual_squared")
 
@@ -160,13 +160,13 @@ class _Totals:
 
     def metrics(self) -> dict[str, float]:
         *sums, loss, value, tokens = self.ranks.sum(self.sums).tolist()
-        found = dict(zip(SUMS, sums, strict=True))
-        states = found["states"]
+        named = dict(zip(SUMS, sums, strict=True))
+        states = named["states"]
         return {
             "loss": loss / states,
             "value_mean": value / states,
-            "target_mean": found["target"] / states,
-            "explained_variance": _explained(found) or 0.0,
+            "target_mean": named["target"] / states,
+            "explained_variance": _explained(named) or 0.0,
             "tokens": tokens,
         }
 
@@ -178,38 +178,38 @@ def _sums(values: Tensor, targets: Tensor) -> Tensor:
 
 
 def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, targets: Tensor) -> Tensor:
-    """(PARTS, 4) sums of the states in each part of their completions."""
+    """Sums (PARTS, 4) over the states in each part of their completions."""
     if not len(batch.row):
         return torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=values.device)
     length = outcomes.lengths[batch.row.cpu()].to(values.device)
-    length = length.clamp(min=1)  # of a completion without a token all is one part
+    length = length.clamp(min=1)  # an empty completion has one state
     part = (batch.offset * PARTS // length).clamp(max=PARTS - 1)
     return torch.stack([_sums(values[part == i], targets[part == i]) for i in range(PARTS)])
 
 
 def _explained(sums: dict[str, float]) -> float | None:
-    """1 - residual / variance; None where all targets are one."""
+    """Explained variance, 1 - residual / variance; None if all targets are equal."""
     spread = sums["target_squared"] - sums["target"] ** 2 / sums["states"] if sums["states"] else 0.0
     return 1 - sums["residual_squared"] / spread if spread > 1e-12 * max(sums["target_squared"], 1e-300) else None
 
 
 def evaluated(sums: Tensor) -> dict[str, Any]:
-    """From sums (PARTS, 4) over states: mean squared error and explained variance, of all and part by part."""
+    """Mean squared error and explained variance from sums (PARTS, 4) over states: of all states, and per part."""
 
-    def worth(found: Tensor) -> dict[str, Any]:
-        named = dict(zip(SUMS, found.tolist(), strict=True))
+    def summary(row: Tensor) -> dict[str, Any]:
+        named = dict(zip(SUMS, row.tolist(), strict=True))
         states = int(named["states"])
         error = named["residual_squared"] / states if states else None
         return {"states": states, "mse": error, "explained_variance": _explained(named)}
 
-    return worth(sums.sum(0)) | {"parts": [worth(part) for part in sums]}
+    return summary(sums.sum(0)) | {"parts": [summary(part) for part in sums]}
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
 def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
-    """Read tokenizer, rollouts and weights. Raises ValueError for whatever of the configuration cannot be run."""
+    """Load tokenizer, rollouts and models. Raises ValueError for a configuration that cannot be run."""
     check(cfg)
     source = reward_model.locate(cfg.model.path)[0]
     tokenizer = load_tokenizer(source)
@@ -220,23 +220,23 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
         rewards=cfg.data.rewards,
         weights=cfg.data.weights,
         max_length=longest,
-        judged=not cfg.compress.values,
+        need_rewards=not cfg.compress.values,
     )
     if not outcomes.rewards.square().sum().isfinite():
         raise ValueError(f"rewards of up to {outcomes.rewards.abs().max().item():g} are too large to be squared")
     if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
         low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
-        raise ValueError(f"loss.kind = 'bce' is for rewards in [0, 1], and these are in [{low:g}, {high:g}]")
+        raise ValueError(f"loss.kind = 'bce' needs rewards in [0, 1], but these are in [{low:g}, {high:g}]")
     known, largest, held_out = shape_of(decoder.read_config(source)).vocab, outcomes.largest, None
     if largest >= known:
-        raise ValueError(f"{cfg.model.path} has a vocabulary of {known:,}, and rollouts have the token id {largest:,}")
+        raise ValueError(
+            f"{cfg.model.path} has a vocabulary of {known:,}, but the rollouts have the token id {largest:,}"
+        )
     if cfg.evaluation.prompts:
         outcomes, rest = outcomes.split(cfg.evaluation.prompts)
         held_out = rest if len(rest) else None
         if not len(outcomes):
-            raise ValueError(
-                f"there is nothing to learn from beside what is held out, {rest!r}; see evaluation.prompts"
-            )
+            raise ValueError(f"no completion to train on: all are held out ({rest!r}); lower evaluation.prompts")
     run = ValueTrainer(
         outcomes=outcomes, held_out=held_out, teachers=[], **trainer.begin(cfg, ranks, tokenizer, longest)
     )
@@ -250,37 +250,37 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     compute = compute_dtype(run.config.model.dtype, run.ranks.device)
     model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device)
     if not trained:
-        raise ValueError(f"compress.values: {path} is no value model; it has no head of one output")
+        raise ValueError(f"compress.values: {path} is not a value model: it has no scalar head")
     if not same_ids(load_tokenizer(reward_model.locate(path)[0]), run.tokenizer):
-        raise ValueError(f"compress.values: {path} has another tokenizer than {run.config.model.path}")
+        raise ValueError(f"compress.values: {path} has a different tokenizer from {run.config.model.path}")
     if model.shape.vocab < run.model.shape.vocab or model.shape.context < run.max_length:
         raise ValueError(
             f"compress.values: {path} has a vocabulary of {model.shape.vocab:,} and a context of "
-            f"{model.shape.context:,} tokens, and has to read texts of up to {run.max_length:,} in a vocabulary of "
-            f"{run.model.shape.vocab:,}"
+            f"{model.shape.context:,} tokens, but must read texts of up to {run.max_length:,} tokens with a vocabulary "
+            f"of {run.model.shape.vocab:,}"
         )
     return Teacher(path, shard(model.requires_grad_(False), run.ranks, compute), beta)
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def plan(run: ValueTrainer) -> Table:
-    """What is going to happen; what ``--dry-run`` prints."""
+    """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, shape = run.config, run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
     head = "its own head" if run.trained else f"a new head, seed {cfg.train.seed}"
     rows = {
         "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
         f"{str(run.compute).removeprefix('torch.')})",
-        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, attention by "
-        f"{implementation(run.ranks.device.type, run.compute)}",
+        "ranks": f"{run.ranks.world} on {run.ranks.device.type}, "
+        f"{implementation(run.ranks.device.type, run.compute)} attention",
         "data": f"{run.outcomes!r}",
         "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
         "target": _target(run),
         "loss": "cross-entropy of sigmoid(V)" if cfg.loss.kind == "bce" else "(V - target)^2",
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.completions} completions, "
-        f"{cfg.train.epochs:g} epochs; learning rate {cfg.optim.lr:g} {cfg.optim.schedule}",
+        f"{cfg.train.epochs:g} epochs; learning rate {cfg.optim.lr:g}, {cfg.optim.schedule} schedule",
         "folder": str(run.folder),
     }
     return named_lines("plan", rows)
@@ -295,12 +295,12 @@ def _target(run: ValueTrainer) -> str:
         " + ".join(f"{w:g} {name}" for name, w in zip(data.rewards, weights, strict=True)) or "the sum of all rewards"
     )
     plain = loss.lam == loss.gamma == 1
-    return named if plain else f"{named}, lambda-return of lambda {loss.lam:g} and gamma {loss.gamma:g}"
+    return named if plain else f"lambda-return of {named}, lambda {loss.lam:g}, gamma {loss.gamma:g}"
 
 
 def results_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The table that ends a run: how much of the held-out rewards values explain, part by part of the completions."""
-    table = Table(title=f"{after['states']:,} prefixes held out", title_justify="left", box=SIMPLE_HEAD)
+    """Table of held-out error and explained variance before and after training, in total and per part."""
+    table = Table(title=f"{after['states']:,} held-out prefixes", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row("mean squared error", *(f"{x['mse']:.4f}" for x in (before, after)))

@@ -1,5 +1,5 @@
-"""A grid of runs: what has become of each point, and the processes that run them.
+"""A grid of runs: the state of each point, and the processes that run them.
 
-`state` reads and writes ``sweep.json``; `runner` starts each point as a process of ``nlgrpo train`` in a folder of its
-own, and resumes what was stopped. `config.grid` expands the options. Read `state.py` first.
+`state` reads and writes ``sweep.json``; `runner` runs each point with ``nlgrpo train`` in its own process and folder,
+and resumes stopped points. `config.grid` expands the options. Read `state.py` first.
 """
