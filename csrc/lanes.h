@@ -69,7 +69,7 @@ class Networks {
     }
   }
 
-  // Rows that are worth a tile: fewer are sorted sooner one by one.
+  // Fewest rows for a tile: below it, sorting them one by one is faster.
   static constexpr int64_t kFewest = kLanes / 2;
 
   // The shortest network for n elements, 0 < n <= kLongestLane, and its length.

@@ -14,7 +14,7 @@
 
 namespace nlgrpo {
 
-constexpr int64_t kGrain = 16384;  // elements that are worth a thread of their own
+constexpr int64_t kGrain = 16384;  // fewest elements per thread
 constexpr int64_t kInCache = 1 << 16;  // a row of at most so many elements is sorted in one piece, in 1 MiB
 constexpr size_t kLargePage = size_t{1} << 21;
 

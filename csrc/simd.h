@@ -50,7 +50,7 @@ NLGRPO_INLINE float exponential(float x) {
   return series * std::bit_cast<float>(bits);
 }
 
-// Iterations that are worth a thread of their own, each of which does about `work` multiplications.
+// Fewest iterations per thread, each of about `work` multiplications.
 inline int64_t grain(int64_t work) {
   return 1 + 32768 / (work + 1);
 }

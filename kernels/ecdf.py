@@ -10,7 +10,7 @@ float16, bfloat16, float32 and float64; -0 equals 0, and infinities are ordered.
 ``impl`` is "auto", "cpp" (the compiled ops, on a CPU) or "torch". What does not fit is a ValueError; inside
 ``torch.compile`` the checks that read data (NaN, offsets, weights) are left out.
 
-Legend: P rows (prompts), M samples a row, Q queries a row, S samples of all rows.
+Legend: P rows (prompts), M samples per row, Q queries a row, S samples of all rows.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .dispatch import choose
 
-LARGEST = 4096  # samples a group that the Triton kernel takes
+LARGEST = 4096  # samples per group that the Triton kernel takes
 
 
 def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor:

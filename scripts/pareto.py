@@ -53,7 +53,7 @@ def points(folder: Path, names: Sequence[str], n: int) -> Tensor:
 
 def kl(folder: Path) -> float:
     """Return the mean KL per token over the last tenth of the steps."""
-    values = [step["kl"] for step in read_jsonl(folder / FILE) if "kl" in step]
+    values = [logged["kl"] for logged in read_jsonl(folder / FILE) if "kl" in logged]
     last = values[-max(1, len(values) // 10) :]
     return sum(last) / len(last)
 

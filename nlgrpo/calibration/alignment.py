@@ -7,7 +7,7 @@
 How far that goes, and what it wins, depends on Phi, beta and N alone, not on the model or the reward (Theorem 2): the
 curves here are exact for continuous rewards and a policy that reaches its optimum.
 
-Legend: P prompts, M samples a prompt, K samples of the reference a prompt, B values of beta.
+Legend: P prompts, M samples per prompt, K samples of the reference per prompt, B values of beta.
 """
 
 from __future__ import annotations

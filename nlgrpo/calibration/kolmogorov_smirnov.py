@@ -72,7 +72,7 @@ def p_value(a: Tensor, b: Tensor, distance: float, method: str = "auto") -> floa
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row of `ks_table`: the CDFs of ``smaller`` and of ``larger`` samples a prompt, over ``prompts``."""
+    """One row of `ks_table`: the CDFs of ``smaller`` and of ``larger`` samples per prompt, over ``prompts``."""
 
     smaller: int
     larger: int
@@ -101,7 +101,7 @@ def ks_table(
 ) -> list[Comparison]:
     """How many prompts reject that M1 and M2 samples are of one distribution, for every pair of ``sizes``, M1 <= M2.
 
-    ``rewards`` (P, K): K samples a prompt, of which each comparison takes a random choice of M1 and one of M2 others
+    ``rewards`` (P, K): K samples per prompt, of which each comparison takes a random choice of M1 and one of M2 others
     (vBoN, Sec. 5.1, Eq. 9). Both are of one distribution by construction, so the rate is about alpha at every size,
     below it for few samples or many ties: a higher one says that the samples of a prompt are not alike, a rate of alpha
     that the test sees nothing, and the mean distance how far the estimates are apart.

@@ -193,7 +193,7 @@ def load(
     ``template``       text with columns in braces, ``"Question: {question}\\nAnswer:"``; ``{prompt}`` is the prompt
                        column.
     ``cut_after``      the prompt column ends after the last occurrence of this text; examples without it are dropped.
-    ``separator``      a plain text holds documents parted by this text, instead of one prompt a line.
+    ``separator``      a plain text file holds documents separated by this text, instead of one prompt per line.
     ``first_words``    the prompt column ends after so many words, with the white space between them kept.
     ``limit``          look at the first so many examples only.
     ``add_bos``        None: as the tokenizer does; True: BOS comes first; False: it does not.

@@ -35,7 +35,7 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
     """Rows of ``source``, lazily.
 
     ``split`` is of a data set or folder; a single file has none. A plain text holds a prompt a line, or with
-    ``separator`` documents parted by it, without the white space around them; its one column is ``prompt``.
+    ``separator`` documents separated by it, stripped of white space; the only column is ``prompt``.
     """
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path) and not _is_hub_name(source):

@@ -100,7 +100,7 @@ CHOICE = 1 << 60  # in the seed of the noise that chooses beams: that of the tok
 
 
 class Value(Protocol):
-    """What a search asks for the worth of its candidates; it follows them from chunk to chunk."""
+    """A value model in a search: it scores candidates, and follows them from chunk to chunk."""
 
     name: str
 
@@ -155,11 +155,11 @@ def search(
     """The complete candidates of every prompt, among which its response is to be chosen, and what they have cost.
 
     ``model``: a decoder, or another architecture read by `transformers_backend.load` (slower: every chunk reads its
-    prefix). ``values``: value models, each with its beta; a candidate is worth the sum of V_i / beta_i. A candidate is
-    complete when it has ended by a stop id or has ``sampling.max_new_tokens``. With chunks of as many tokens no value
-    is asked for, and the candidates are the U = K B samples that `engine.generate` draws with this seed and ``index``.
-    ``max_rows`` bounds the rows of a cache; at least one prompt's are. ``valued``: complete candidates are valued too,
-    for one of them to be chosen by it; each costs a query more.
+    prefix). ``values``: value models, each with its beta; the value of a candidate is the sum of V_i / beta_i. A
+    candidate is complete when it has ended by a stop id or has ``sampling.max_new_tokens``. With chunks of that many
+    tokens no value is queried, and the candidates are the U = K B samples that `engine.generate` draws with this seed
+    and ``index``. ``max_rows`` bounds the rows of a cache, which holds at least those of one prompt. ``valued``: score
+    complete candidates too, to choose one of them; this costs one query each.
 
     Raises ValueError for a beta that is not > 0, a value that is not a finite number, and as `engine.generate`.
     """

@@ -1,6 +1,6 @@
-"""What a model is worth under best-of-N: unbiased estimates from n samples a prompt, with intervals over prompts.
+"""What a model is worth under best-of-N: unbiased estimates from n samples per prompt, with intervals over prompts.
 
-Plain tensors in, float64 out. Shapes: P prompts, n samples a prompt.
+Plain tensors in, float64 out. Shapes: P prompts, n samples per prompt.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def paired_test(
     Raises ValueError for shapes that do not agree, and as `bootstrap`.
     """
     if a.shape != b.shape or a.dim() != 1:
-        raise ValueError(f"expected one value a prompt of both, (P,), got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(f"expected one value per prompt of both, (P,), got {tuple(a.shape)} and {tuple(b.shape)}")
     difference = a.double().cpu() - b.double().cpu()
     mean, low, high = (x.item() for x in bootstrap(difference, level=level, seed=seed))
     if len(difference) == 1:
@@ -392,5 +392,5 @@ def _sequence(ns: Sequence[int]) -> list[int]:
 
 def _checked_n(best_of: int, n: int) -> int:
     if not isinstance(best_of, Integral) or not 1 <= best_of <= n:
-        raise ValueError(f"N must be an integer from 1 to the {n} samples a prompt, got {best_of!r}; draw more samples")
+        raise ValueError(f"N must be an integer from 1 to {n}, the samples per prompt, got {best_of!r}; use more samples")
     return int(best_of)

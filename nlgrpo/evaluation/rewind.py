@@ -40,7 +40,7 @@ class RewindAndRepeat:
             P(none of m draws is good) = C(b, m) / C(n, m),   b of the n samples are below the threshold
 
         are drawn without replacement, so that both are means over all orders of the n samples, without bias for
-        independent ones where the threshold is given. Against its own samples a model's is a little high.
+        independent ones where the threshold is given. Against its own samples per model's is a little high.
 
         Raises ValueError for rewards that are not (P, n), NaN, and fewer samples than ``most``.
         """
@@ -49,7 +49,7 @@ class RewindAndRepeat:
                 raise ValueError(f"expected {name} (P, n) without NaN, got {tuple(given.shape)}.")
         n = rewards.shape[1]
         if self.most > n:
-            raise ValueError(f"{self}: needs {self.most} samples a prompt, and there are {n}; draw more.")
+            raise ValueError(f"{self}: needs {self.most} samples per prompt, and there are {n}; draw more.")
         good = rewards >= self.threshold(reference)[:, None]
         bad = (~good).sum(1).double()
         failed = [torch.ones_like(bad)]  # that the first m draws all failed, for m = 0, 1, ..

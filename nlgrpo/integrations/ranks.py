@@ -14,7 +14,7 @@ from torch import Tensor
 def own_part(count: int, samples: int) -> slice:
     """Where the ``count`` completions of this rank are in the whole groups around them.
 
-    TRL fills the ranks one after another with as many completions each, whether or not a group ends with a rank.
+    TRL fills the ranks one after another with equal numbers of completions, so a group may be split between ranks.
     """
     if count % samples == 0:
         return slice(0, count)

@@ -1,4 +1,4 @@
-"""Reading what reward functions and kernel functions return. Legend: P prompts, M samples a prompt."""
+"""Reading what reward functions and kernel functions return. Legend: P prompts, M samples per prompt."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ first variation of the objective. What TRL's other settings then make of it:
 - ``mask_truncated_completions`` and ``top_entropy_quantile`` < 1 leave completions or tokens out of the gradient, which
   biases it. ``beta`` and ``entropy_coef`` add terms of their own and leave this one as it is.
 
-Written for TRL 1.16, which is not imported. Legend: P prompts, M samples a prompt, m rewards.
+Written for TRL 1.16, which is not imported. Legend: P prompts, M samples per prompt, m rewards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of prefixes by a decoder with one output: what a completion is going to come to.
+"""Values of prefixes by a decoder with one output: the expected final reward of a completion.
 
 The states of a completion of H tokens are its H + 1 prefixes, from the prompt alone to the whole. R completions, S
 states in a batch.

@@ -1,4 +1,4 @@
-"""From linearised rewards to advantages. Legend: P prompts, M samples a prompt."""
+"""From linearised rewards to advantages. Legend: P prompts, M samples per prompt."""
 
 from __future__ import annotations
 

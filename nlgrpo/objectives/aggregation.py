@@ -2,7 +2,7 @@
 
 The first variation of g(R_1[pi], .., R_m[pi]) is sum_i (dg/dR_i) (dR_i/dpi), with dg/dR_i taken at the values over the
 whole batch (IAMA, Alg. 2). Values are (m,), or (m, P) for a g at each prompt, E_x g(R_1(x), .., R_m(x)), which is
-another objective. Legend: m rewards, P prompts, M samples a prompt.
+another objective. Legend: m rewards, P prompts, M samples per prompt.
 
 A string names an aggregate in a config: "sum", "min", "smooth_min:4"; `parse` reads it.
 """

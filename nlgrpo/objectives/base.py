@@ -1,6 +1,6 @@
 """A functional of the policy at one prompt: what all objectives are, and what may be given to them.
 
-Legend: P prompts, M atoms a prompt, usually the M samples of a group.
+Legend: P prompts, M atoms per prompt, usually the M samples of a group.
 """
 
 from __future__ import annotations

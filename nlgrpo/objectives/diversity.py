@@ -1,7 +1,7 @@
 """Diversity objectives: how unlike each other the responses to a prompt are, by a kernel k(y, y') of two responses.
 
 They take kernel matrices (P, M, M), the similarities of the atoms of each prompt, where other objectives take rewards.
-Legend: P prompts, M atoms a prompt, usually the M samples of a group; n responses that are compared at a time.
+Legend: P prompts, M atoms per prompt, usually the M samples of a group; n responses that are compared at a time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Diversity(Objective):
         kernel = rewards
         if kernel.ndim != 3 or kernel.shape[1] != kernel.shape[2] or kernel.shape[1] == 0:
             raise ValueError(
-                f"{self}: expected a kernel matrix a prompt, (P, M, M) with M >= 1, got {tuple(rewards.shape)}."
+                f"{self}: expected a kernel matrix per prompt, (P, M, M) with M >= 1, got {tuple(rewards.shape)}."
             )
         kernel = reference.widen(kernel.detach())
         check_kernel(kernel, str(self), "; groups with missing samples go through linearize_present and value_present")

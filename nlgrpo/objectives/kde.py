@@ -1,4 +1,4 @@
-"""Kernel density smoothing of a group's reward distribution, for small M. Legend: P prompts, M samples a prompt."""
+"""Kernel density smoothing of a group's reward distribution, for small M. Legend: P prompts, M samples per prompt."""
 
 from __future__ import annotations
 

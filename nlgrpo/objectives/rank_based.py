@@ -1,6 +1,6 @@
 """Rank-based objectives: procedures that reweight a response by the rank of its reward among those of the policy.
 
-Legend: P prompts, M samples a prompt; C the cumulative distribution of the reward under the policy.
+Legend: P prompts, M samples per prompt; C the cumulative distribution of the reward under the policy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Training replaces the rewards of a group of M samples of one prompt by the *linearised* rewards, the first variation of
 the objective at the group's empirical distribution, up to a constant per group (IAMA, Alg. 1 to 4). Rewards are data:
-no gradient flows through anything here. Legend: P prompts, M samples a prompt.
+no gradient flows through anything here. Legend: P prompts, M samples per prompt.
 
 A string names an objective in a config: "mean", "bon:4", "soft:0.1"; `parse` reads it and `Objective.name` writes it.
 """
@@ -85,7 +85,7 @@ def value_present(objective: Objective, rewards: Tensor) -> Tensor:
 
 
 def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
-    """One number a completion, (P, M), for tables: its reward, or its share in the diversity of its group.
+    """One number per completion, (P, M), for tables: its reward, or its share in the diversity of its group.
 
     The mean over a group is the group's mean reward, or its diversity. NaN for what is absent.
     """

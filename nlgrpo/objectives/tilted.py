@@ -1,4 +1,4 @@
-"""Exponentially tilted objectives. Legend: P prompts, M samples a prompt."""
+"""Exponentially tilted objectives. Legend: P prompts, M samples per prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writing into a folder whose disk may be full: files that are whole or not there, and one message for what went wrong.
+"""Atomic files, on disks that may be full: a file is complete or absent, and a failed write is one clear message.
 
-Every command turns a ValueError into one line and exit status 1, and goes on from what is whole when it is started
-again. What the libraries raise that write for us is told apart here, and nowhere else.
+Every command turns a ValueError into one line and exit status 1, and resumes from complete files when it is started
+again. Only this module interprets what the libraries raise that write for us.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CANNOT = "cannot write into"  # the sweep knows by it that its other points would fail too
+CANNOT = "cannot write into"  # tells a sweep that its other points would fail too
 IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers, whose own types of exceptions say no more
 
 
 @contextmanager
 def into(folder: Path) -> Iterator[None]:
-    """Within, a write that the system refuses raises ValueError, which names ``folder`` and the cause."""
+    """Turn a write that the system refuses into a ValueError that names ``folder`` and the cause."""
     try:
         yield
     except Exception as error:  # tokenizers raises Exception itself
@@ -27,12 +27,12 @@ def into(folder: Path) -> Iterator[None]:
         if cause is None:
             raise
         raise ValueError(
-            f"{CANNOT} {folder}: {cause}. What is whole there stays, and the same command goes on from it."
+            f"{CANNOT} {folder}: {cause}. Complete files stay; run the same command again to resume."
         ) from error
 
 
 def _cause(error: Exception) -> str | None:
-    """What the operating system said; None for an error that does not come from it."""
+    """Return the message of the operating system, or None for an error that does not come from it."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     code = IN_RUST.search(str(error))
@@ -40,15 +40,15 @@ def _cause(error: Exception) -> str | None:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8): a reader, also after a kill, sees all of the old or of the new file.
+    """Replace ``path`` by ``text`` (UTF-8) atomically: a reader sees the old or the new file, also after a kill.
 
-    Raises ValueError where it cannot be written; the old file is then as it was.
+    Raises ValueError if it cannot be written; the old file is then unchanged.
     """
     atomic_write_bytes(path, text.encode())
 
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """`atomic_write` of bytes."""
+    """Like `atomic_write`, for bytes."""
     beside = path.with_name(path.name + ".tmp")
     with into(path.parent):
         try:
@@ -63,7 +63,7 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder with all in it, or a file; nothing where there is none."""
+    """Remove a file, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: model, optimiser, state and random generators, whole or not there.
+"""Checkpoints of a run: model, optimizer, state and random generators, complete or absent.
 
 A folder of checkpoints belongs to one run, and all ranks see it. ``step-00000012`` holds
 

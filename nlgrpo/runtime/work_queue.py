@@ -1,4 +1,4 @@
-"""Work in pieces that the ranks share in step: what is there is passed over, and what one rank meets ends all."""
+"""Work items that the ranks share in rounds: finished items are skipped, and an error on one rank ends all."""
 
 from __future__ import annotations
 

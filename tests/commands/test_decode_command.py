@@ -393,7 +393,7 @@ def test_methods():
         ({"guide": "policy", "betas": ()}, "policy"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
-            "rewards.low compares completions, and a search needs what each is worth by itself",
+            "rewards.low compares completions with each other, and a search what each is worth by itself",
         ),
         ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
     ],

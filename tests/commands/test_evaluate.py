@@ -211,7 +211,7 @@ def test_a_full_disk_is_said(work, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "fsync", full)
     assert cli.main(arguments(work, "full")) == 1
-    assert "No space left on device. What is whole there stays" in " ".join(capsys.readouterr().err.split())
+    assert "No space left on device. Complete files stay" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

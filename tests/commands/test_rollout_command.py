@@ -91,7 +91,7 @@ def arguments(work, out, **changes):
         "model.dtype": "float64",
         "data.source": work / "prompts.jsonl",
         "rollout.max-new-tokens": 8,
-        "rollout.max-rows": 2 * K,  # two prompts a file
+        "rollout.max-rows": 2 * K,  # two prompts per file
         "rewards.short.function": f"{work / 'rewards.py'}:short",
         "rewards.near.function": f"{work / 'rewards.py'}:near",
     }
@@ -516,7 +516,7 @@ def test_a_full_disk_is_said_and_gone_on_from(work, rollouts, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         assert cli.main(arguments(work, tmp_path / "full")) == 1
-    assert "No space left on device. What is whole there stays" in said(capsys.readouterr().err)
+    assert "No space left on device. Complete files stay" in said(capsys.readouterr().err)
     assert cli.main(arguments(work, tmp_path / "full")) == 0
     assert contents(tmp_path / "full") == contents(work / "first")
 
@@ -587,7 +587,7 @@ def test_the_table(work, rollouts, capsys):
     (row,) = [line.split() for line in lines if line.split()[:1] == ["one"]]
     assert row == ["one", "1.0000", "0.0000", "0.0000", "100.0%", "100.0%", "0"]
     text = " ".join(lines)
-    assert f"{rollouts.lengths.double().mean():.1f} tokens a completion" in text
+    assert f"{rollouts.lengths.double().mean():.1f} tokens per completion" in text
     assert f"{(~rollouts.finished).double().mean():.1%} cut at 8" in text
     assert f"sampled {int(rollouts.lengths.sum())} tokens" in text
 

@@ -164,7 +164,7 @@ def test_a_value_model_of_a_loop_by_itself_is_in_the_loops_search(work, tmp_path
     loop, how = tmp_path / "loop", Search(2, 3, 5)
     for folder in ("iteration-1/value/model", "compressed-1/model"):
         shutil.copytree(work / "gpt2", loop / folder)
-    with pytest.raises(ValueError, match="has not come to its end"):
+    with pytest.raises(ValueError, match="has not finished"):
         guided_responses.read_guide(loop)
     guided_responses.Guide([loop / "iteration-1" / "value"], [0.5], how, loop / "compressed-1").write(loop)
     monkeypatch.chdir(loop)

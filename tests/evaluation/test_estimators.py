@@ -228,7 +228,7 @@ def test_the_paired_test_is_scipys():
             "answer 3 of a prompt is correct in",
         ),
         (lambda: maj_at_k(torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), [3]), "from 1 to the 2 samples"),
-        (lambda: paired_test(torch.ones(2), torch.ones(3)), "one value a prompt of both"),
+        (lambda: paired_test(torch.ones(2), torch.ones(3)), "one value per prompt of both"),
         (lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(2, 3), parse("bon:4")), "from 1 to the 3 samples"),
         (lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(3, 3), parse("bon:2")), "same prompts"),
     ],

@@ -78,7 +78,7 @@ def test_names():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ValueError, match="needs 7 samples a prompt, and there are 6"):
+    with pytest.raises(ValueError, match="needs 7 samples per prompt, and there are 6"):
         RewindAndRepeat(0.5, 7).chosen(REWARDS, REFERENCE)
     with pytest.raises(ValueError, match="without NaN"):
         RewindAndRepeat(0.5, 2).chosen(REWARDS * torch.nan, REFERENCE)

@@ -59,6 +59,9 @@ def options_of(kind, surrogate="ppo"):
 
 SETTINGS = [("ppo", temperature, kind) for temperature in (1.0, 0.7) for kind in KINDS]
 SETTINGS += [(surrogate, 0.7, kind) for surrogate in ("cispo", "reinforce") for kind in ("none", "k3_iw")]
+# In narrow dtypes the interpreted kernel differs in what it loads only: each surrogate and each KL once.
+NARROW = [("ppo", 1.0, "k1"), ("ppo", 0.7, "k2"), ("ppo", 1.0, "k3")]
+NARROW += [("cispo", 0.7, "k3_iw"), ("reinforce", 0.7, "none")]
 
 
 @pytest.mark.parametrize(("surrogate", "temperature", "kind"), SETTINGS)
@@ -66,6 +69,8 @@ SETTINGS += [(surrogate, 0.7, kind) for surrogate in ("cispo", "reinforce") for 
 def test_loss_and_gradients(impl, device, small_blocks, kind, dtype, surrogate, temperature):
     if (impl, dtype) == ("triton", torch.float64):
         pytest.skip("Triton's kernels compute in float32")
+    if impl == "triton" and dtype.itemsize == 2 and device == "cpu" and (surrogate, temperature, kind) not in NARROW:
+        pytest.skip("interpreted in float32, and in this dtype with other settings")
     T = ROWS if dtype.itemsize == 2 else 150  # the rounding errors of exp(reference - policy) average over tokens
     hidden, weight, bias, targets = head(T, 24, 300, dtype, device)
     old, ref, A, w = tokens(hidden, weight, bias, targets)

@@ -30,7 +30,7 @@ def groups(P, M, device, seed=0):
     return rewards.to(device), weights.to(device)
 
 
-@pytest.mark.parametrize(("P", "M"), [(3, 1), (5, 2), (130, 3), (7, 8), (1, 33), (3, 100), (1, 1000), (1, 1024)])
+@pytest.mark.parametrize(("P", "M"), [(3, 1), (5, 2), (130, 3), (7, 8), (1, 33), (3, 100), (1, 1000)])
 def test_is_the_sum_of_the_gaps_above(device, impl, P, M):
     rewards, weights = groups(P, M, device)
     truth = reference.linearize(rewards.double(), weights.double())
@@ -69,7 +69,7 @@ def test_large_groups_in_chunks(device, monkeypatch, P, M, chunk):
         assert (values[row == row.max()] == 0).all()
 
 
-@pytest.mark.parametrize("M", [8, 300])
+@pytest.mark.parametrize("M", [8, 70])
 def test_infinities_and_zeros_of_both_signs(device, impl, M):
     rewards, weights = groups(4, M, device)
     weights = weights + 0.5

@@ -340,8 +340,7 @@ def test_few_compilations_serve_every_length_and_number(surrogate):
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
-@pytest.mark.parametrize("with_ref", [False, True])
-@pytest.mark.parametrize("own_ratio", [False, True])
+@pytest.mark.parametrize(("with_ref", "own_ratio"), [(False, False), (True, True)])
 def test_opcheck(surrogate, with_ref, own_ratio):
     x, old, A, ref = (t.float() for t in tokens(20, "cpu"))
     half = torch.tensor(0.5, dtype=torch.float64)

@@ -156,7 +156,7 @@ def test_samples_that_are_all_alike_have_no_advantage(objective):
 @pytest.mark.parametrize(
     ("objective", "kernel", "says"),
     [
-        (RaoDiversity(), torch.ones(2, 3), r"rao: expected a kernel matrix a prompt, \(P, M, M\).*got \(2, 3\)"),
+        (RaoDiversity(), torch.ones(2, 3), r"rao: expected a kernel matrix per prompt, \(P, M, M\).*got \(2, 3\)"),
         (RaoDiversity(), torch.ones(2, 3, 4), r"got \(2, 3, 4\)"),
         (RaoDiversity(), torch.ones(2, 1, 1), "rao: 2 of 1 samples"),
         (DPPDiversity(4), torch.ones(2, 3, 3), "dpp:4: 4 of 3 samples"),

@@ -1,7 +1,7 @@
 """Code in README and docs runs: Python as it is, commands with ``--dry-run`` or on small models, TOML as configuration.
 
-In front of a block an HTML comment may stand: ``<!-- test:setup ... -->`` has Python that runs first, and
-``<!-- test:skip: REASON -->`` keeps the block from running.
+An HTML comment may precede a block: ``<!-- test:setup ... -->`` has Python that runs before it, and
+``<!-- test:skip: REASON -->`` skips the block.
 """
 
 import gzip

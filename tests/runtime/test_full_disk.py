@@ -110,7 +110,7 @@ def test_a_full_disk_is_said_in_a_line_and_the_same_command_goes_on(work, ended,
     assert "Traceback" not in full.output
     said = full.output.strip().splitlines()[-1]
     assert said.startswith(f"error: cannot write into {work / f'{name} {place}' / FULL[name, place][3]}")
-    assert f": {TOO_LARGE}. What is whole there stays" in said or ": a file was written in part only; " in said
+    assert f": {TOO_LARGE}. Complete files stay" in said or ": a file was written in part only; " in said
     assert again.status == 0, again.output
     assert not [path for path in (work / f"{name} {place}").rglob("*") if path.name.endswith((".tmp", ".partial"))]
     assert lasting(work / f"{name} {place}") == lasting(work / name)

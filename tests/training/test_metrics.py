@@ -202,7 +202,8 @@ def test_samples_table_shows_text_literally_on_one_line_without_control_characte
     assert "[bold]x[/bold] [/oops]" in text
     assert not set("\x1b\x07\u202e") & set(text)
     assert "b c" in text
-    headings = ("samples at step 7 (lin.: linearized reward)", "prompt", "completion", "short", "lin. short", "advantage")
+    title = "samples at step 7 (lin.: linearized reward)"
+    headings = (title, "prompt", "completion", "short", "lin. short", "advantage")
     for heading in (*headings, "-0.5000", "0.2500"):
         assert heading in text
     assert text.count("c" * 40) <= 3

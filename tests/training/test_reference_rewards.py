@@ -304,7 +304,7 @@ def test_ctrl_reaches_the_win_rate_of_theorem_3(root, tmp_path):
         ({"transform": "vbon:4:up"}, {}, "expected vbon:N or vbon:N:bound"),
         ({"transform": "vbon:4", "objective": "bon:4"}, {}, "needs objective = 'mean', got 'bon:4'"),
         ({"transform": "identity"}, {"beta": 0.0}, "needs loss.beta > 0: with 0"),
-        ({"transform": "identity", "objective": "rao", "function": "equal(pattern='a')"}, {}, "takes a similarity kernel"),
+        ({"transform": "identity", "objective": "rao", "function": "equal(pattern='a')"}, {}, "takes a similarity"),
         ({"transform": "identity"}, {}, "needs samples of the reference, calibration.rollouts"),
     ],
 )

@@ -1,7 +1,7 @@
 """Checks of single objectives: first variations, and what groups of M samples tell of them.
 
 The truth is never computed by the objective that is checked: it is autograd through the definitions in `exact`, or a
-sum over all groups there are. Legend: A atoms, M samples a group.
+sum over all groups there are. Legend: A atoms, M samples per group.
 """
 
 from __future__ import annotations

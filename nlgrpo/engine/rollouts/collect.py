@@ -70,7 +70,7 @@ def refuse_pairwise(asked: Sequence[Scorer]) -> None:
     for scorer in asked:
         if scorer.reward.pairwise:
             raise ValueError(
-                f"rewards.{scorer.name} compares completions, and a search needs what each is worth by itself"
+                f"rewards.{scorer.name} compares completions with each other, and a search scores each one alone"
             )
 
 
@@ -144,7 +144,7 @@ class RolloutCollector:
         return self.store.has(self._name(chunk, scorer))
 
     def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
-        """Keep what each of the scorers gives, a number a completion; a reward's error becomes a ValueError."""
+        """Keep what each of the scorers gives, a number per completion; a reward's error becomes a ValueError."""
         sampler = dataclasses.replace(self.sampler, rewards=[scorer.reward for scorer in missing])
         try:
             scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
@@ -152,7 +152,7 @@ class RolloutCollector:
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             raise ValueError(
-                f"{error}\n  What is drawn and scored so far is kept; the same command goes on."
+                f"{error}\n  Completions and scores so far are saved; run the same command again to resume."
             ) from error
         for scorer in missing:
             values = per_completion(scorer.objective, scores.values[scorer.name])

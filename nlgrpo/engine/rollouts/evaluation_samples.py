@@ -1,7 +1,7 @@
 """What a model gave on the evaluation prompts, and the file that keeps it.
 
 A run keeps the samples of its reference and of its trained model in ``evaluation.json``, and `nlgrpo evaluate` those of
-all its models, so that a report or a comparison can be made later. Shapes: P prompts, n samples a prompt.
+all its models, so that a report or a comparison can be made later. Shapes: P prompts, n samples per prompt.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Chooser:
         return cls(how, None if how in (VALUE, MAJORITY) else reward_functions.load("choose", how, device=device))
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
-        """Which candidate, and what it is worth: its V, its share of the votes, or its reward.
+        """Return the index of the chosen candidate and its score: its V, its share of the votes, or its reward.
 
         Raises ValueError where a reward fails or has nothing to say of any.
         """
@@ -145,7 +145,7 @@ def read_guide(folder: Path) -> Guide | None:
     path = folder / FILE
     if not path.is_file():
         if (folder / "iteration-1").is_dir():
-            raise ValueError(f"{folder} is of an `nlgrpo iro` that has not come to its end; the same command goes on")
+            raise ValueError(f"{folder} belongs to an `nlgrpo iro` that has not finished; run it again to resume")
         loop = next((above for above in folder.absolute().parents[:3] if (above / FILE).is_file()), None)
         whole = loop and read_guide(loop)
         own = folder / "value" if (folder / "value").is_dir() else folder

@@ -1,7 +1,7 @@
 """Samples of the reference, drawn and scored once before training: `nlgrpo rollout` writes them, `load` reads them.
 
 A folder has ``rollouts.json``, which says what was drawn from what, for which prompts, and how it was scored;
-completions and scores lie in files below ``samples`` (`draws`). Shapes: P prompts, K samples a prompt.
+completions and scores lie in files below ``samples`` (`draws`). Shapes: P prompts, K samples per prompt.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def load(folder: str | Path) -> ReferenceRollouts:
     if missing:
         raise ValueError(
             f"{folder}: the rollouts of {missing} of {len(index.prompts)} prompts are missing, damaged or not scored; "
-            "the same `nlgrpo rollout` goes on from those that are there"
+            "run the same `nlgrpo rollout` again to resume"
         )
     joined = {key: torch.cat([tensors[key] for tensors in found if tensors]) for key in found[0] or {}}
     rewards = {name: joined[f"rewards/{name}"].double() for name in index.rewards}

@@ -27,7 +27,7 @@ BROKEN = "\ufffd"  # stands for what is no whole character
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws M completions a prompt from a model and scores them."""
+    """Draws M completions per prompt from a model and scores them."""
 
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling

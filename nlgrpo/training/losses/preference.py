@@ -5,7 +5,7 @@ pair, (B,), to be averaged and minimised. All but the last see the policy throug
 
     h = [log pi(y_w) - log pi_ref(y_w)] - [log pi(y_l) - log pi_ref(y_l)],   y_w the chosen one, y_l the rejected one
 
-Legend: P prompts, K samples a prompt, N of which one is the best, B pairs.
+Legend: P prompts, K samples per prompt, N of which one is the best, B pairs.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def _contents(job: Job) -> dict[str, Any]:
 
 
 def results(loop: Loop) -> list[dict[str, Any]]:
-    """An iteration each: what its rollouts were worth, how well its value predicts the held-out ones, its beta."""
+    """Return a row per iteration: rewards of its rollouts, explained variance of its value when held out, beta."""
     found = []
     for t in range(1, loop.options.iterations + 1):
         rollouts = reference_rollouts.load(loop.rollouts(t))

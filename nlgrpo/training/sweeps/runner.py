@@ -159,7 +159,7 @@ class SweepRunner:
         return self.stop.received and bool(to_run(todo, retry=False))
 
     def _run(self, setting: Setting, point: Point, place: int) -> None:
-        """Run one point to its end, or to the checkpoint that it writes when it is told to stop."""
+        """Run one point to its end, or to the checkpoint that it writes when it is stopped."""
         self._note(point, "running")
         began = time.monotonic()
         line = command(["train", *setting.arguments, f"--train.out={point.folder}"], self.ranks)
@@ -171,7 +171,7 @@ class SweepRunner:
         point.seconds = round(point.seconds + time.monotonic() - began, 1)
         if point.finished():
             self._note(point, "done", status)
-        elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # it was told to
+        elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # stopped on purpose
             self._note(point, "stopped", status)
         else:
             error = _error(point, status, first)
@@ -186,7 +186,7 @@ class SweepRunner:
             self.manifest.write()
 
     def _wait(self, line: Sequence[str], log: int, environment: Mapping[str, str]) -> int:
-        """The exit status of a process that is told of a stop once, however the sweep was, and again if it was.
+        """Return the exit status of a process. A stop of the sweep is passed on once, and a second one again.
 
         It leads a session of its own, because a Ctrl-C goes to the whole group of the terminal, and the ranks of a
         torchrun would get it twice.
