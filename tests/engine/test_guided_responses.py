@@ -229,12 +229,12 @@ def test_the_command_prints_the_response_of_the_search(work, capsys):
         one, other = (each(torch.tensor([[*prompt, *best.tokens]])).logits.item() for each in theirs)
         assert row["value"] == pytest.approx(one + other / 0.5, abs=1e-4)
         assert row["finish_reason"] == ("stop" if row["ids"][-1] == EOS else "length")
-    assert f"{cost.tokens:,} tokens drawn, {cost.queries:,} values" in captured.err
+    assert f"{cost.tokens:,} tokens sampled, {cost.queries:,} value queries" in captured.err
 
     assert "no value guides" not in captured.err
 
     assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high", chunk=6)) == 0
-    assert "2 beams x 3 chunks of 6 tokens, which are whole responses: no value guides" in capsys.readouterr().err
+    assert "2 beams x 3 chunks of 6 tokens; a chunk is a whole response, so no value guides" in capsys.readouterr().err
     assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high")) == 0
     shown = capsys.readouterr().out
     assert shown.count("rewards.py:high ") == len(PROMPTS)
@@ -253,12 +253,12 @@ def refused(arguments, capsys):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"samples": 2}, "samples = 2: a guided search gives one response"),
+        ({"samples": 2}, "samples = 2: guided search gives one response"),
         ({"beams": 0}, "beams = 0"),
         ({"chunk": 0}, "chunk = 0"),
         ({"search_temperature": -1}, "temperature = -1.0"),
         ({"betas": 1.0}, "1 betas for 2 value models"),
-        ({"values": ("policy",)}, "is no value model; it has no head of one output"),
+        ({"values": ("policy",)}, "is not a value model: it has no scalar head"),
         ({"values": ("nowhere",)}, "nowhere"),
         ({"choose": "nothing:at_all"}, "nothing"),
         ({"max_new_tokens": 64}, "context"),
@@ -367,7 +367,7 @@ def test_betas_of_nothing(work, capsys):
         (["--search-temperature", "1", "--no-diverse", "--choose", "majority"], "search_temperature, choose, diverse"),
     ):
         said = " ".join(refused([*plain, *options], capsys).split())
-        assert f"{names}: of the search that value models guide" in said
+        assert f"{names}: only for guided search" in said
     model, tokenizer = loaded(work)
     with pytest.raises(ValueError, match="nothing is chosen by value"):
         respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))

@@ -22,6 +22,7 @@ from nlgrpo import cli
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import recipe
 from nlgrpo.config.schema import read_toml
+from nlgrpo.evaluation import figures
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 COMMENT = r"(?:<!-- test:(?P<mark>setup|skip)(?P<text>.*?)-->\s*\n)?"
@@ -177,7 +178,9 @@ def _with_score_head(folder):
 
 @pytest.fixture
 def workspace(made, monkeypatch, one_thread):
+    """The folder as the current one. Reports have no pictures: drawing them takes longer than all commands."""
     monkeypatch.chdir(made)
+    monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"", "<svg/>", "<svg/>"))
     return made
 
 

@@ -139,7 +139,7 @@ def test_a_page_that_has_no_room(tmp_path, monkeypatch, capsys):
     for size in (10, 1000):
         with room(size):
             assert cli.main(["report", str(run)]) == 1
-        assert capsys.readouterr().err.startswith(f"error: cannot write into {run}: {TOO_LARGE}. What is whole")
+        assert capsys.readouterr().err.startswith(f"error: cannot write into {run}: {TOO_LARGE}. Complete files stay")
         assert (run / "report.html").read_bytes() == page
         assert not list(run.glob("*.tmp"))
     (tmp_path / "file").write_text("")

@@ -242,11 +242,11 @@ def test_the_policy_of_a_checkpoint_beside_a_critic_can_begin_a_reward_model(roo
         ({"critic": CriticConfig(clip=0.0)}, "critic.clip = 0.0: allowed is > 0"),
         ({"critic": CriticConfig(coef=0.0)}, "critic.coef = 0.0: allowed is > 0"),
         ({"critic": CriticConfig(warmup_steps=-1)}, "critic.warmup_steps = -1"),
-        ({"critic": CriticConfig(path="a", trunk="shared")}, "critic.path = 'a': a head on the policy has no model"),
+        ({"critic": CriticConfig(path="a", trunk="shared")}, "critic.path = 'a': critic.trunk = 'shared' has no model"),
         ({"loss": LossConfig("ppo", level="sequence")}, "loss.level = 'sequence'"),
         (
             {"loss": LossConfig("ppo", scale="batch")},
-            "loss.scale = 'batch' divides .* PPO does not have: critic.whiten",
+            "loss.scale = 'batch' needs a baseline, .* PPO does not have: use critic.whiten",
         ),
     ],
 )
@@ -334,7 +334,7 @@ def test_the_policys_schedule_begins_behind_the_critics_warm_up():
     [
         ({}, "not-there"),
         ({"vocab_size": 40}, "has a vocabulary of 40 tokens and the policy one of 32"),
-        ({"n_positions": 6}, "has a context of 6 tokens, and prompts with their completions come to"),
+        ({"n_positions": 6}, "has a context of 6 tokens, but a prompt and its completion may have"),
     ],
 )
 def test_a_critic_that_cannot_serve_is_told_before_a_run_is_removed(root, prompts, tmp_path, capsys, changed, said):

@@ -425,7 +425,7 @@ def test_rollouts_that_do_not_serve_are_refused(root, rollouts, tmp_path):
 def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
     more = {"rewards__first__function": f"{root / 'rewards.py'}:same"}
     out = rolled_out(root, tmp_path / "same", 12, **more)
-    with pytest.raises(ValueError, match=r"none of the 4 prompts .* has samples of different rewards"):
+    with pytest.raises(ValueError, match=r"none of the 4 prompts .* has samples with different rewards"):
         run_of(root, **more, loss__algorithm="ipo", calibration__rollouts=out)
     assert run_of(root, **more, loss__algorithm="bon_sft", calibration__rollouts=out).samples.tied == 0
     more = {"rewards__first__function": f"{root / 'rewards.py'}:mostly"}

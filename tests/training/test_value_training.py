@@ -384,9 +384,9 @@ def test_no_prompt_is_on_both_sides(work):
         ({"data__rewards": "second"}, "reward 'second' was not scored; those that were are first, even, mostly"),
         (
             {"data__rewards": ("first", "even"), "data__weights": (1.0,)},
-            "data.weights has 1 numbers and data.rewards",
+            "data.weights has 1 numbers for 2 names in data.rewards",
         ),
-        ({"loss__kind": "bce"}, "loss.kind = 'bce' is for rewards in [0, 1], and these are in [0,"),
+        ({"loss__kind": "bce"}, "loss.kind = 'bce' needs rewards in [0, 1], but these are in [0,"),
         ({"loss__lam": 1.5}, "loss.lam = 1.5: allowed is in [0, 1]"),
         ({"loss__gamma": -0.5}, "loss.gamma = -0.5: allowed is in [0, 1]"),
         ({"train__completions": 0}, "train.completions = 0: allowed is >= 1"),
@@ -394,7 +394,7 @@ def test_no_prompt_is_on_both_sides(work):
         ({"evaluation__prompts": -1}, "evaluation.prompts = -1"),
         ({"data__max_length": 65}, "data.max_length = 65"),
         ({"data__max_length": 2}, "no completion to train on in"),
-        ({"compress__values": "runs/value"}, "compress.values is of `nlgrpo value compress`"),
+        ({"compress__values": "runs/value"}, "compress.values is for `nlgrpo value compress`"),
         ({"model__path": "nowhere"}, "nowhere"),
     ],
 )
@@ -408,7 +408,7 @@ def test_tokens_that_a_value_model_does_not_have(work, tmp_path, capsys):
     """A policy's embedding may have rows that no token of the shared tokenizer has, nor the value model's."""
     tiny_model(tmp_path / "small", "gpt2", vocab_size=8)
     assert cli.main(arguments(work, "refused", model__path=tmp_path / "small")) == 1
-    assert "small has a vocabulary of 8, and rollouts have the token id " in capsys.readouterr().err
+    assert "small has a vocabulary of 8, but the rollouts have the token id " in capsys.readouterr().err
 
 
 def test_compression_that_is_refused(work, tmp_path, capsys):
@@ -418,9 +418,9 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
 
     assert "compress.values is empty" in refused()
     policy = {"compress__values": (work / "policy",)}
-    assert "is no value model; it has no head of one output" in refused(**policy)
-    assert "fitted with kind mse, lam 1 and gamma 1" in refused(loss__lam=0.5, **policy)
-    assert "compress.betas has 2 numbers and compress.values 1" in refused(compress__betas=(1.0, 2.0), **policy)
+    assert "is not a value model: it has no scalar head" in refused(**policy)
+    assert "compress needs kind = 'mse', lam = 1 and gamma = 1" in refused(loss__lam=0.5, **policy)
+    assert "compress.betas has 2 numbers for 1 names in compress.values" in refused(compress__betas=(1.0, 2.0), **policy)
     assert "compress.betas = (0.0,): allowed is numbers > 0" in refused(compress__betas=(0.0,), **policy)
     assert "compress.betas = (1e-320,): allowed is numbers > 0" in refused(compress__betas=(1e-320,), **policy)
     assert "data.rewards = ('first',): allowed is none" in refused(data__rewards=("first",), **policy)

@@ -201,7 +201,7 @@ def load_values(
         folder = folder_of(path)
         model, trained = reward_model.load(str(folder), dtype=dtype, device=device)
         if not trained:
-            raise ValueError(f"{path} is no value model; it has no head of one output")
+            raise ValueError(f"{path} is not a value model: it has no scalar head")
         name, model, theirs = str(path), model.eval(), load_tokenizer(folder)
         if same_ids(theirs, tokenizer):
             found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
