@@ -35,7 +35,7 @@ def values_and_rewards(c: decode.Comparison, method: DecodingMethod) -> tuple[Te
     answers = [max(own, key=lambda one: one.value) for own in found]
     weight = sum(1 / c.betas[i] for i in method.values)
     values = torch.tensor([one.value for one in answers], dtype=torch.float64) / weight
-    return values, c.worth(c.batch, [one.tokens for one in answers], 1)[:, 0]
+    return values, c.final_rewards(c.batch, [one.tokens for one in answers], 1)[:, 0]
 
 
 def main() -> None:

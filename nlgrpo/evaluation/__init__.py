@@ -2,7 +2,8 @@
 
 `estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests); `model_evaluation`
 samples and scores models and `results` makes the tables; `decoding` compares decoding methods; `report` writes the
-HTML page from what `run_loader` reads, with `html_page` and the figures. Imports `training` and the rooms below it. Read `estimators.py` first.
+HTML page from what `run_loader` reads, with `html_page` and the figures. Imports `training` and the rooms below it.
+Read `estimators.py` first.
 """
 
 from nlgrpo.evaluation.estimators import (

@@ -77,9 +77,9 @@ class Comparison:
     dtype: torch.dtype
     batch: Batch
     held_out: bool
-    """By runs of this configuration; otherwise they train on these prompts."""
+    """Whether runs of this configuration hold these prompts out; otherwise they train on them."""
     left_out: int
-    """Prompts that are there twice, or held out and yet among those that runs or the value models learn from."""
+    """Number of prompts that were left out: repeats, and those that runs or the value models learn from."""
     sampler: Sampler
     scorers: list[Scorer]
     paths: list[Path]
@@ -89,7 +89,7 @@ class Comparison:
 
     @cached_property
     def model(self) -> Decoder | TransformersModel:
-        """Loaded, and searched with once: what libraries make ready at the first call is no way's time."""
+        """The model, after one search that warms up the libraries: their first call is not part of any timing."""
         model = transformers_backend.load(self.source, dtype=self.dtype, device=self.queue.ranks.device)
         warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=min(4, self.sampler.sampling.max_new_tokens))
         guided_search.search(model, self.batch.ids[:1], Search(2, 2, 2), warm, [])
@@ -97,7 +97,7 @@ class Comparison:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the results depend on besides the way."""
+        """What the results depend on besides the method."""
         sampling, tokenizer = self.sampler.sampling, self.sampler.tokenizer
         return {
             "origin": asdict(Provenance.of(self.source, tokenizer, self.dtype, sampling)),
@@ -114,23 +114,23 @@ class Comparison:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """What tells one from another."""
+        """Digests of the prompts."""
         return [digest_of_prompt(ids) for ids in self.batch.ids]
 
     @cached_property
     def digests(self) -> list[str]:
-        """Of the value models."""
+        """Digests of the value models."""
         return [guided_responses.digest_of_value(path) for path in self.paths]
 
     def file(self, method: DecodingMethod) -> Path:
-        """Ways that are one by two names, as "iro" and "iro:3" of three values are, share it."""
+        """File of a method. Two names of one method, such as "iro" and "iro:3" with three values, share it."""
         guides = [[self.digests[i], self.betas[i]] for i in method.values]
         what = {"values": guides, "budget": method.budget, "search": asdict(method.search), "weight": method.weight}
         whole = json.dumps([self.identity, what], sort_keys=True)
         return self.folder / "ways" / f"{method.budget}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.json"
 
     def said_of(self, i: int) -> str:
-        """A value model and its beta."""
+        """Describe a value model and its beta."""
         folder = guided_responses.folder_of(self.paths[i])
         note = guided_responses.note(folder, self.sampler.tokenizer)
         gone = " (its rollouts are gone: it may have learned from these prompts)"
@@ -145,8 +145,8 @@ class Comparison:
             paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device
         )
 
-    def worth(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
-        """(P, samples) weighted sums of the rewards, NaN where one abstains. ValueError where one fails."""
+    def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
+        """Return the weighted sums of the rewards (P, samples), NaN if one abstains. Raises ValueError if one fails."""
         sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in self.scorers])
         try:
             found = sampler.score(
@@ -158,7 +158,7 @@ class Comparison:
 
 
 class RewardOfPrefixes(Prefixes):
-    """The rewards of prefixes as if they were whole, times a weight: a value that nobody trained, as in ARGS."""
+    """The rewards of prefixes, scored like complete responses, times a weight: the value function of ARGS."""
 
     name = "the reward of a prefix"
 
@@ -174,11 +174,11 @@ class RewardOfPrefixes(Prefixes):
         self.grow(rows, chunks)
         places = [p for p, _ in self.rows]
         batch = self.batch.only(places)
-        return self.weight * self.comparison.worth(batch, [tokens for _, tokens in self.rows], 1)[:, 0]
+        return self.weight * self.comparison.final_rewards(batch, [tokens for _, tokens in self.rows], 1)[:, 0]
 
 
 def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) -> PromptSet:
-    """The prompts held out that neither runs nor the value models have learned from. ValueError where there is none."""
+    """Return the held-out prompts that neither runs nor the value models learned from. Raises ValueError if none."""
     learned = set[str]().union(*(value_dataset.learned_from(guided_responses.folder_of(path)) or () for path in values))
     different = held_out.distinct(training.ids)
     unseen = different.only([i for i, ids in enumerate(different.ids) if digest_of_prompt(ids) not in learned])
@@ -191,7 +191,7 @@ def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) ->
 
 
 def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
-    """Read tokenizer, prompts and rewards. Raises ValueError for what cannot be run."""
+    """Read tokenizer, prompts and rewards. Raises ValueError for a configuration that cannot be run."""
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
     limits = transformers_backend.limits_of(decoder.read_config(source))
@@ -238,7 +238,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
 
 
 def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
-    """The rewards of the way's answers, and what finding them has cost for all prompts, their choice included."""
+    """Return the rewards of a method's responses and their total cost, including the choice among candidates."""
     model, values, device, by_reward = c.model, c.values(method), c.queue.ranks.device, c.options.choose == "reward"
     peak, began = PeakMemory(device), perf_counter()
     found, cost = guided_search.search(
@@ -252,7 +252,9 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
     return {
         "prompts": c.prompts,
         "search": asdict(method.search),
-        "rewards": _judged(c, c.worth(c.batch, [one.tokens for one in answers], 1)).flatten().tolist(),
+        "rewards": _without_abstentions(c, c.final_rewards(c.batch, [one.tokens for one in answers], 1))
+        .flatten()
+        .tolist(),
         "tokens": cost.tokens,
         "queries": cost.queries - of_prefixes,
         "reward_queries": of_prefixes + sum(map(len, found)) * by_reward,
@@ -268,8 +270,8 @@ def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Cand
     """The candidate of each prompt with the largest reward."""
     most = max(map(len, found))  # fewer where a beam ended early, or ARGS has fewer tokens: the last one fills its row
     rows = [[*own, *[own[-1]] * (most - len(own))] for own in found]
-    worth = _judged(c, c.worth(c.batch, [one.tokens for own in rows for one in own], most))
-    return [own[i] for own, i in zip(rows, worth.argmax(1).tolist(), strict=True)]
+    rewards = _without_abstentions(c, c.final_rewards(c.batch, [one.tokens for own in rows for one in own], most))
+    return [own[i] for own, i in zip(rows, rewards.argmax(1).tolist(), strict=True)]
 
 
 def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
@@ -281,18 +283,18 @@ def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Can
     return [own[chooser.choose(p, own, t)[0]] for p, own, t in zip(c.batch.prompts, found, texts, strict=True)]
 
 
-def _judged(c: Comparison, worth: Tensor) -> Tensor:
-    """``worth`` (P, n), -inf where no reward judges. ValueError for a prompt of which none is judged."""
-    worth = worth.nan_to_num(nan=-math.inf)
-    unjudged = worth.isneginf().all(1).nonzero()[:, 0].tolist()
-    if unjudged:
-        what = "what was chosen for" if worth.shape[1] == 1 else "any candidate of"
-        raise ValueError(f"the rewards have nothing to say of {what} prompt {c.batch.index[unjudged[0]]}")
-    return worth
+def _without_abstentions(c: Comparison, rewards: Tensor) -> Tensor:
+    """Replace abstentions in rewards (P, n) by -inf. Raises ValueError for a prompt without any reward."""
+    rewards = rewards.nan_to_num(nan=-math.inf)
+    unscored = rewards.isneginf().all(1).nonzero()[:, 0].tolist()
+    if unscored:
+        what = "the response to" if rewards.shape[1] == 1 else "any candidate of"
+        raise ValueError(f"the rewards abstain for {what} prompt {c.batch.index[unscored[0]]}")
+    return rewards
 
 
 def run(c: Comparison) -> bool:
-    """Make what is missing; False where a signal ended it early. Collective."""
+    """Decode with the methods that are missing. Returns False if a signal ended it early. Collective."""
 
     def make(method: DecodingMethod) -> None:
         path, found = c.file(method), decode(c, method)
@@ -302,11 +304,11 @@ def run(c: Comparison) -> bool:
 
     different = list({c.file(method): method for method in c.methods}.values())
     missing = c.queue.missing(different, lambda method: c.file(method).is_file())
-    return c.queue.work("ways to decode", missing, make)
+    return c.queue.work("decoding methods", missing, make)
 
 
 def results(c: Comparison) -> list[dict[str, Any]]:
-    """Of every way: the mean reward with its interval over prompts, and its lead over best-of-N, prompt by prompt."""
+    """Return for every method the mean reward and the difference to best-of-N, with intervals over prompts."""
     found = [
         {"method": method.name, "budget": method.budget} | json.loads(c.file(method).read_text("utf-8"))
         for method in c.methods

@@ -1,4 +1,4 @@
-"""Ways to decode a frozen model at a budget: what each method of `nlgrpo decode` searches, and its cost by theory.
+"""Decoding methods of `nlgrpo decode` at a budget: the search of each, and its cost by theory.
 
 A budget is N = K B, the candidates of a prompt at any time; H tokens are the longest response, L those of a chunk.
 """
@@ -13,15 +13,15 @@ from nlgrpo.engine.guided_search import Search
 
 @dataclass(frozen=True)
 class DecodingMethod:
-    """A method at a budget."""
+    """A decoding method at a budget."""
 
     name: str
     budget: int
     search: Search
     values: tuple[int, ...] = ()
-    """Which of the value models guide it."""
+    """Indices of the value models that guide it."""
     weight: float | None = None
-    """Of the reward of prefixes; None: it is not asked for."""
+    """Weight of the reward of prefixes. None: not used."""
 
 
 def decoding_method(
@@ -81,11 +81,11 @@ def _unknown(method: str) -> str:
 
 
 def theory(method: DecodingMethod, length: int) -> dict[str, float]:
-    """A prompt's cost by IRO's Proposition 1, for responses of H tokens.
+    """Return the cost per prompt by Proposition 1 of IRO, for responses of H tokens.
 
     Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
-    and I U H / L queries (Eq. 44); with exact values it is worth best-of-N of U^(H / L) samples (Eq. 43), of which the
-    logarithm to base 10 is given: Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N. Best-of-N
+    and I U H / L queries (Eq. 44); with exact values it equals best-of-N with U^(H / L) samples (Eq. 43), whose
+    base-10 logarithm is returned; Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N. Best-of-N
     by value is a search with L = H.
     """
     tokens, queries = float(method.budget * length), float(method.budget * length / method.search.chunk)

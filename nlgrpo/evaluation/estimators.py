@@ -1,4 +1,4 @@
-"""What a model is worth under best-of-N: unbiased estimates from n samples per prompt, with intervals over prompts.
+"""Value of a model under best-of-N: unbiased estimates from n samples per prompt, with intervals over prompts.
 
 Plain tensors in, float64 out. Shapes: P prompts, n samples per prompt.
 """
@@ -134,7 +134,7 @@ def selected_value(rewards: Tensor, judged: Tensor, objective: Objective) -> Ten
     """Expected ``judged`` (P, n) of the response that ``objective`` chooses by ``rewards`` (P, n): (P,) float64.
 
     What users get who choose by a proxy: above some N it falls while the proxy's own value rises, which is
-    over-optimisation (Gao et al. 2023). Samples of equal reward are chosen as often, whatever they are judged.
+    over-optimisation (Gao et al. 2023). Samples of equal reward are chosen equally often.
 
     Raises ValueError as `chosen_weights` and `win_rate`.
     """
@@ -392,5 +392,5 @@ def _sequence(ns: Sequence[int]) -> list[int]:
 
 def _checked_n(best_of: int, n: int) -> int:
     if not isinstance(best_of, Integral) or not 1 <= best_of <= n:
-        raise ValueError(f"N must be an integer from 1 to {n}, the samples per prompt, got {best_of!r}; use more samples")
+        raise ValueError(f"N must be an integer from 1 to {n}, the samples per prompt, got {best_of!r}; use more")
     return int(best_of)

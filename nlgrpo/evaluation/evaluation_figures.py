@@ -1,4 +1,4 @@
-"""Pictures of what models are worth: against N, against KL, and one reward against another; from rows with intervals.
+"""Figures of evaluation results: value against N, against KL, and one reward against another, with intervals.
 
 All take the entries that a report has in its table (`evaluation_tables`), so that a picture shows what the table says.
 """

@@ -1,4 +1,4 @@
-"""What the pictures show: lengths, rewards and curves of one run or of several; drawn with matplotlib."""
+"""Figures of lengths, rewards and curves of one or several runs, with matplotlib."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Style:
 
 
 def series_style(place: int, again: int = 0) -> Style:
-    """Of the model at a ``place``; ``again`` counts other evaluations of it, which have its colour."""
+    """Return the style of the model at ``place``; ``again`` counts other evaluations of it, which share its colour."""
     turn = place // len(COLOURS) + again
     return Style(COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)])
 
@@ -75,7 +75,7 @@ def lengths(
         axes.set_ylabel("")
     elif len(values) > 2:
         legend(figure, [axes])
-    axes.set_title("How long the completions are")
+    axes.set_title("Completion length")
     return figure
 
 
@@ -95,7 +95,7 @@ def rewards(sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, Style]
 
 
 def _panels(count: int, rows: int, narrow: bool) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` histograms, each of so many models."""
+    """Create a figure for ``count`` histograms of ``rows`` models each."""
     columns = 1 if narrow or count == 1 else 2
     height = 3.9 if rows <= OVERLAID + 1 else 1.1 + 0.24 * rows
     lines = math.ceil(count / columns)
@@ -160,7 +160,7 @@ def shortened(label: str, most: int = 24) -> str:
 
 
 def figure_of(size: tuple[float, float]) -> Figure:
-    """An empty one, of so many inches, with room between its panels."""
+    """Create an empty figure of ``size`` in inches, with space between its panels."""
     return Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.06))
 
 
@@ -170,9 +170,8 @@ def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) ->
     if 1 < len(named) <= NAMED + 3:
         named = {label: named[label] for label in dict.fromkeys([*order, *named]) if label in named}
         columns = max(1, round(figure.get_figwidth() / 2.4))
-        figure.legend(
-            named.values(), [shortened(label, 34) for label in named], loc="outside lower center", ncols=columns
-        )
+        labels = [shortened(label, 34) for label in named]
+        figure.legend(named.values(), labels, loc="outside lower center", ncols=columns)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -318,15 +317,14 @@ def comparison(
     for i, label in enumerate(models):
         mean, low, high = (x.numpy() for x in values[label])
         right.fill_between(ns, low, high, color=_colour(i), alpha=0.2, linewidth=0)
-        right.plot(
-            ns, mean, color=_colour(i), marker=MARKERS[(i - 1) % len(MARKERS)] if i else "x", markersize=5, label=label
-        )
+        marker = MARKERS[(i - 1) % len(MARKERS)] if i else "x"
+        right.plot(ns, mean, color=_colour(i), marker=marker, markersize=5, label=label)
     right.set_xscale("log", base=2)
     right.set_xticks(ns, [str(best_of) for best_of in ns])
     right.minorticks_off()
     right.set_xlabel("N (samples to choose from)")
     right.set_ylabel("best-of-N reward, weighted sum")
-    right.set_title("What they are worth under best-of-N")
+    right.set_title("Value of best-of-N")
     right.legend()
     return figure
 
@@ -348,13 +346,11 @@ def _lengths_of_models(
             if axes is not panels[-1]:
                 axes.set_xlabel("")
                 axes.tick_params(labelbottom=False)
-    panels[0].set_title(
-        "How long the completions are" + " (% per token of length; grey: reference)" * (len(panels) > 1)
-    )
+    panels[0].set_title("Completion length" + " (% per token of length; grey: reference)" * (len(panels) > 1))
 
 
 def _colour(model: int) -> str:
-    """Of the reference, 0, and of the trained models."""
+    """Return the colour of the reference (0) or of a trained model."""
     return COLOURS[(model - 1) % len(COLOURS)] if model else GREY
 
 
@@ -385,7 +381,7 @@ def _length_axes(axes: Axes, max_length: int, targets: Sequence[float], *, legen
 
 
 def objective_label(sampled: EvaluationSamples) -> str:
-    """How a legend names a run: its objective, ``"bon:4"``, ``"mean (GRPO)"``, or each reward's own."""
+    """Name a run in a legend by its objective, such as ``"bon:4"`` or ``"mean (GRPO)"``, or by that of each reward."""
     objectives = sampled.objectives
     if len(set(objectives.values())) > 1:
         return ", ".join(f"{name} {objective}" for name, objective in objectives.items())

@@ -383,7 +383,7 @@ def _evaluated(run: Path) -> dict[str, EvaluationSamples]:
 def _comparable(
     evaluated: Mapping[Path, Mapping[str, EvaluationSamples]], configs: Mapping[Path, Mapping[str, Any]]
 ) -> dict[str, EvaluationSamples]:
-    """Models by the label of the legend, the reference first; runs of the same objective are told apart by folder."""
+    """Models by the label of the legend, the reference first; runs of the same objective are named by folder."""
     first_run, first = next(iter(evaluated.items()))
     models, taken = {REFERENCE: first["before"]}, set[str]()
     labels = [figures.objective_label(sampled["after"]) for sampled in evaluated.values()]

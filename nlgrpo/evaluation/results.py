@@ -69,7 +69,7 @@ class Entry:
 
 
 def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> list[Entry]:
-    """All numbers of an evaluation, model by model; the first one is the reference."""
+    """Return all numbers of an evaluation, model by model; the first model is the reference."""
     name, reference = next(iter(found.items()))
     base: dict[tuple[str, str], Tensor] = {}
     rows = []
@@ -86,7 +86,7 @@ def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], g
 def compared(
     label: str, quantity: str, procedure: str, values: Tensor, wins: Tensor | None, base: Tensor | None
 ) -> Entry:
-    """The entry of a model that is held against the reference's values ``base`` (P,), where it has some."""
+    """Return the entry of a model, compared with the reference's values ``base`` (P,) if there are any."""
     estimate, won = Estimate.of(values), None if wins is None else Estimate.of(wins)
     both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
     if base is None or not both.any():
@@ -101,7 +101,7 @@ Measured = Iterator[tuple[str, str, Tensor, Tensor | None]]
 def _measured(
     sampled: EvaluationSamples, reference: EvaluationSamples, procedures: Sequence[str], gold: Sequence[str]
 ) -> Measured:
-    """Quantity, procedure, its value at every prompt, NaN where it has none, and the win rate there."""
+    """Yield quantity, procedure, value per prompt (NaN if undefined), and win rate per prompt."""
     for name, rewards in sampled.rewards.items():
         if is_pairwise(sampled.objectives[name]):
             yield name, "mean", rewards.nanmean(1), None
@@ -131,12 +131,12 @@ def _under(rewards: Tensor, theirs: Tensor, objective: Objective) -> tuple[Tenso
     both = there & ~theirs.isnan().any(1)
     try:
         return values, _at(both, procedure_win_rate(rewards[both], theirs[both], objective))
-    except ValueError:  # it chooses no response
+    except ValueError:  # the objective chooses no response
         return values, None
 
 
 def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, theirs: Tensor) -> Measured:
-    """The answer's reward and how many draws it took, on the prompts where the reference has rewards too."""
+    """Yield the reward of the answer and the number of draws, on prompts where the reference has rewards too."""
     both = ~(rewards.isnan().any(1) | theirs.isnan().any(1))
     if not both.any():
         return
@@ -166,7 +166,7 @@ def _chosen(rewards: Tensor, judged: Tensor, objective: Objective) -> Tensor:
 
 
 def _at(where: Tensor, values: Tensor) -> Tensor:
-    """(P,), NaN where ``values`` says nothing."""
+    """Scatter ``values`` into (P,), NaN elsewhere."""
     out = torch.full(where.shape, math.nan, dtype=torch.float64)
     out[where] = values.double().cpu()
     return out
@@ -175,7 +175,7 @@ def _at(where: Tensor, values: Tensor) -> Tensor:
 def write(
     found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str], cfg: Config, folder: Path
 ) -> None:
-    """``results.json``: every entry, the configuration and the versions."""
+    """Write ``results.json``: every entry, the configuration and the versions."""
     rows = [asdict(entry) for entry in entries(found, procedures, gold)]
     content = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg), "results": rows}
     atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
@@ -190,14 +190,19 @@ def _no_nan(value: object) -> object:
 
 
 def tables(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> Iterator[Table]:
-    """One table a quantity: a line a procedure, a column a model, with win rates against the reference."""
+    """Yield one table per quantity: a row per procedure, a column per model, with win rates against the reference."""
     every = entries(found, procedures, gold)
     prompts, n = next(iter(found.values())).lengths.shape
     for quantity in dict.fromkeys(entry.quantity for entry in every if entry.procedure):
         rows = [entry for entry in every if entry.quantity == quantity]
         yield _table(f"{quantity} ({prompts} prompts x {n} samples)", rows, list(found), "procedure")
     rows = [entry for entry in every if not entry.procedure]
-    yield _table("how far they went", [Entry(e.model, "", e.quantity, e.estimate) for e in rows], list(found), "")
+    yield _table(
+        "KL to the reference, length, diversity",
+        [Entry(e.model, "", e.quantity, e.estimate) for e in rows],
+        list(found),
+        "",
+    )
 
 
 def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: str) -> Table:
@@ -222,11 +227,11 @@ def _cell(entry: Entry | None) -> str:
 
 
 def _stars(p: float) -> str:
-    """How sure it is that there is a difference at all."""
+    """Mark the significance of the difference."""
     return "" if math.isnan(p) else f", p {p:.2g}" if p >= 0.001 else ", p < 0.001"
 
 
-# --- before and after training -----------------------------------------------------------------------------------------
+# --- before and after training ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,19 @@ from nlgrpo.runtime import atomic_files
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """One reward over all prompts; NaN where nothing was scored."""
+    """Statistics of one reward over all prompts; NaN if nothing was scored."""
 
     name: str
     mean: float
-    deviation: float  # of all completions
-    within: float  # mean over prompts of the deviation among a prompt's samples
-    one_value: float  # share of prompts whose samples all have one reward: their ranks say nothing
-    ties: float  # share of the pairs of a prompt's samples that have the same reward
+    std: float  # of all completions
+    std_in_prompt: float  # mean over prompts of the std among a prompt's samples
+    zero_std: float  # share of prompts whose samples all have the same reward, and so no ranks
+    ties: float  # share of pairs of a prompt's samples with the same reward
     abstained: int  # completions
 
 
 def summarize(name: str, rewards: Tensor) -> RewardSummary:
-    """Of rewards (P, K). Prompts of which a sample was not scored count in the mean and the deviation alone."""
+    """Summarize rewards (P, K). Prompts with an unscored sample count only in the mean and the std."""
     there = rewards[~rewards.isnan()]
     whole = rewards[~rewards.isnan().any(1)].sort(1).values
     K = rewards.shape[1]
@@ -45,40 +45,40 @@ def summarize(name: str, rewards: Tensor) -> RewardSummary:
     return RewardSummary(
         name=name,
         mean=there.mean().item(),
-        deviation=there.std().item() if len(there) > 1 else math.nan,
-        within=(squares / (K - 1)).sqrt().mean().item(),
-        one_value=(whole[:, 0] == whole[:, -1]).double().mean().item(),
+        std=there.std().item() if len(there) > 1 else math.nan,
+        std_in_prompt=(squares / (K - 1)).sqrt().mean().item(),
+        zero_std=(whole[:, 0] == whole[:, -1]).double().mean().item(),
         ties=tied.mean().item(),
         abstained=rewards.numel() - len(there),
     )
 
 
 def table(rollouts: ReferenceRollouts) -> Table:
-    """A line a reward, and what the completions are like below."""
+    """Build a table with a row per reward, and lengths and log-probs in its caption."""
     P, K = rollouts.lengths.shape
     found = Table(title=f"{P:,} prompts x {K:,} samples of the reference", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("reward", "mean", "deviation", "within", "one value", "ties", "abstained"):
+    for heading in ("reward", "mean", "std", "std in prompt", "zero-std prompts", "ties", "abstained"):
         found.add_column(heading, justify="left" if heading == "reward" else "right")
     for name, values in rollouts.rewards.items():
         s = summarize(name, values)
-        numbers = [f"{s.mean:.4f}", f"{s.deviation:.4f}", f"{s.within:.4f}", f"{s.one_value:.1%}", f"{s.ties:.1%}"]
+        numbers = [f"{s.mean:.4f}", f"{s.std:.4f}", f"{s.std_in_prompt:.4f}", f"{s.zero_std:.1%}", f"{s.ties:.1%}"]
         found.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}")
     length, cut = rollouts.lengths.double().mean().item(), (~rollouts.finished).double().mean().item()
     found.caption_justify = "left"
     found.caption = (
-        f"{length:.1f} tokens a completion, {cut:.1%} cut at {rollouts.index.origin.sampling.max_new_tokens}; "
+        f"{length:.1f} tokens per completion, {cut:.1%} cut at {rollouts.index.origin.sampling.max_new_tokens}; "
         f"log-prob {rollouts.logprobs.mean().item():.2f}"
     )
     return found
 
 
 def ks_tables(rollouts: ReferenceRollouts, sizes: Sequence[int], nested: bool) -> Iterator[Table]:
-    """A table a reward; prompts of which a sample was not scored are left out."""
+    """Yield a table per reward; prompts with an unscored sample are left out."""
     for name, values in rollouts.rewards.items():
         whole = values[~values.isnan().any(1)]
         if not len(whole):
             continue
-        how = "the smaller of the larger's own" if nested else "of samples that share none"
+        how = "nested samples" if nested else "disjoint samples"
         title = f"{name}: two-sample Kolmogorov-Smirnov tests at 5%, {how}"
         found = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for heading in kolmogorov_smirnov.COLUMNS:
@@ -89,7 +89,7 @@ def ks_tables(rollouts: ReferenceRollouts, sizes: Sequence[int], nested: bool) -
 
 
 def draw_calibration(rollouts: ReferenceRollouts) -> list[Path]:
-    """``calibration-NAME.png`` of every reward, in the folder: rewards over ranks, before and after."""
+    """Draw ``calibration-NAME.png`` of every reward into the folder: rewards over ranks, before and after."""
     written = []
     for name, values in rollouts.rewards.items():
         whole = values[~values.isnan().any(1)]

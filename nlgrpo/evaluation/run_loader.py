@@ -37,7 +37,7 @@ LOGGED = re.compile(
 
 @dataclass
 class Model:
-    """One trained model: what it was made with, what was logged, what it is worth; empty where that is not known."""
+    """One trained model: configuration, logged metrics and results; empty if unknown."""
 
     label: str
     name: str  # of its folder, or in its evaluation: the same model keeps its colour in both
@@ -45,7 +45,7 @@ class Model:
     state: str = ""
     logged: list[dict[str, Any]] = field(default_factory=list)
     sampled: EvaluationSamples | None = None
-    reference: str = ""  # label of the one that it is held against
+    reference: str = ""  # label of the model that it is compared with
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -223,7 +223,7 @@ def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
 
 
 def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
-    """Add what the model is worth, and its reference if that is a new one."""
+    """Add the results of the model, and of its reference if that is new."""
     if "before" in sampled:
         model.reference, new = found.reference_label(sampled["before"], model.label)
         if new:

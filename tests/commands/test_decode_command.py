@@ -393,7 +393,7 @@ def test_methods():
         ({"guide": "policy", "betas": ()}, "policy"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
-            "rewards.low compares completions with each other, and a search what each is worth by itself",
+            "rewards.low compares completions with each other, and a search scores each one alone",
         ),
         ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
     ],
@@ -407,9 +407,9 @@ def test_refused(work, capsys, changes, said):
 def test_rewards_that_say_nothing_and_a_plan(work, capsys):
     silent = {"rewards__low__function": f"{work / 'rewards.py'}:silent"}
     assert cli.main(arguments(work, "silent", **silent)) == 1
-    assert "the rewards have nothing to say of any candidate of prompt" in capsys.readouterr().err
+    assert "the rewards abstain for any candidate of prompt" in capsys.readouterr().err
     assert cli.main(arguments(work, "silent", choose="majority", **silent)) == 1
-    assert "the rewards have nothing to say of what was chosen for prompt" in capsys.readouterr().err
+    assert "the rewards abstain for the response to prompt" in capsys.readouterr().err
     assert cli.main(arguments(work, "planned", "--dry-run")) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "3 that runs hold out" in shown

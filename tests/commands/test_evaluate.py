@@ -186,7 +186,7 @@ def test_a_reward_that_fails_half_way(work, capsys):
     assert cli.main(options) == 1
     said = capsys.readouterr().err
     assert "reward 'fickle' raised KeyError" in said
-    assert "is kept; the same command goes on" in said
+    assert "are saved; run the same command again" in said
     before = kept(work / "fickle")
     assert before
     (work / "mode").write_text("")

@@ -356,7 +356,7 @@ def test_a_prompt_that_no_reward_judges(work):
 def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
     (tmp_path / "iteration-1").mkdir()
     assert cli.main(["generate", "w1", "--model", str(work / "policy"), "--guide", str(tmp_path)]) == 1
-    assert "has not finished; the same command goes on" in capsys.readouterr().err
+    assert "has not finished; run it again to resume" in capsys.readouterr().err
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
         ({"chunk": 6}, "--chunk 6: responses have at most 6 tokens (rollout.max_new_tokens), so no value would guide"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
-            "rewards.low compares completions with each other, and a search what each is worth by itself",
+            "rewards.low compares completions with each other, and a search scores each one alone",
         ),
         ({"value__epochs": 0}, "--value.epochs 0: allowed is > 0"),
         ({"value__completions": 0}, "--value.completions 0: allowed is >= 1"),

@@ -221,7 +221,7 @@ def test_an_abstaining_reward_has_no_cdf(work, capsys):
     with pytest.raises(ValueError, match=f"'shy' abstained for samples of {int(absent.any(1).sum())} prompts"):
         found.ecdf("shy")
     summary = summarize("shy", found.rewards["shy"])
-    assert (summary.mean, summary.deviation, summary.abstained) == (1.0, 0.0, int(absent.sum()))
+    assert (summary.mean, summary.std, summary.abstained) == (1.0, 0.0, int(absent.sum()))
     assert str(int(absent.sum())) in capsys.readouterr().out
 
 
@@ -433,7 +433,7 @@ def test_rollouts_cut_short(work, rollouts, capsys):
     completions[0].write_bytes(completions[0].read_bytes()[:-9])
     completions[1].unlink()
     scores[0].write_bytes(b"")
-    with pytest.raises(ValueError, match="the rollouts of 5 of 7 prompts are missing, damaged or not scored; the same"):
+    with pytest.raises(ValueError, match="the rollouts of 5 of 7 prompts are missing, damaged or not scored; run the same"):
         load(folder)
     assert cli.main(arguments(work, "short")) == 0
     assert "1 of 4 files are already done" in capsys.readouterr().out
@@ -489,7 +489,7 @@ def test_a_reward_that_fails_half_way(work, capsys):
     assert "reward 'fickle' raised KeyError" in shown
     assert "prompts 2 to 3" in shown
     assert 'raise KeyError("no such word")' in shown
-    assert "is kept; the same command goes on" in shown
+    assert "are saved; run the same command again" in shown
     before = contents(work / "fickle")
     with pytest.raises(ValueError, match="the rollouts of 5 of 7 prompts are missing"):
         load(work / "fickle")
@@ -574,9 +574,9 @@ def test_summary_by_counting():
     tied = [sum(row[i] == row[j] for i, j in pairs) / len(pairs) for row in rewards.tolist()]
     found = summarize("x", rewards)
     assert found.mean == pytest.approx(14 / 12)
-    assert found.deviation == pytest.approx(rewards.flatten().std().item())
-    assert found.within == pytest.approx((0 + (2 / 3) ** 0.5 + (5 / 3) ** 0.5) / 3)
-    assert found.one_value == pytest.approx(1 / 3)
+    assert found.std == pytest.approx(rewards.flatten().std().item())
+    assert found.std_in_prompt == pytest.approx((0 + (2 / 3) ** 0.5 + (5 / 3) ** 0.5) / 3)
+    assert found.zero_std == pytest.approx(1 / 3)
     assert found.ties == pytest.approx(sum(tied) / 3)
     assert tied == [1.0, 2 / 12, 0.0]
 
@@ -601,7 +601,7 @@ def test_ks_tests_are_scipys_and_pictures_are_drawn(work, capsys):
 
     assert cli.main([*arguments(work, "first"), "--ks", "3", str(K), "--ks-nested"]) == 0
     shown = capsys.readouterr().out
-    assert "short: two-sample Kolmogorov-Smirnov tests at 5%, the smaller of the larger's own" in said(shown)
+    assert "short: two-sample Kolmogorov-Smirnov tests at 5%, nested samples" in said(shown)
     kept = load(work / "first")
     few = kolmogorov_smirnov.ks_table(kept.rewards["short"], [3, K], nested=True)[0]
     chosen = kolmogorov_smirnov._shuffled(kept.rewards["short"], 0)

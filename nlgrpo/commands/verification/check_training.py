@@ -66,7 +66,7 @@ def proposition_3_1(quick: bool) -> Proof:
     densities["mean"] = (naive * K, None)
     away = naive[(tabular.cells(K) - 0.5).abs() > 2 / K].sum().item()
     worth = values(opposed(K), naive[None], 4).mean().item() - values(opposed(K), uniform[None], 4).mean().item()
-    note = f"its best-of-4 is worth {worth:+.4f} against the uniform policy's"
+    note = f"its best-of-4 value minus that of the uniform policy: {worth:+.4f}"
     claim = "Plain GRPO ends in a point mass at 0.5"
     results.append(Result(claim, "Sec. 3.1", "mass further than two cells off", away, at_most=1e-6, note=note))
     return Proof(results, {"densities": densities, "paths": paths})
@@ -175,7 +175,7 @@ def _regularised(rewards: Tensor, log_pi: Tensor, n: int, beta: float, reference
 def _regularised_optimum(n: int, beta: float, reference: Tensor) -> tuple[Tensor, float]:
     """log pi* (1, K) of a concave objective, and how far its gradient by autograd is from 0.
 
-    Found by many short updates; that it is the optimum is told by the gradient of the definition alone.
+    Found by many short updates; the gradient of the definition alone shows that it is the optimum.
     """
     rewards, half = opposed(reference.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
     log_pi = reference
