@@ -1,7 +1,7 @@
 """What the ops equal, in plain PyTorch: no argument checks, no fused passes, differentiable throughout.
 
-Legend: T packed tokens, D width, V vocabulary, P prompts, M samples per prompt. Inputs narrower than float32 are widened
-before anything non-linear; results are float32, or float64 for float64 inputs.
+Legend: T packed tokens, D width, V vocabulary, P prompts, M samples per prompt. Inputs narrower than float32 are
+widened before anything non-linear; results are float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations

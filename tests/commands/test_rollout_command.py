@@ -433,7 +433,9 @@ def test_rollouts_cut_short(work, rollouts, capsys):
     completions[0].write_bytes(completions[0].read_bytes()[:-9])
     completions[1].unlink()
     scores[0].write_bytes(b"")
-    with pytest.raises(ValueError, match="the rollouts of 5 of 7 prompts are missing, damaged or not scored; run the same"):
+    with pytest.raises(
+        ValueError, match="the rollouts of 5 of 7 prompts are missing, damaged or not scored; run the same"
+    ):
         load(folder)
     assert cli.main(arguments(work, "short")) == 0
     assert "1 of 4 files are already done" in capsys.readouterr().out

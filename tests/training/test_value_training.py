@@ -420,7 +420,9 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
     policy = {"compress__values": (work / "policy",)}
     assert "is not a value model: it has no scalar head" in refused(**policy)
     assert "compress needs kind = 'mse', lam = 1 and gamma = 1" in refused(loss__lam=0.5, **policy)
-    assert "compress.betas has 2 numbers for 1 names in compress.values" in refused(compress__betas=(1.0, 2.0), **policy)
+    assert "compress.betas has 2 numbers for 1 names in compress.values" in refused(
+        compress__betas=(1.0, 2.0), **policy
+    )
     assert "compress.betas = (0.0,): allowed is numbers > 0" in refused(compress__betas=(0.0,), **policy)
     assert "compress.betas = (1e-320,): allowed is numbers > 0" in refused(compress__betas=(1e-320,), **policy)
     assert "data.rewards = ('first',): allowed is none" in refused(data__rewards=("first",), **policy)
