@@ -11,16 +11,17 @@ Baseline = Literal["mean", "loo", "none"]
 
 
 def centre(linear: Tensor) -> Tensor:
-    """Less the mean of each group, (P, M) -> (P, M); exactly 0 where a group is of equal values."""
+    """Subtract the mean of each group, (P, M) -> (P, M). A group of equal values gives exactly 0."""
     # The mean of M equal numbers may differ from them in the last bit, and a division by eps would show it.
     equal = (linear == linear[:, :1]).all(-1, keepdim=True)
     return torch.where(equal, 0.0, linear - linear.mean(-1, keepdim=True))
 
 
 def subtract_baseline(linear: Tensor, baseline: Baseline) -> Tensor:
-    """Less the mean of each group ("mean"), less the mean of its others ("loo", M/(M-1) times the former), or as it is.
+    """Subtract a baseline from linearised rewards (P, M).
 
-    Of (P, M); a group of one has an advantage of 0 unless there is no baseline. ValueError for another ``baseline``.
+    "mean" subtracts the mean of the group, "loo" the mean of its other samples (M/(M-1) times "mean"), "none" nothing.
+    A group of one sample has an advantage of 0 unless the baseline is "none". Raises ValueError for another ``baseline``.
     """
     if baseline not in ("mean", "loo", "none"):
         raise ValueError(f"baseline={baseline!r} is not known; expected 'mean', 'loo' or 'none'.")
@@ -37,16 +38,18 @@ def advantages(
     baseline: Baseline = "mean",
     eps: float = 1e-4,
 ) -> Tensor:
-    """A_j = (r~_j - baseline) / scale, (P, M) -> (P, M).
+    """Turn linearised rewards into advantages, (P, M) -> (P, M).
 
-    ``baseline``: see `subtract_baseline`; "none" too for what has one already (`Objective.advantage`).
+        A_j = (r~_j - baseline) / scale
 
-    ``scale`` is 1 for "none", the default: dividing would undo the scale that the linearisation gives (IAMA, 6).
-    "group" divides by std + ``eps`` of the group (with M - 1 in the denominator), as GRPO and TRL do. "batch" divides
-    by that of all advantages together (P M - 1). TRL takes the rewards there, before their group means are subtracted;
-    a linearised reward has a free constant per group, which must not count.
+    ``baseline``: see `subtract_baseline`; "none" for rewards that have a baseline already (`Objective.advantage`).
 
-    With a baseline a group of equal values has advantages of exactly 0 in every case, and so has a group of one.
+    ``scale``: "none" does not divide, which keeps the scale of the linearisation (IAMA, 6). "group" divides by std +
+    ``eps`` of the group (with M - 1 in the denominator), as GRPO and TRL do. "batch" divides by the std of all
+    advantages (P M - 1). TRL takes the std of the rewards there, before their group means are subtracted; a linearised
+    reward has a free constant per group, which must not count.
+
+    With a baseline, a group of equal values and a group of one sample have advantages of exactly 0.
 
     Raises ValueError for an unknown ``scale`` or ``baseline``, a shape that is not (P, M >= 1), and values that are not
     finite.
@@ -69,9 +72,11 @@ def advantages(
 
 
 def effective_sample_size(advantages: Tensor) -> Tensor:
-    """(sum_j |A_j|)^2 / sum_j A_j^2 per group, averaged over the groups: (P, M) -> scalar in [0, M].
+    """Number of samples of a group that carry its gradient, averaged over the groups: (P, M) -> scalar in [0, M].
 
-    How many samples of a group carry its gradient: M when all weigh the same, 1 when one does, 0 for a group of zeros.
+        (sum_j |A_j|)^2 / sum_j A_j^2
+
+    M if all samples have the same weight, 1 if only one has any, 0 for a group of zeros.
     """
     size = advantages.abs()
     size = size / size.amax(-1, keepdim=True).clamp(min=torch.finfo(size.dtype).tiny)  # squares of small ones vanish

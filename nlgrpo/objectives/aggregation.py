@@ -1,8 +1,8 @@
-"""Several objectives as one: g(R_1, .., R_m) and its gradient, which weighs the m linearised rewards.
+"""Aggregates of several objectives: g(R_1, .., R_m) and its gradient, which weights the m linearised rewards.
 
 The first variation of g(R_1[pi], .., R_m[pi]) is sum_i (dg/dR_i) (dR_i/dpi), with dg/dR_i taken at the values over the
-whole batch (IAMA, Alg. 2). Values are (m,), or (m, P) for a g at each prompt, E_x g(R_1(x), .., R_m(x)), which is
-another objective. Legend: m rewards, P prompts, M samples per prompt.
+whole batch (IAMA, Alg. 2). Values are (m,), or (m, P) for g at each prompt, E_x g(R_1(x), .., R_m(x)), which is a
+different objective. Legend: m rewards, P prompts, M samples per prompt.
 
 A string names an aggregate in a config: "sum", "min", "smooth_min:4"; `parse` reads it.
 """
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 class Aggregate(ABC):
-    """A function g of the values of m objectives. A NaN is the value of a reward that was given nowhere."""
+    """A function g of the values of m objectives. NaN is the value of a reward that abstained everywhere."""
 
     def value(self, values: Tensor) -> Tensor:
-        """g at ``values`` (m,) or (m, P): a scalar, or (P,). Raises ValueError for another shape."""
+        """Return g at ``values`` (m,) or (m, P): a scalar, or (P,). Raises ValueError for another shape."""
         return self._value(self._checked(values))
 
     def gradient(self, values: Tensor) -> Tensor:
-        """dg/dR_i at ``values``, in their shape and dtype and on their device. Raises ValueError as `value`."""
+        """Return dg/dR_i at ``values``, with their shape, dtype and device. Raises ValueError as `value`."""
         return self._gradient(self._checked(values))
 
     def _checked(self, values: Tensor) -> Tensor:
@@ -49,12 +49,12 @@ class Aggregate(ABC):
 
 @dataclass(frozen=True)
 class WeightedSum(Aggregate):
-    """g(R) = sum_i w_i R_i, whose gradient is w wherever the values are.
+    """Weighted sum g(R) = sum_i w_i R_i, with the constant gradient w.
 
-    ``weights`` is any sequence of m numbers; they need not sum to 1, and a negative one asks for less of its reward.
-    A reward of weight 0 is left out, also where its value is not defined.
+    ``weights``: m numbers, which need not sum to 1; a negative weight minimizes its objective. A reward of weight 0 is
+    ignored, also if its value is NaN.
 
-    Raises ValueError for no weights, and for one that is not finite.
+    Raises ValueError for empty or non-finite weights.
     """
 
     weights: Sequence[float]
@@ -75,11 +75,11 @@ class WeightedSum(Aggregate):
 
 @dataclass(frozen=True)
 class Min(Aggregate):
-    """g(R) = min_i R_i: train for the reward that is worst off.
+    """Minimum g(R) = min_i R_i: train for the worst objective.
 
-    Its subgradient is 1 at the smallest value, split evenly where several are smallest, and 0 elsewhere. ``weights``, m
-    numbers unless all are meant, only tell which rewards are compared: those of weight 0 are not. Nor is a NaN; where
-    nothing is left, g is NaN and its gradient 0.
+    The subgradient is 1 at the smallest value, split evenly between ties, and 0 elsewhere. ``weights`` (m numbers, or
+    None for all) only select what is compared: rewards of weight 0 are ignored, and so are NaN. If nothing is left, g
+    is NaN and its gradient 0.
 
     Raises ValueError for weights that are negative, infinite or all 0.
     """
@@ -90,7 +90,7 @@ class Min(Aggregate):
         _check_shares(self, self.weights)
 
     def _compared(self, values: Tensor) -> Tensor:
-        """The values, inf for what is left out."""
+        """Return the values, with inf for ignored ones."""
         out = values.isnan()
         if self.weights is not None:
             out = out | (_column(self.weights, values) == 0)
@@ -107,13 +107,13 @@ class Min(Aggregate):
 
 @dataclass(frozen=True)
 class SmoothMin(Aggregate):
-    """g(R) = -1/gamma log sum_i w_i e^{-gamma R_i}, a minimum whose gradient is shared by all that are near it.
+    """g(R) = -1/gamma log sum_i w_i e^{-gamma R_i}, a minimum whose gradient is shared by all values near it.
 
         dg/dR_i = softmax_i(log w_i - gamma R_i)                                     (IAMA, Sec. 6, Fig. 3b)
 
-    ``gamma`` > 0, in 1/reward: gamma -> inf is `Min`, and gamma -> 0 the mean by the weights w, if these sum to 1.
-    ``weights``, m numbers >= 0, are equal and sum to 1 unless given. The gradient sums to 1. What has weight 0 or is
-    NaN is left out; where nothing is left, g is NaN and its gradient 0.
+    ``gamma`` > 0, in 1/reward: gamma -> inf is `Min`, and gamma -> 0 the weighted mean, if the weights sum to 1.
+    ``weights``: m numbers >= 0, equal and summing to 1 by default. The gradient sums to 1. Rewards of weight 0 and NaN
+    are ignored; if nothing is left, g is NaN and its gradient 0.
 
     Raises ValueError for a gamma that is not positive and finite, and for weights that are negative, infinite or all 0.
     """
@@ -127,7 +127,7 @@ class SmoothMin(Aggregate):
         _check_shares(self, self.weights)
 
     def _exponents(self, values: Tensor) -> Tensor:
-        """log w_i - gamma R_i, -inf for what is left out."""
+        """Return log w_i - gamma R_i, with -inf for ignored rewards."""
         there = ~values.isnan()
         weights = 1 / there.sum(0).to(values) if self.weights is None else _column(self.weights, values)
         return torch.where(there, weights.log() - self.gamma * values, -torch.inf)
@@ -142,9 +142,9 @@ class SmoothMin(Aggregate):
 
 
 def parse(text: str, weights: Sequence[float]) -> Aggregate:
-    """The aggregate that ``text`` names: "sum" -> `WeightedSum`, "min" -> `Min`, "smooth_min:GAMMA" -> `SmoothMin`.
+    """Parse the name of an aggregate: "sum" -> `WeightedSum`, "min" -> `Min`, "smooth_min:GAMMA" -> `SmoothMin`.
 
-    `SmoothMin` gets the weights divided by their sum, so that it lies between the least value and their mean.
+    `SmoothMin` gets the weights divided by their sum, so it lies between the smallest value and the weighted mean.
 
     Raises ValueError for another text, and for weights that do not fit.
     """
@@ -164,16 +164,16 @@ def parse(text: str, weights: Sequence[float]) -> Aggregate:
 
 
 def moving_average(before: Sequence[float], values: Tensor, memory: float) -> Tensor:
-    """memory before + (1 - memory) values, (m,). A NaN counts for nothing, in either."""
+    """Return memory * before + (1 - memory) * values, (m,). NaN in either is ignored."""
     old = values.new_tensor(before) if before else torch.full_like(values, torch.nan)
     moved = memory * old + (1 - memory) * values
     return torch.where(old.isnan(), values, torch.where(values.isnan(), old, moved))
 
 
 def combine(linear: Tensor, gradient: Tensor) -> Tensor:
-    """Linearised reward of the aggregate, sum_i gradient_i linear_i: (m, P, M) and (m,) or (m, P) -> (P, M).
+    """Return the linearised reward of the aggregate, sum_i gradient_i linear_i: (m, P, M), (m,) or (m, P) -> (P, M).
 
-    A reward of gradient 0 is left out, also where its linearised rewards are infinite.
+    A reward with gradient 0 is ignored, also if its linearised rewards are infinite.
     """
     if linear.ndim != 3 or gradient.shape not in (linear.shape[:1], linear.shape[:2]):
         raise ValueError(
@@ -185,13 +185,13 @@ def combine(linear: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _column(weights: Sequence[float], values: Tensor) -> Tensor:
-    """Weights (m,) or (m, 1), to be broadcast over ``values``."""
+    """Return the weights as (m,) or (m, 1), to broadcast over ``values``."""
     column = torch.tensor(weights, dtype=values.dtype, device=values.device)
     return column.view(-1, *[1] * (values.ndim - 1))
 
 
 def _check_shares(aggregate: Min | SmoothMin, weights: Sequence[float] | None) -> None:
-    """Weights as a tuple, if there are any."""
+    """Check the weights and store them as a tuple, if there are any."""
     if weights is None:
         return
     shares = tuple(float(w) for w in weights)

@@ -1,4 +1,4 @@
-"""A functional of the policy at one prompt: what all objectives are, and what may be given to them.
+"""Base class of objectives: a functional of the policy at one prompt, and checks of its arguments.
 
 Legend: P prompts, M atoms per prompt, usually the M samples of a group.
 """
@@ -16,32 +16,32 @@ from nlgrpo.objectives.advantages import Baseline, subtract_baseline
 
 
 class Objective(ABC):
-    """A functional R[pi] of the policy at one prompt. ``rewards`` (P, M) are those of M atoms, usually samples.
+    """A functional R[pi] of the policy at one prompt. ``rewards`` (P, M) are the rewards of M atoms, usually samples.
 
-    ``probs``, (M,) or (P, M), are the atoms' probabilities under pi. Unless given they are samples, of 1/M each.
+    ``probs``, (M,) or (P, M), are the probabilities of the atoms under pi; 1/M each by default.
     """
 
     pairwise: ClassVar[bool] = False
-    """Whether it takes kernel matrices (P, M, M), similarities of the samples of a group, in the place of rewards."""
+    """Whether it takes kernel matrices (P, M, M), the similarities of a group's samples, instead of rewards."""
 
     def linearize(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
-        """First variation dR/dpi at each atom, (P, M), up to a constant per prompt.
+        """Return the first variation dR/dpi at each atom, (P, M), up to a constant per prompt.
 
-        Raises ValueError for rewards that are not (P, M >= 1) or hold a NaN, and for probs that are no distribution.
+        Raises ValueError for rewards that are not (P, M >= 1) or contain NaN, and for invalid probs.
         """
         return self._linearize(*self._checked(rewards, probs))
 
     def value(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
-        """R of each prompt's distribution, (P,). Raises ValueError as `linearize`."""
+        """Return the value R at each prompt, (P,). Raises ValueError as `linearize`."""
         return self._value(*self._checked(rewards, probs))
 
     def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
-        """What each sample of a group adds, (P, M): its linearised reward less a baseline.
+        """Return the linearised reward of each sample minus a baseline, (P, M).
 
-        "mean" takes the group's mean r~ (IAMA), which holds 1/M of the sample's own linearised reward, so that the
-        expected gradient is (M-1)/M of that without one; "loo", leave-one-out, takes the mean of the others, which is
-        M/(M-1) times "mean" and has no such share; "none" takes nothing. An estimator that is without bias has a
-        baseline without bias, and is the same with "mean" and "loo".
+        "mean" subtracts the mean of the group (IAMA). It contains 1/M of the sample's own linearised reward, so the
+        expected gradient is (M-1)/M of that without a baseline. "loo" (leave-one-out) subtracts the mean of the others,
+        which gives M/(M-1) times "mean" and has no such bias. "none" subtracts nothing. Unbiased estimators have an
+        unbiased baseline of their own, which "mean" and "loo" both use.
 
         Raises ValueError as `linearize`, and for another ``baseline``.
         """
@@ -51,13 +51,13 @@ class Objective(ABC):
 
     @property
     def fewest(self) -> int:
-        """Samples that a group must have at least."""
+        """Minimum number of samples in a group."""
         return 1
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The string from which `nlgrpo.objectives.parse` makes this objective."""
+        """The string that `nlgrpo.objectives.parse` turns into this objective."""
 
     @abstractmethod
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor: ...
@@ -66,11 +66,11 @@ class Objective(ABC):
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor: ...
 
     def _uncentred(self, rewards: Tensor) -> Tensor:
-        """The linearised reward with a constant to which the sample itself adds nothing, as far as there is one."""
+        """Return the linearised reward with a constant that does not depend on the sample itself, if possible."""
         return self._linearize(rewards, None)
 
     def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Both as plain data in float32 or float64, ``probs`` expanded to (P, M)."""
+        """Return both detached, in float32 or float64, with ``probs`` expanded to (P, M)."""
         if rewards.ndim != 2 or rewards.shape[1] == 0:
             raise ValueError(f"expected rewards (P, M) with M >= 1, got {tuple(rewards.shape)}.")
         rewards = reference.widen(rewards.detach())
@@ -86,18 +86,18 @@ class Objective(ABC):
 
 
 def is_number(x: object) -> bool:
-    """Whether ``x`` is a finite int or float, and no bool."""
+    """Whether ``x`` is a finite int or float, but not a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def first(bad: Tensor) -> str:
-    """The first true element of (P, M), in words."""
+    """Name the first true element of (P, M)."""
     group, sample = bad.nonzero()[0].tolist()
     return f"group {group}, sample {sample}"
 
 
 def masses(probs: Tensor, atoms: Tensor) -> Tensor:
-    """``probs`` (M,) or (P, M) as (P, M), in the type of ``atoms`` (P, M). ValueError if they are no distribution."""
+    """Expand ``probs`` (M,) or (P, M) to (P, M), in the dtype of ``atoms``. Raises ValueError if not a distribution."""
     if probs.shape not in (atoms.shape, atoms.shape[1:]):
         raise ValueError(f"expected probs {tuple(atoms.shape)} or {tuple(atoms.shape[1:])}, got {tuple(probs.shape)}.")
     probs = probs.detach().to(atoms).expand_as(atoms)
