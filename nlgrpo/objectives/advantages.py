@@ -21,7 +21,7 @@ def subtract_baseline(linear: Tensor, baseline: Baseline) -> Tensor:
     """Subtract a baseline from linearised rewards (P, M).
 
     "mean" subtracts the mean of the group, "loo" the mean of its others (M/(M-1) times "mean"), "none" nothing.
-    A group of one sample has an advantage of 0 unless the baseline is "none". Raises ValueError for another ``baseline``.
+    A group of one sample has an advantage of 0 unless the baseline is "none". Raises ValueError for other baselines.
     """
     if baseline not in ("mean", "loo", "none"):
         raise ValueError(f"baseline={baseline!r} is not known; expected 'mean', 'loo' or 'none'.")
