@@ -20,7 +20,6 @@ from typing import Any
 import mkdocs_gen_files
 
 ROOT = Path(__file__).parents[1]
-API = ROOT / "build" / "api"  # has `kernels/` as `nlgrpo/kernels`, for mkdocstrings
 
 CONFIGURATIONS = {
     "train": (
@@ -57,18 +56,6 @@ def modules(room: str) -> Iterator[str]:
 def document(path: str, text: str) -> None:
     with mkdocs_gen_files.open(f"reference/{path}.md", "w") as page:
         page.write(text)
-
-
-def link_sources() -> None:
-    """Create ``build/api/nlgrpo`` with links to the sources, laid out as an installed package."""
-    package = API / "nlgrpo"
-    package.mkdir(parents=True, exist_ok=True)
-    for source in [*(p for p in (ROOT / "nlgrpo").iterdir() if p.name != "__pycache__"), ROOT / "kernels"]:
-        link = package / source.name
-        if link.is_symlink():
-            link.unlink()
-        if not link.exists():
-            link.symlink_to(source, target_is_directory=source.is_dir())
 
 
 def api_page(title: str, rooms: list[str]) -> str:
@@ -160,7 +147,6 @@ def commands_page() -> str:
 
 
 sys.path.insert(0, str(ROOT))
-link_sources()
 document("commands", commands_page())
 document("configuration", configuration_page())
 for page, (title, rooms) in PAGES.items():
