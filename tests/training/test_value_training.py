@@ -425,7 +425,7 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
     )
     assert "compress.betas = (0.0,): allowed is numbers > 0" in refused(compress__betas=(0.0,), **policy)
     assert "compress.betas = (1e-320,): allowed is numbers > 0" in refused(compress__betas=(1e-320,), **policy)
-    assert "data.rewards = ('first',): allowed is none" in refused(data__rewards=("first",), **policy)
+    assert "data.rewards = ('first',): allowed is empty" in refused(data__rewards=("first",), **policy)
 
 
 def test_a_reward_without_weight_judges_nothing(work):
