@@ -1,6 +1,6 @@
-"""Training data: prompts and preference pairs as token ids, in an order that one integer resumes.
+"""Training data: prompts and preference pairs as token ids. One integer, the cursor, is enough to resume their order.
 
-`sources` reads files and `datasets` names; `prompt_dataset` and `preference_dataset` tokenize; `retokenize` carries
-text between two tokenizers; `assets/` is the embedded model with its prompts. Imports no other room. Read
+`sources` reads files and data sets of the hub; `prompt_dataset` and `preference_dataset` tokenize; `retokenize`
+converts token ids between two tokenizers; `assets/` is the embedded model with its prompts. Imports no other room. Read
 `prompt_dataset.py` first.
 """

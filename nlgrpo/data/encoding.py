@@ -1,4 +1,4 @@
-"""Token ids of a text that a sequence classifier scores."""
+"""Token ids of texts for sequence classifiers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 def ids_to_score(
     tokenizer: Any, text: str, max_length: int | None, *, templated: bool, append_eos: bool = True
 ) -> list[int]:
-    """Token ids of a text as classifiers read it, in training and in use: closed by EOS, its beginning cut off if long.
+    """Tokenize a text for a classifier, in training and in use: EOS at the end, truncated to ``max_length``.
 
-    A chat template has written the special tokens itself (``templated``), the closing one included. The tokenizer's
-    ``truncation_side`` is "left".
+    ``templated``: the text comes from a chat template, which has added all special tokens. Long texts lose their
+    beginning, because the tokenizer's ``truncation_side`` is "left".
     """
     eos = tokenizer.eos_token_id if append_eos and not templated else None
     limit = None if max_length is None else max_length - (eos is not None)

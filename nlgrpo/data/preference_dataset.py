@@ -1,12 +1,12 @@
-"""Preference pairs: from the rows of a source to the token ids of a preferred and of a rejected text.
+"""Preference pairs: read the rows of a source and tokenize their chosen and rejected texts.
 
-Layouts, told apart by the row:
+Layouts, detected per row:
 
-    texts           ``chosen`` and ``rejected`` are whole dialogues, as in hh-rlhf; what they share up to its last
-                    "\\n\\nAssistant:" is the prompt (all of it the answer where there is none)
-    prompt, texts   ``prompt`` comes before each of both
-    conversations   lists of ``{"role": .., "content": ..}``, whole or behind a ``prompt`` that is one too; they go
-                    through the tokenizer's chat template
+    texts           ``chosen`` and ``rejected`` are full dialogues, as in hh-rlhf; their common beginning up to its last
+                    "\\n\\nAssistant:" is the prompt (without one, the prompt is empty)
+    prompt, texts   ``prompt`` precedes both texts
+    conversations   lists of ``{"role": .., "content": ..}``, complete or after a ``prompt`` that is a list too; the
+                    tokenizer's chat template is applied
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from nlgrpo.data.sources import Row, nearest, read
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANSWER = "\n\nAssistant:"  # what a prompt of hh-rlhf ends in
+ANSWER = "\n\nAssistant:"  # the end of a prompt of hh-rlhf
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, as the source has them."""
+    """Two answers to one prompt, as stored in the source."""
 
     prompt: str | list[Any]
     chosen: str | list[Any]
@@ -40,22 +40,22 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairSet:
-    """Tokenised pairs, in the order of the source, and what became of those that are not there or not whole."""
+    """Tokenised pairs in the order of the source, with counts of dropped and truncated ones."""
 
     chosen: list[list[int]]
-    """Token ids of prompt and preferred answer."""
+    """Token ids of prompt and chosen answer."""
     rejected: list[list[int]]
-    """And of prompt and other answer."""
+    """Token ids of prompt and rejected answer."""
     margins: list[float]
-    """How much better the preferred answer is; 0 where the data do not say."""
+    """How much better the chosen answer is; 0 if the data have no margin."""
     prompts: list[str]
-    """What tells prompts apart."""
+    """Prompts as texts, to compare them."""
     lost: list[int]
-    """Of each pair: 0 whole, 1 without the beginning of its prompt, 2 without that of an answer."""
+    """Truncation of each pair: 0 none, 1 the beginning of its prompt, 2 also the beginning of an answer."""
     ties: int = 0
-    """Pairs dropped because both answers are the same."""
+    """Number of pairs dropped because both answers are equal."""
     shared: int = 0
-    """Pairs dropped because their prompt is also held out."""
+    """Number of pairs dropped because their prompt is also in the held-out set."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -63,40 +63,41 @@ class PairSet:
     def __repr__(self) -> str:
         text = f"{len(self):,} pair{'s' * (len(self) != 1)}, {self.tokens:,} tokens"
         notes = [
-            (self.truncated, "too long, their beginning cut off"),
-            (self.cut, "of these within an answer"),
+            (self.truncated, "truncated at the beginning"),
+            (self.cut, "of them within an answer"),
             (self.ties, "ties dropped"),
-            (self.shared, "dropped whose prompt is held out"),
+            (self.shared, "dropped with a held-out prompt"),
         ]
-        return "; ".join([text, *(f"{count:,} {what}" for count, what in notes if count)])
+        return "; ".join([text, *(f"{count:,} {note}" for count, note in notes if count)])
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of all texts."""
         return sum(map(len, self.chosen)) + sum(map(len, self.rejected))
 
     @property
     def truncated(self) -> int:
-        """Pairs with a text that was longer than the context, and lost its beginning."""
+        """Number of pairs with a text that was longer than the limit and lost its beginning."""
         return sum(part > 0 for part in self.lost)
 
     @property
     def cut(self) -> int:
-        """Of these, pairs with an answer that alone is too long: no prompt is left, and its own beginning is lost."""
+        """Number of truncated pairs with an answer that is too long by itself: it lost its prompt and its beginning."""
         return sum(part > 1 for part in self.lost)
 
     def split(self, count: int) -> tuple[PairSet, PairSet]:
-        """The set without its last ``count`` pairs, at most half, and these."""
+        """Split off the last ``count`` pairs, at most half; return the rest and them."""
         cut = len(self) - min(count, len(self) // 2)
-        held_out = replace(self._part(range(cut, len(self))), ties=0)
-        return self._part(range(cut)), held_out
+        held_out = replace(self._subset(range(cut, len(self))), ties=0)
+        return self._subset(range(cut)), held_out
 
     def without(self, prompts: Collection[str]) -> PairSet:
-        """The set without the pairs of these prompts, which are counted; an empty prompt is nobody's."""
+        """Drop the pairs with one of these prompts and count them in ``shared``. Empty prompts are never dropped."""
         known = set(prompts) - {""}
         kept = [i for i, prompt in enumerate(self.prompts) if prompt not in known]
-        return replace(self._part(kept), shared=len(self) - len(kept))
+        return replace(self._subset(kept), shared=len(self) - len(kept))
 
-    def _part(self, rows: Sequence[int]) -> PairSet:
+    def _subset(self, rows: Sequence[int]) -> PairSet:
         return replace(
             self,
             chosen=[self.chosen[i] for i in rows],
@@ -119,19 +120,19 @@ def load(
     margin_column: str | None = None,
     limit: int | None = None,
 ) -> PairSet:
-    """Read ``source`` (see `sources.py`) and tokenise its pairs; both texts of a pair keep ``max_length`` tokens.
+    """Load the pairs of ``source`` (see `sources.py`) and tokenise them, each text to at most ``max_length`` tokens.
 
-    Texts are tokenised as the reward ``classifier`` does when it uses the model: closed by EOS, and without their
-    beginning where they are too long. The prompt column need not be there. ``limit``: read so many rows only.
+    Texts are tokenised as the reward ``classifier`` does it: EOS at the end, and a text that is too long loses its
+    beginning. The prompt column is optional. ``limit``: maximum number of rows to read.
 
-    Raises ValueError for a source that cannot be read or is empty, a column that is not there (with the nearest ones),
-    a value that is no text or conversation, a conversation without a chat template, and if no pair is left.
+    Raises ValueError for an unreadable or empty source, a missing column (the message has the nearest names), a value
+    that is neither a text nor a conversation, a conversation without a chat template, and if all pairs are ties.
     """
     if max_length < 2:
-        raise ValueError(f"max_length = {max_length}: a text needs room for 2 tokens at least")
+        raise ValueError(f"max_length = {max_length}; expected 2 or more")
     rows = list(islice(read(source, split), limit))
     if not rows:
-        raise ValueError(f"{source} is empty: it holds no pair.")
+        raise ValueError(f"{source} is empty: it has no pair.")
     names = list(dict.fromkeys(name for row in rows for name in row))
     for column in (chosen_column, rejected_column, margin_column):
         if column is not None and column not in names:
@@ -143,21 +144,24 @@ def load(
 
 
 def pair_of(row: Row, columns: tuple[str, str, str, str | None], where: str) -> Pair:
-    """The pair of a row. ``columns``: prompt, chosen, rejected, margin."""
+    """Return the pair of a row. ``columns``: names of the prompt, chosen, rejected and margin column.
+
+    ``where`` names the row in messages. Raises ValueError for values of the wrong type.
+    """
     prompt_column, chosen_column, rejected_column, margin_column = columns
     prompt = row.get(prompt_column)
     chosen, rejected = (_answer(row.get(name), name, where) for name in (chosen_column, rejected_column))
     margin = 0.0 if margin_column is None else _margin(row.get(margin_column), margin_column, where)
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError(f"{where}: of chosen and rejected one is a text and the other a conversation.")
+        raise ValueError(f"{where}: one of chosen and rejected is a text and the other a conversation.")
     if prompt is None:
-        prompt, chosen, rejected = _part(chosen, rejected)
+        prompt, chosen, rejected = _split_prompt(chosen, rejected)
         return Pair(prompt, chosen, rejected, margin)
     prompt = _answer(prompt, prompt_column, where)
     if isinstance(prompt, str) != isinstance(chosen, str):
         raise ValueError(
-            f"{where}: the prompt is {brief(prompt)}, the answers are not alike. Give texts or conversations in all "
-            "columns; where the conversations hold the prompt already, name another prompt_column."
+            f"{where}: the prompt is {brief(prompt)}, but the answers are of another type. Use texts in all columns, "
+            "or conversations; if the conversations include the prompt already, name another prompt_column."
         )
     return Pair(prompt, chosen, rejected, margin)
 
@@ -178,8 +182,8 @@ def _margin(value: Any, column: str, where: str) -> float:
     return float(value)
 
 
-def _part(chosen: str | list[Any], rejected: str | list[Any]) -> tuple[Any, Any, Any]:
-    """Prompt and answers of two whole dialogues."""
+def _split_prompt(chosen: str | list[Any], rejected: str | list[Any]) -> tuple[Any, Any, Any]:
+    """Split two full dialogues into their common prompt and two answers."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     if isinstance(chosen, str):
@@ -189,14 +193,14 @@ def _part(chosen: str | list[Any], rejected: str | list[Any]) -> tuple[Any, Any,
 
 
 class _Encoder:
-    """Tokenises pairs and counts what it had to leave out or to cut."""
+    """Tokenises pairs and counts ties and truncated texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, source: str) -> None:
         self.tokenizer, self.max_length, self.source = tokenizer, max_length, source
         self.tokenizer.truncation_side = "left"
 
     def encode(self, pairs: list[Pair]) -> PairSet:
-        found = PairSet([], [], [], [], [])
+        pair_set = PairSet([], [], [], [], [])
         ties = 0
         for number, pair in enumerate(pairs, 1):
             where = f"{self.source}, example {number}"
@@ -204,22 +208,22 @@ class _Encoder:
             if pair.chosen == pair.rejected or chosen[0] == rejected[0]:
                 ties += 1
                 continue
-            found.chosen.append(chosen[0])
-            found.rejected.append(rejected[0])
-            found.margins.append(pair.margin)
-            found.prompts.append(pair.prompt if isinstance(pair.prompt, str) else json.dumps(pair.prompt))
-            found.lost.append(max(chosen[1], rejected[1]))
-        if not found.chosen:
-            raise ValueError(f"{self.source}: in all of {len(pairs):,} pairs chosen and rejected are the same.")
-        return replace(found, ties=ties)
+            pair_set.chosen.append(chosen[0])
+            pair_set.rejected.append(rejected[0])
+            pair_set.margins.append(pair.margin)
+            pair_set.prompts.append(pair.prompt if isinstance(pair.prompt, str) else json.dumps(pair.prompt))
+            pair_set.lost.append(max(chosen[1], rejected[1]))
+        if not pair_set.chosen:
+            raise ValueError(f"{self.source}: chosen and rejected are equal in all {len(pairs):,} pairs.")
+        return replace(pair_set, ties=ties)
 
     def _side(self, prompt: str | list[Any], answer: str | list[Any], where: str) -> tuple[list[int], int]:
-        """Ids of prompt and answer, and what they lost; see `PairSet.lost`."""
+        """Return the ids of prompt and answer, and their truncation (see `PairSet.lost`)."""
         templated = not isinstance(prompt, str)
         text = self._conversation([*prompt, *answer], where) if templated else text_of(prompt) + text_of(answer)
         ids = ids_to_score(self.tokenizer, text, None, templated=templated)
         if not ids:
-            raise ValueError(f"{where}: the text {text!r} has no token, and the tokenizer has no EOS to end it with.")
+            raise ValueError(f"{where}: the text {text!r} has no tokens, and the tokenizer has no EOS to add.")
         if len(ids) <= self.max_length:
             return ids, 0
         alone = ids_to_score(self.tokenizer, text_of(answer), None, templated=templated)
@@ -232,11 +236,11 @@ class _Encoder:
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"{where} is a conversation, but the tokenizer has no chat template.\n"
-                "  Take the tokenizer of an instruct model, set its chat_template, or give the pairs as texts."
+                "  Use the tokenizer of an instruct model, set its chat_template, or give the pairs as texts."
             )
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         except (TemplateError, ValueError) as error:
             raise ValueError(
-                f"{where}: the chat template refuses the conversation {brief(messages)}: {error}"
+                f"{where}: the chat template rejects the conversation {brief(messages)}: {error}"
             ) from error

@@ -1,8 +1,8 @@
-"""Sources of examples: a file, a folder or the name of a data set, read as rows of columns.
+"""Read the examples of a source as rows, dicts from column to value.
 
 A source is a file (``.jsonl .json .csv .txt``, each also with ``.gz``, or ``.parquet``), a folder of such files, a
-folder that ``datasets`` wrote with ``save_to_disk``, or the name of a data set on the hub (``owner/name`` or
-``owner/name:config``). Whatever is wrong with one is a ValueError that names the file and the line.
+folder saved with ``datasets``' ``save_to_disk``, or the name of a data set on the hub (``owner/name`` or
+``owner/name:config``). Every error is a ValueError that names the file and the line.
 """
 
 from __future__ import annotations
@@ -26,33 +26,35 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A hint for an error message: the names most like ``word``, or nothing."""
+    """Return the end of an error message with the names most similar to ``word``; empty if there are none."""
     close = difflib.get_close_matches(word, list(words), n=3)
     return f" Nearest: {', '.join(map(repr, close))}." if close else ""
 
 
 def read(source: str, split: str = "train", separator: str | None = None) -> Iterator[Row]:
-    """Rows of ``source``, lazily.
+    """Iterate over the rows of ``source``, lazily.
 
-    ``split`` is of a data set or folder; a single file has none. A plain text holds a prompt a line, or with
-    ``separator`` documents separated by it, stripped of white space; the only column is ``prompt``.
+    ``split``: split of a data set or folder; ignored for a single file. A text file has one prompt per line, or with
+    ``separator`` one per document, stripped of white space; its only column is ``prompt``.
+
+    Raises ValueError for a missing or unreadable source.
     """
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path) and not _is_hub_name(source):
         raise ValueError(_missing(path))
     if separator is not None and _kind(path) != ".txt":
-        raise ValueError(f"separator = {separator!r} parts the documents of a plain text (.txt); {source} is none.")
+        raise ValueError(f"separator = {separator!r} is for the documents of a text file (.txt); {source} is not one.")
     if os.path.isfile(path):
         return _read_file(path, separator)
     return _read_datasets(source, path, split)
 
 
 def _kind(path: Path) -> str | None:
-    """The suffix that says how to read a file, without a ``.gz`` behind it; None if it is unknown."""
+    """Return the suffix that selects the reader, without ``.gz``; None if it is unknown."""
     name = path.name.lower()
     plain = name.removesuffix(".gz")
     if plain.endswith(".parquet") and plain != name:
-        return None  # Parquet compresses itself and is read from its end: a gzip around it helps nobody
+        return None  # Parquet is compressed already and needs random access
     return next((suffix for suffix in SUFFIXES if plain.endswith(suffix)), None)
 
 
@@ -79,19 +81,17 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
             return _read_csv(path)
         case ".parquet":
             return _read_parquet(path)
-    raise ValueError(
-        f"{path}: no reader for this kind of file. Known: {' '.join(SUFFIXES)}, all but the last also with .gz."
-    )
+    raise ValueError(f"{path}: unknown file type. Supported: {' '.join(SUFFIXES)}; all but the last also with .gz.")
 
 
 def _open(path: Path, newline: str | None = None) -> TextIO:
-    # utf-8-sig: a byte order mark, as some editors write, is not part of the first prompt.
+    # utf-8-sig drops the byte order mark that some editors write.
     opener = gzip.open if path.name.lower().endswith(".gz") else open
     return cast(TextIO, opener(path, "rt", encoding="utf-8-sig", newline=newline))
 
 
 def _lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
-    """Numbered lines; what is no UTF-8 or no whole gzip is reported with the line before it."""
+    """Iterate over numbered lines. The ValueError for invalid UTF-8 or gzip names the line before it."""
     number = 0
     try:
         with _open(path, newline) as file:
@@ -108,13 +108,13 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            what = f"{error.msg} at column {error.colno}"
-            raise ValueError(f"{path}, line {number}: not JSON ({what}): {line[:60]!r}") from error
+            cause = f"{error.msg} at column {error.colno}"
+            raise ValueError(f"{path}, line {number}: not JSON ({cause}): {line[:60]!r}") from error
         yield _as_row(row, f"{path}, line {number}")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """A list of objects, or one object a line: both are found under the name ``.json``."""
+    """Read a list of objects, or one object per line: both are common in ``.json`` files."""
     text = "".join(line for _, line in _lines(path))
     if not text.lstrip().startswith("["):
         yield from _read_json_lines(path)
@@ -134,9 +134,9 @@ def _as_row(row: object, where: str) -> Row:
 
 
 def _read_text(path: Path, separator: str | None) -> Iterator[Row]:
-    """A prompt a line, or the documents between separators; empty ones are left out."""
+    """Read one prompt per line, or one per document between separators; empty ones are skipped."""
     if separator == "":
-        raise ValueError("separator is empty; leave it out for a prompt a line.")
+        raise ValueError("separator is empty; omit it for one prompt per line.")
     lines = (line for _, line in _lines(path))
     for text in lines if separator is None else "".join(lines).split(separator):
         if text.strip():
@@ -144,9 +144,9 @@ def _read_text(path: Path, separator: str | None) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """Values are texts. A column is of numbers where Python writes each of its values so: 7 or 0.5, not 007 or 1e3.
+    """Read texts, and numbers in a column whose values are all written as Python writes them: 7 or 0.5, not 007 or 1e3.
 
-    Columns without a name and a value, as spreadsheets write, are left out.
+    Columns without a name and values, which spreadsheets write, are dropped.
     """
     csv.field_size_limit(sys.maxsize)  # a document may be longer than 128 KiB
     reader = csv.reader((line for _, line in _lines(path, newline="")), strict=True)
@@ -157,12 +157,12 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}, line {reader.line_num}: not readable as CSV ({error}).") from error
     named = [name for name in names if name]
     if len(set(named)) < len(named):
-        raise ValueError(f"{path}: two columns have one name in its first line, {', '.join(names)}.")
+        raise ValueError(f"{path}: the first line repeats a column name: {', '.join(names)}.")
     for number, row in rows:
         if len(row) != len(names):
             raise ValueError(
-                f"{path}, line {number}: not readable as CSV ({len(row)} values, and the first line names "
-                f"{len(names)} columns)."
+                f"{path}, line {number}: not readable as CSV ({len(row)} values, but the first line has {len(names)} "
+                "columns)."
             )
     texts = {name: [row[i] for _, row in rows] for i, name in enumerate(names)}
     columns = {name: _typed(values) for name, values in texts.items() if name or any(values)}
@@ -170,10 +170,10 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _typed(texts: list[str]) -> list[Any]:
-    """The values of a column as numbers, None where empty, if all are written as Python writes them; else the texts."""
+    """Return the values of a column as numbers (None if empty) if Python writes all of them so, else as texts."""
     numbers = [_number(text) if text else None for text in texts]
-    written = all(number is not None or not text for number, text in zip(numbers, texts, strict=True))
-    return list(numbers) if written and any(texts) else list(texts)
+    numeric = all(number is not None or not text for number, text in zip(numbers, texts, strict=True))
+    return list(numbers) if numeric and any(texts) else list(texts)
 
 
 def _number(text: str) -> int | float | None:
@@ -199,7 +199,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_datasets(source: str, path: Path, split: str) -> Iterator[Row]:
-    """A folder, or a name on the hub; a folder that ``save_to_disk`` wrote has one of two marks."""
+    """Read a folder or a data set of the hub. ``save_to_disk`` writes one of two files that mark its folders."""
     import datasets
 
     local = os.path.isdir(path)
@@ -208,8 +208,8 @@ def _read_datasets(source: str, path: Path, split: str) -> Iterator[Row]:
     try:
         data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        where = "" if local else f"\n  There is no local file or folder {source} either."
-        raise ValueError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{where}") from error
+        hint = "" if local else f"\n  There is no local file or folder {source} either."
+        raise ValueError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{hint}") from error
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
             raise ValueError(f"{source} has no split {split!r}. It has {', '.join(data)}.{nearest(split, data)}")

@@ -1,4 +1,4 @@
-"""What sets the supported model families apart: the shape read off a config, and where each tensor stands on disk."""
+"""Differences between the supported model families: the shape that a config defines, and the tensor names on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class Shape:
-    """All that fixes the decoder's computation; the defaults are Llama's choices."""
+    """Architecture of a decoder. The defaults are those of Llama."""
 
     family: str
     vocab: int  # V
@@ -39,7 +39,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     ffn: int
-    context: int  # longest sequence that the positions reach
+    context: int  # maximum sequence length
     eps: float = 1e-5
     norm: str = "rms"  # "rms" | "layer" (with bias)
     activation: str = "silu"
@@ -50,13 +50,13 @@ class Shape:
     out_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
-    rotary_dim: int = 0  # leading dimensions of a head that are rotated; 0: learned positions
-    windows: tuple[int | None, ...] = ()  # per layer: keys that a query sees, itself included
-    scales: tuple[float, ...] = ()  # per layer: factor on q k^T
+    rotary_dim: int = 0  # number of leading head dimensions that are rotated; 0: learned positions
+    windows: tuple[int | None, ...] = ()  # per layer: number of keys that a query sees, its own included; None: all
+    scales: tuple[float, ...] = ()  # per layer: factor of q k^T
 
     @property
     def parameters(self) -> int:
-        """How many numbers a decoder of this shape learns."""
+        """Number of parameters of a decoder of this shape."""
         norms = 2 if self.norm == "layer" else 1
         heads, up = self.heads + 2 * self.kv_heads, self.ffn * (2 if self.gated else 1)
         attention = self.width * heads * self.head_dim + heads * self.head_dim * self.qkv_bias
@@ -69,49 +69,53 @@ class Shape:
 
 
 class UnknownModel(ValueError):
-    """What the decoder does not compute, whoever else may."""
+    """An architecture, activation or rotary embedding that the decoder does not support."""
 
 
 def shape_of(config: Any) -> Shape:
-    """The ``Shape`` of a Hugging Face config.
+    """Return the ``Shape`` of a Hugging Face config.
 
-    Raises UnknownModel for an architecture, activation or rotary type that the decoder does not know, with those it
-    does, and ValueError for numbers that do not go together.
+    Raises UnknownModel for an unsupported architecture, activation or rotary embedding (the message lists the supported
+    ones), and ValueError for inconsistent numbers.
     """
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise UnknownModel(f"unknown architecture {config.model_type!r}; nlgrpo's decoder reads: {known}")
+        raise UnknownModel(f"unknown architecture {config.model_type!r}; nlgrpo's decoder supports: {known}")
     try:
         shape = FAMILIES[config.model_type](config)
         sound = min(shape.vocab, shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.context) > 0
     except (TypeError, ZeroDivisionError, AttributeError) as error:
-        raise ValueError(f"config.json describes no {config.model_type!r}: {error}") from error
+        raise ValueError(f"config.json is not a valid {config.model_type!r} config: {error}") from error
     if not sound or shape.heads % shape.kv_heads or shape.rotary_dim % 2:
         raise ValueError(
-            f"config.json describes no {config.model_type!r}: vocabulary {shape.vocab}, width {shape.width}, "
-            f"{shape.heads} heads of {shape.head_dim} with {shape.kv_heads} for keys, feed-forward {shape.ffn}, "
-            f"context {shape.context}"
+            f"config.json is not a valid {config.model_type!r} config: vocabulary {shape.vocab}, width {shape.width}, "
+            f"{shape.heads} heads of dimension {shape.head_dim}, {shape.kv_heads} key-value heads, "
+            f"feed-forward {shape.ffn}, context {shape.context}"
         )
     if shape.activation not in ACTIVATIONS:
-        raise UnknownModel(f"unknown activation {shape.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        raise UnknownModel(f"unknown activation {shape.activation!r}; supported: {', '.join(ACTIVATIONS)}")
     if shape.rotary_dim and (kind := config.rope_parameters.get("rope_type", "default")) not in ROPES:
-        raise UnknownModel(f"unknown rotary embedding {kind!r}; known: {', '.join(ROPES)}")
+        raise UnknownModel(f"unknown rotary embedding {kind!r}; supported: {', '.join(ROPES)}")
     if any(window is not None and window < 1 for window in shape.windows):
-        raise ValueError(f"config.json describes no {config.model_type!r}: sliding_window {config.sliding_window}")
+        raise ValueError(
+            f"config.json is not a valid {config.model_type!r} config: sliding_window {config.sliding_window}"
+        )
     _check_rotary(config, shape)
     return shape
 
 
 def _check_rotary(config: Any, shape: Shape) -> None:
     try:
-        with torch.device("cpu"):  # a model may be in the making on no device
+        with torch.device("cpu"):  # the caller may be building a model on the meta device
             frequencies, _ = rotary_frequencies(config, shape)
     except (TypeError, KeyError, ZeroDivisionError) as error:
-        raise ValueError(f"config.json describes no {config.model_type!r}: rope_parameters, {error}") from error
+        raise ValueError(
+            f"config.json is not a valid {config.model_type!r} config: rope_parameters, {error}"
+        ) from error
     if frequencies is not None and not (frequencies.isfinite().all() and 2 * len(frequencies) == shape.rotary_dim):
         raise ValueError(
-            f"config.json describes no {config.model_type!r}: rope_parameters {config.rope_parameters} turn "
-            f"{2 * len(frequencies)} numbers of a head by {frequencies.tolist()[:2]}, .., and it has {shape.rotary_dim}"
+            f"config.json is not a valid {config.model_type!r} config: rope_parameters {config.rope_parameters} give "
+            f"{len(frequencies)} frequencies {frequencies.tolist()[:2]}, ..; expected {shape.rotary_dim // 2}, finite"
         )
 
 
@@ -151,8 +155,8 @@ def _qwen2(config: Any, **differences: Any) -> Shape:
     known = {"full_attention"} if config.sliding_window is None else {"full_attention", SLIDING}
     if not set(config.layer_types) <= known:
         raise ValueError(
-            f"config.json describes no {config.model_type!r}: layer_types {config.layer_types} with sliding_window "
-            f"{config.sliding_window}; known: {', '.join(sorted(known))}"
+            f"config.json is not a valid {config.model_type!r} config: layer_types {config.layer_types} with "
+            f"sliding_window {config.sliding_window}; supported: {', '.join(sorted(known))}"
         )
     windows = tuple(config.sliding_window if kind == SLIDING else None for kind in config.layer_types)
     return _llama_like(config, **({"windows": windows, "qkv_bias": True} | differences))
@@ -217,7 +221,10 @@ FAMILIES: dict[str, Callable[[Any], Shape]] = {
 
 
 def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]:
-    """(r/2,) inverse frequencies and the factor on cos and sin (yarn); None for learned positions."""
+    """Inverse frequencies (r/2,) of the rotary embedding, and the factor of cos and sin (yarn).
+
+    (None, 1.0) for learned positions.
+    """
     if shape.rotary_dim == 0:
         return None, 1.0
     kind = config.rope_parameters.get("rope_type", "default")
@@ -230,10 +237,11 @@ def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our tensors stands in a Hugging Face checkpoint.
+    """Name and layout of one of our tensors in a Hugging Face checkpoint.
 
-    ``names`` are concatenated along dim 0 (``rows`` each). ``layout``: ``"rows"`` as it is, ``"transposed"`` for the
-    Conv1D (in, out) of GPT-2, ``"interleaved"`` for GPT-NeoX, whose rows go head by head: q, k, v of head 0, then of 1.
+    The tensors ``names`` are concatenated along dim 0; ``rows`` are their numbers of rows. ``layout``: ``"rows"`` is
+    unchanged, ``"transposed"`` is GPT-2's Conv1D (in, out), ``"interleaved"`` is GPT-NeoX, whose rows are grouped by
+    head: q, k, v of head 0, then of head 1.
     """
 
     names: tuple[str, ...]
@@ -242,7 +250,7 @@ class Source:
 
 
 def tensor_map(shape: Shape) -> dict[str, Source]:
-    """Our parameter names -> their place on disk, for every parameter that a decoder of this shape has."""
+    """Map each parameter name of a decoder of this shape to its `Source` on disk."""
     names = {"gpt_neox": _neox_names, "gpt2": _gpt2_names}.get(shape.family, _llama_names)(shape)
     return {ours: source if isinstance(source, Source) else Source((source,), (-1,)) for ours, source in names.items()}
 

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, and the one place that decides which implementation runs it."""
+"""Causal attention over packed sequences, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Rope = tuple[Tensor, Tensor] | None  # cos and sin, each (T, r/2); None: no rota
 
 
 class PackedAttention:
-    """Causal attention in which each of several sequences, laid end to end, sees only itself.
+    """Causal attention over packed sequences, each of which attends only to itself.
 
-    softmax(q k^T scale, over the keys of the same sequence at or before the query and, with a window W, less than W
-    behind it) v
+        softmax(scale q k^T) v
 
-    Built once a micro-batch from the sequence ``lengths``, then called by every layer with ``qkv (T, H + 2 Hk, d)``,
-    not rotated yet (``heads`` = H of queries, then keys, then values; H a multiple of Hk); returns ``(T, H, d)``.
+    The softmax runs over the keys of the same sequence at or before the query; with a window W, over the last W of
+    them.
+
+    Built once per micro-batch from the sequence ``lengths``, then called by every layer with ``qkv (T, H + 2 Hk, d)``
+    before the rotation: ``heads`` = H query heads, then Hk key heads, then Hk value heads; H is a multiple of Hk.
+    Returns ``(T, H, d)``.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
@@ -40,7 +43,7 @@ class PackedAttention:
         return self.attend(q, k, v, scale, window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """The same for heads that have been split and rotated: q (T, H, d), k and v (T, Hk, d)."""
+        """Attention of split and rotated heads: q (T, H, d), k and v (T, Hk, d) -> (T, H, d)."""
         if self.kind == "sdpa":
             return self._sdpa(q, k, v, scale, window)
         left = -1 if window is None else window - 1
@@ -56,9 +59,9 @@ class PackedAttention:
         return cast(Tensor, varlen_attn(q, k, v, *bounds, scale=scale, window_size=(left, 0)))
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """A call for each run of sequences of one length: exact lengths beat one padded call on a CPU.
+        """One call for each run of consecutive sequences of equal length, which is faster on a CPU than padding.
 
-        A group's samples have one length where none has ended; their results are those of a call each, bit for bit.
+        The result of a sequence does not depend, bit for bit, on the others in its call.
         """
         runs = [(length, len(list(run))) for length, run in itertools.groupby(self.lengths)]
         out = []
@@ -67,7 +70,7 @@ class PackedAttention:
             mask = None
             if window is not None and length > window:
                 mask = q.new_ones(length, length, dtype=torch.bool).tril().triu(1 - window)
-            query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)  # heads before tokens
+            query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
             grouped = q.shape[1] != k.shape[1]
             out_i = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -78,7 +81,10 @@ class PackedAttention:
 
 @functools.cache
 def implementation(device: str, dtype: torch.dtype) -> str:
-    """``"flash_attn"`` where installed, else PyTorch's ``"varlen"``, for half precision on a GPU; else ``"sdpa"``."""
+    """Name of the implementation for a device type and dtype.
+
+    In half precision on a GPU: ``"flash_attn"`` if installed, else PyTorch's ``"varlen"``. Otherwise ``"sdpa"``.
+    """
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
     return "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"

@@ -1,9 +1,8 @@
 """One decoder for Llama, Mistral, Qwen2, Qwen3, GPT-NeoX/Pythia and GPT-2, on packed tokens.
 
-The families differ in the norm, the feed-forward, where biases stand, how positions enter and whether attention and
-feed-forward run in parallel; ``Shape`` names these choices and ``architectures.py`` reads them off a Hugging Face
-config. Attention itself is handed in (``attend``), so that training (packed, differentiable), prefill and cached
-decoding run the same blocks.
+The families differ in the norm, the feed-forward, the biases, the positions and whether attention and feed-forward run
+in parallel. ``Shape`` holds these choices; ``architectures.py`` reads them from a Hugging Face config. Attention is
+passed in (``attend``), so training (packed, differentiable), prefill and cached decoding run the same blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
 
-Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> what the caller wants of them
+Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> any result
 Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
 
 
@@ -46,7 +45,7 @@ def make_norm(shape: Shape) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A transformer layer with fused projections: ``qkv`` holds q, k, v heads in this order, ``up`` gate then up."""
+    """Transformer layer with fused projections: ``qkv`` is the q, then k, then v heads, ``up`` is gate, then up."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
@@ -76,8 +75,8 @@ class Block(nn.Module):
             weight = torch.cat((self.q_norm.expand(shape.heads, -1), self.k_norm.expand(shape.kv_heads, -1)))
             qkv = torch.cat((F.rms_norm(qk, (shape.head_dim,), eps=shape.eps) * weight, v), dim=1)
         scale, window = shape.scales[self.layer], shape.windows[self.layer]
-        seen = attend(qkv, rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
-        return self.out(seen.flatten(1))
+        mixed = attend(qkv, rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
+        return self.out(mixed.flatten(1))
 
     def mlp(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
@@ -93,7 +92,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A causal language model on packed tokens.
 
-    ``config`` is the Hugging Face config that it was read from; it travels along so that the model can be written back.
+    ``config`` is the Hugging Face config that the model was built from; `save` writes it.
     """
 
     inv_freq: Tensor | None
@@ -118,11 +117,11 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D); the embedding itself where it is tied."""
+        """Weight (V, D) of the language-model head; the embedding if it is tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope(self, positions: Tensor) -> Rope:
-        """cos and sin (T, r/2) for ``positions (T,)``, made in float32 as transformers does; None: learned."""
+        """cos and sin (T, r/2) of ``positions (T,)``, computed in float32 like transformers; None if learned."""
         if self.positions is not None:
             return None
         assert self.inv_freq is not None
@@ -132,12 +131,12 @@ class Decoder(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings (T, D)."""
+        """Input embeddings (T, D)."""
         x = self.embed(tokens)
         return x if self.positions is None else x + self.positions(positions)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Last hidden states (T, D), normed: what the head multiplies."""
+        """Last hidden states (T, D) after the final norm, the input of the head."""
         x, rope = self.enter(tokens, positions), self.rope(positions)
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -149,11 +148,13 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, lengths: list[int], select: Tensor | None = None, head: Head | None = None
     ) -> Any:
-        """Packed sequences ``tokens (T,)`` with ``lengths`` (their sum is T).
+        """Run packed sequences ``tokens (T,)`` with ``lengths``, whose sum is T.
 
-        Without ``head``: logits (T, V). With it: ``head(hidden (S, D), weight (V, D))`` of the hidden states at
-        ``select (S,)``, such as `nlgrpo.kernels.linear_logprob` with its targets; no logits of all tokens are made. It
-        runs in here, and not in the caller, so that FSDP2 gathers the weight.
+        Without ``head``, returns the logits (T, V). With it, returns ``head(hidden (S, D), weight (V, D))`` for the
+        hidden states at ``select (S,)``, such as `nlgrpo.kernels.linear_logprob` with its targets; the logits of all
+        tokens are never stored. The head runs here and not in the caller, because FSDP2 gathers the weight here.
+
+        Raises ValueError if the lengths do not add up to T.
         """
         if sum(lengths) != len(tokens):
             raise ValueError(f"the sequence lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens")
@@ -165,23 +166,26 @@ class Decoder(nn.Module):
 
 
 def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
-    """(T,) position of each token in its own sequence."""
+    """Position (T,) of each token in its own sequence."""
     return torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)]).to(device, non_blocking=True)
 
 
 def build(config: PretrainedConfig) -> Decoder:
-    """A decoder with uninitialised weights for a Hugging Face config; ValueError for an unknown architecture."""
+    """Build a decoder with uninitialised weights from a Hugging Face config.
+
+    Raises ValueError for an unknown architecture.
+    """
     return allocate(blueprint(config))
 
 
 def blueprint(config: PretrainedConfig) -> Decoder:
-    """The same without memory: its parameters have shapes only (the meta device)."""
+    """Build a decoder on the meta device: its parameters have shapes but no memory."""
     with torch.device("meta"):
         return Decoder(shape_of(config), config=config)
 
 
 def allocate(model: Decoder, device: str | torch.device = "cpu") -> Decoder:
-    """Memory for a blueprint, in place. Rotary frequencies stay float32 whatever the type of the weights is."""
+    """Allocate the memory of a blueprint, in place. Rotary frequencies are float32 for any dtype of the weights."""
     assert model.config is not None
     model.to_empty(device=device)
     inv_freq, model.rope_scale = rotary_frequencies(model.config, model.shape)
@@ -196,12 +200,13 @@ def load(
     device: str | torch.device = "cpu",
     shard: Callable[[Decoder], object] | None = None,
 ) -> Decoder:
-    """Read a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
+    """Load a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
 
-    Only safetensors are read, tensor by tensor, and no code of the directory is run. ``shard`` shards a blueprint in
-    place, so that no rank ever holds more than its part and one whole tensor. Raises ValueError for an architecture
-    that the decoder does not know (the message lists those it does), a missing or misshapen tensor, or a directory that
-    is none.
+    Reads safetensors only, one tensor at a time, and runs no code of the directory. ``shard`` shards the blueprint in
+    place before its memory is allocated, so a rank never holds more than its shard and one full tensor.
+
+    Raises ValueError for an unknown architecture (the message lists the supported ones), a missing tensor or one of the
+    wrong shape, and a directory that is not a model directory.
     """
     folder = hf_weights.locate(path_or_name)
     model = blueprint(read_config(folder)).to(dtype)
@@ -215,12 +220,17 @@ def load(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The directory's config; ValueError, with the known architectures, where transformers itself does not know it."""
+    """Read the config of a model directory.
+
+    Raises ValueError if transformers cannot read it; the message lists the supported architectures.
+    """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers' checks of a config raise many kinds
+    except Exception as error:  # transformers raises exceptions of many types
         known = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder reads: {known}") from error
+        raise ValueError(
+            f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder supports: {known}"
+        ) from error
 
 
 def save(
@@ -231,15 +241,15 @@ def save(
     parameters: dict[str, Tensor] | None = None,
     like: Path | None = None,
 ) -> None:
-    """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
+    """Save a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    ``parameters``: full tensors to write instead of the model's own (a sharded model's, gathered). ``like``: the
-    directory it was read from, whose generation_config.json (stop ids of chat models) goes along.
+    ``parameters``: full tensors to save instead of the model's own (the gathered ones of a sharded model). ``like``:
+    the directory that the model was loaded from; its generation_config.json (stop ids of chat models) is copied.
 
     Raises ValueError for a decoder without a Hugging Face config.
     """
     if model.config is None:
-        raise ValueError("this decoder was made without a Hugging Face config; use model.load or model.build")
+        raise ValueError("this decoder was built without a Hugging Face config; use model.load or model.build")
     folder.mkdir(parents=True, exist_ok=True)
     parameters = parameters or dict(model.named_parameters())
     state = hf_weights.state_for_export(parameters, model.shape, tensor_map(model.shape))

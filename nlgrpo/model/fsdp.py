@@ -1,4 +1,4 @@
-"""A model over ranks (FSDP2): sharding it, gathering its parameters, and checks on all shards."""
+"""Sharded models (FSDP2): sharding, gathering parameters, and checks over all shards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from nlgrpo.runtime.distributed import Ranks
 
 
 def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
-    """Shard parameters, gradients and optimiser state over the ranks, block by block; reductions run in float32.
+    """Shard parameters, gradients and optimiser state over the ranks, block by block, in place.
 
     The sharded parameters keep their dtype: they are the master weights of a model that computes in ``compute``.
-    One rank on a CPU that computes in its parameters' dtype needs none of it.
+    Reductions run in float32 (float64 for float64 parameters). A single rank that computes in the dtype of its
+    parameters is left unsharded.
     """
     stored = model.head_weight.dtype
     if ranks.world == 1 and compute == stored:
@@ -28,13 +29,13 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)  # in place
+    fully_shard(model, mp_policy=policy)
     return model
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within, every rank holds the whole parameters in the type they compute in, as generation needs them."""
+    """Context in which every rank holds the full parameters in their compute dtype, as generation needs them."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
@@ -46,7 +47,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The whole parameters by name, on the CPU; collective."""
+    """Full parameters by name, on the CPU. Collective."""
     full = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -56,29 +57,29 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
-    """ValueError on all ranks for a parameter with NaN or an infinity, so that none is ever written; collective.
+    """Raise ValueError on all ranks if a parameter is NaN or infinite, before it is saved. Collective.
 
-    ``why`` ends the message.
+    ``why`` is the end of the message.
     """
-    owned = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
-    bad = next((name for name, part in owned if not part.detach().isfinite().all()), None)
-    if found := [name for name in ranks.gather_objects(bad) if name is not None]:
-        raise ValueError(f"{found[0]} holds NaN or infinities{why}")
+    shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
+    bad = next((name for name, part in shards if not part.detach().isfinite().all()), None)
+    if names := [name for name in ranks.gather_objects(bad) if name is not None]:
+        raise ValueError(f"{names[0]} has NaN or infinite values{why}")
 
 
-TOO_LARGE = ", and nothing was written; rewards, weight decay or the learning rate may be too large"
+TOO_LARGE = "; nothing was saved. The rewards, the weight decay or the learning rate may be too large"
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradient to a norm of at most ``max_norm`` (0: leave it); the norm before, over all shards.
+    """Clip the gradient to the norm ``max_norm`` (0: no clipping) and return its norm before, over all shards.
 
-    Raises ValueError for one that is not finite, of which a step would leave no finite weight.
+    Raises ValueError if the norm is not finite.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
-    found = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(found):
+    total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not math.isfinite(total):
         raise ValueError(
-            f"the gradient has the norm {found}: rewards, weights or the learning rate are too large for the type that "
-            "computes. It was not applied, and the last checkpoint is from before"
+            f"the norm of the gradient is {total}: the rewards, the weights or the learning rate are too large for the "
+            "compute dtype. The gradient was not applied; the last checkpoint is from before it"
         )
-    return found
+    return total

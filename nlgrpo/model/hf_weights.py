@@ -1,4 +1,4 @@
-"""Hugging Face model directories: finding one, reading its safetensors shards into our tensors, and writing it back."""
+"""Hugging Face model directories: locate one, read its safetensors into our tensors, and convert ours back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from nlgrpo.model.architectures import Shape, Source
 
-# Names that the same tensor has in other checkpoints of its family: Pythia's head, GPT-2 saved without its prefix,
-# and a tied matrix stored under the name of the head.
+# Other names of the same tensor within its family: Pythia's head, GPT-2 saved without its prefix, and a tied matrix
+# that is stored under the name of the head.
 ALIASES: dict[str, tuple[str, ...]] = {
     "embed_out.weight": ("lm_head.weight",),
     "model.embed_tokens.weight": ("lm_head.weight",),
@@ -32,17 +32,19 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def locate(path_or_name: str | Path) -> Path:
-    """The directory of a model: a local one, an embedded one (``"story-lm"``), or a hub name, which is downloaded.
+    """Return the directory of a model: a local one, an embedded one (``"story-lm"``), or a download from the hub.
 
-    Raises ValueError, saying what was looked for, when there is no such directory or the hub has no such model.
+    Raises ValueError if there is no such directory and the hub has no such model.
     """
     path = Path(os.path.expanduser(path_or_name))
-    if os.path.isfile(path / "config.json"):  # unlike Path's methods, these know no name too long or user too unknown
+    if os.path.isfile(path / "config.json"):  # os.path, because Path's methods raise for overlong names
         if begun_from(path) is not None:
-            raise ValueError(f"{path} is the folder of a run; its model, once it is done, is {path / 'model'}")
+            raise ValueError(
+                f"{path} is the folder of a run, not a model; a finished run has its model in {path / 'model'}"
+            )
         return path
     if os.path.isdir(path):
-        raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
+        raise ValueError(f"{path} has no config.json, so it is not a Hugging Face model directory")
     embedded = Path(str(files("nlgrpo.data"))) / "assets" / str(path_or_name)
     if os.path.isfile(embedded / "config.json"):
         return embedded
@@ -51,25 +53,28 @@ def locate(path_or_name: str | Path) -> Path:
         return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor to be had from the Hugging Face "
+            f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor available on the Hugging Face "
             f"hub ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
 
 
 def begun_from(folder: Path) -> str | None:
-    """What the run in ``folder`` began from; None where there is no run."""
+    """Return the ``model.path`` of the run in ``folder``, or None if the folder holds no run."""
     file = folder / "config.json"
     if not os.path.isfile(file):
         return None
     try:
-        found = json.loads(file.read_text("utf-8"))["model"]["path"]
-    except (ValueError, KeyError, TypeError):  # Hugging Face's config.json has none
+        path = json.loads(file.read_text("utf-8"))["model"]["path"]
+    except (ValueError, KeyError, TypeError):  # a config.json of Hugging Face has no such key
         return None
-    return str(found)
+    return str(path)
 
 
 class Checkpoint:
-    """The tensors of a directory's ``model.safetensors``, or of the shards that its index names, read one at a time."""
+    """Tensors of a directory's ``model.safetensors`` or of the shards in its index, read one at a time.
+
+    Raises ValueError if the directory has no safetensors, or if its index or a file is damaged or missing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,42 +88,43 @@ class Checkpoint:
             shards = [single.name]
         else:
             raise ValueError(
-                f"{folder} holds no model.safetensors (nor an index of shards); only safetensors are read: convert "
-                "other formats with transformers, model.save_pretrained(folder)"
+                f"{folder} has no model.safetensors (nor an index of shards); only safetensors are read. Convert "
+                "other formats with transformers: model.save_pretrained(folder)"
             )
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
-            raise ValueError(f"{index.name} of {folder} names shards that are not there: {', '.join(missing)}")
+            raise ValueError(f"{index.name} of {folder} lists shards that do not exist: {', '.join(missing)}")
         self.files = {}
         for name in shards:
             try:
                 opened = safe_open(folder / name, framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from error
+                raise ValueError(f"{folder / name} is damaged, not a complete safetensors file: {error}") from error
             self.files.update(dict.fromkeys(opened.keys(), opened))
 
     def resolve(self, name: str) -> str | None:
-        """The name under which this checkpoint holds the tensor ``name``; None when it does not."""
+        """Return the name under which this checkpoint stores the tensor ``name``, or None if it does not."""
         unprefixed = name.removeprefix("transformer.")
         return next((n for n in (name, unprefixed, *ALIASES.get(name, ())) if n in self.files), None)
 
     def read(self, source: Source) -> Tensor:
+        """Read the tensors of a `Source`, concatenated. Raises ValueError for missing and for quantised tensors."""
         parts = []
         for name in source.names:
             resolved = self.resolve(name)
             if resolved is None:
                 raise ValueError(f"{self.folder} has no tensor {name!r}")
-            found = self.get(resolved)
-            if not found.is_floating_point() or found.dtype.itemsize < 2:
+            tensor = self.get(resolved)
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
                 raise ValueError(
-                    f"{resolved} of {self.folder} is of {found.dtype}: quantised weights are not read; write the model "
-                    "dequantised, with transformers' model.dequantize() and save_pretrained(folder)"
+                    f"{resolved} of {self.folder} has dtype {tensor.dtype}: quantised weights are not supported. "
+                    "Dequantise the model with transformers: model.dequantize(), then save_pretrained(folder)"
                 )
-            parts.append(found)
+            parts.append(tensor)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def check_embedding(self, name: str, tied: bool) -> None:
-        """ValueError where the stored ``name``, and the head beside it, are not as the config's ``tied`` says."""
+        """Check that the stored embedding ``name`` and the head agree with the config's ``tied``; else ValueError."""
         heads = [n for n in ALIASES[name] if n.endswith(HEADS) and n in self.files]
         stored = self.resolve(name)
         if stored in heads and not tied:
@@ -128,29 +134,31 @@ class Checkpoint:
         for head in heads:
             if tied and stored != head and not torch.equal(self.get(head), self.get(str(stored))):
                 raise ValueError(
-                    f"config.json of {self.folder} ties {head!r} to {name!r}, and both are stored and differ; set "
-                    "tie_word_embeddings to false there if both are meant, or remove the one that is not"
+                    f"config.json of {self.folder} ties {head!r} to {name!r}, but both are stored and differ. Set "
+                    "tie_word_embeddings to false in it if both are needed, or remove the wrong one"
                 )
 
     def get(self, name: str) -> Tensor:
-        found: Tensor = self.files[name].get_tensor(name)
-        return found
+        """Read the tensor stored as ``name``."""
+        tensor: Tensor = self.files[name].get_tensor(name)
+        return tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the largest share of its tensors has."""
-        kinds = [self.files[n].get_slice(n).get_dtype() for n in self.files]
+        """Most frequent dtype of the tensors."""
+        dtypes = [self.files[n].get_slice(n).get_dtype() for n in self.files]
         return {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}.get(
-            max(set(kinds), key=kinds.count), torch.float32
+            max(set(dtypes), key=dtypes.count), torch.float32
         )
 
 
 def _heads_together(x: Tensor, shape: Shape) -> Tensor:
-    """GPT-NeoX rows (H, 3, d) -> ours (3, H, d)."""
+    """Reorder rows from GPT-NeoX's (H, 3, d) to ours (3, H, d)."""
     return x.unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
 def _heads_apart(x: Tensor, shape: Shape) -> Tensor:
+    """Reorder rows from ours (3, H, d) to GPT-NeoX's (H, 3, d)."""
     return x.unflatten(0, (3, shape.heads, shape.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
@@ -163,40 +171,42 @@ OUT = IN | {"interleaved": _heads_apart}
 
 
 def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, places: Mapping[str, Source]) -> None:
-    """Fill ``parameters`` in place from the directory; of a sharded one, this rank's rows.
+    """Fill ``parameters`` in place from the directory ``folder``; of a sharded parameter, only this rank's rows.
 
-    Raises ValueError for a tensor that is missing or has another shape than the config implies.
+    Raises ValueError for a missing tensor and for one whose shape differs from the config's.
     """
     checkpoint = Checkpoint(folder)
     with torch.no_grad():
         for name, parameter in parameters.items():
             source = places[name]
-            found = IN[source.layout](checkpoint.read(source), shape)
-            if found.shape != parameter.shape:
+            value = IN[source.layout](checkpoint.read(source), shape)
+            if value.shape != parameter.shape:
                 raise ValueError(
-                    f"{' + '.join(source.names)} of {folder} gives {tuple(found.shape)}, but its config.json implies "
-                    f"{tuple(parameter.shape)}"
+                    f"{' + '.join(source.names)} of {folder} has shape {tuple(value.shape)}, but its config.json "
+                    f"requires {tuple(parameter.shape)}"
                 )
             if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(_rows_of_rank(found, parameter.device_mesh))
+                parameter.to_local().copy_(_rows_of_rank(value, parameter.device_mesh))
             else:
-                parameter.copy_(found)
+                parameter.copy_(value)
 
 
 def _rows_of_rank(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """FSDP2 cuts dimension 0 as ``torch.chunk`` does; the last ranks may get nothing."""
+    """Rows of this rank: FSDP2 splits dimension 0 like ``torch.chunk``, so the last ranks may have none."""
     parts = whole.chunk(mesh.size())
     rank = mesh.get_local_rank()
     return parts[rank] if rank < len(parts) else whole[:0]
 
 
 def state_for_export(parameters: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]) -> dict[str, Tensor]:
-    """Our tensors under their Hugging Face names and in its layouts."""
+    """Return our tensors under their Hugging Face names and in its layouts."""
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         source = places[name]
         value = OUT[source.layout](parameter.detach(), shape)
         rows = source.rows if len(source.names) > 1 else (len(value),)
-        parts = (x.clone(memory_format=torch.contiguous_format) for x in value.split(rows))  # one storage each
+        parts = (
+            x.clone(memory_format=torch.contiguous_format) for x in value.split(rows)
+        )  # a storage each, as safetensors needs
         state.update(zip(source.names, parts, strict=True))
     return state

@@ -1,6 +1,6 @@
-"""Micro-batches of packed tokens: sequence after sequence, end to end, without padding.
+"""Packed micro-batches: sequences concatenated without padding.
 
-For the policy a sequence is a prompt and its completion; for a reward model two of them make a pair.
+A policy's sequence is a prompt and its completion; a reward model's sequences come in pairs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some of a rank's sequences, packed. S completion tokens are predicted among T tokens."""
+    """Packed sequences of one rank: T tokens, S of which are predicted completion tokens."""
 
     tokens: Tensor  # (T,)
-    lengths: list[int]  # of the sequences, prompt and completion without its last token; their sum is T
+    lengths: list[int]  # of prompt + completion without its last token; the sum is T
     select: Tensor  # (S,) index in `tokens` of the token that predicts each target
     targets: Tensor  # (S,)
     row: Tensor  # (S,) the completion of the rollout that each target belongs to
-    offset: Tensor  # (S,) its place in that completion
+    offset: Tensor  # (S,) its position in that completion
 
     def pick(self, values: Tensor) -> Tensor:
-        """(S,) from what is stored by completion and place, ``(R, L)``."""
+        """Select the values (S,) of the targets from ``values (R, L)``, indexed by completion and position."""
         return values[self.row, self.offset]
 
 
@@ -35,10 +35,10 @@ def pack(
     max_tokens: int,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """Pack the completions numbered ``rows``, each behind its prompt, into micro-batches of at most ``max_tokens``.
+    """Pack the completions ``rows`` with their prompts into micro-batches of at most ``max_tokens`` tokens.
 
-    ``prompt_ids`` has a prompt for each completion. Sequences are taken longest first into the first micro-batch with
-    room, which leaves little of it empty; one that is longer than ``max_tokens`` goes alone.
+    ``prompt_ids`` has one prompt per completion. Each sequence goes into the first micro-batch with room, longest
+    first; one of more than ``max_tokens`` tokens gets its own.
     """
     return pack_sets(prompt_ids, completion_ids, [[r] for r in sorted(rows)], max_tokens, device)
 
@@ -50,28 +50,33 @@ def pack_sets(
     max_tokens: int,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """`pack`, with the completions of a set never parted, because their loss needs them all; too long a set is alone.
+    """Like `pack`, but keep the completions of a set in one micro-batch, because their loss needs all of them.
 
-    ``sets`` are rows, (B, n) as lists.
+    ``sets``: lists of rows. A set of more than ``max_tokens`` tokens gets its own micro-batch.
     """
-    sizes = {i: sum(len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in own) for i, own in enumerate(sets)}
+    sizes = {
+        i: sum(len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in rows) for i, rows in enumerate(sets)
+    }
     parts = [[r for i in part for r in sets[i]] for part in bins(sizes, max_tokens)]
     return [_micro_batch(prompt_ids, completion_ids, part, device) for part in parts]
 
 
 def bins(sizes: Mapping[int, int], max_tokens: int) -> list[list[int]]:
-    """Rows (keys) put into as few bins of ``max_tokens`` as first fit finds, longest first; too long a one is alone."""
-    found: list[list[int]] = []
+    """Pack the rows (keys of ``sizes``) into bins of ``max_tokens`` by first fit, longest first.
+
+    A row of more than ``max_tokens`` gets its own bin.
+    """
+    packed: list[list[int]] = []
     space: list[int] = []
     for row in sorted(sizes, key=lambda row: (-sizes[row], row)):
         fitting = next((i for i, left in enumerate(space) if left >= sizes[row]), None)
         if fitting is None:
-            found.append([])
+            packed.append([])
             space.append(max_tokens)
-            fitting = len(found) - 1
-        found[fitting].append(row)
+            fitting = len(packed) - 1
+        packed[fitting].append(row)
         space[fitting] -= sizes[row]
-    return [sorted(part) for part in found]
+    return [sorted(part) for part in packed]
 
 
 def _micro_batch(
@@ -104,17 +109,17 @@ def _micro_batch(
 
 
 def empty_micro_batch(device: torch.device | str = "cpu") -> MicroBatch:
-    """One token and nothing to predict: what a rank runs while others, with more of them, need its collectives."""
+    """One token and no target: run by a rank that has no micro-batch left, because the others need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return MicroBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing, nothing, nothing)
 
 
-# --- pairs of sequences, each with one place where it is scored ---------------------------------------------------
+# --- pairs of sequences, each scored at one token -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """n pairs, packed: the preferred sequence of a pair, then the other one. T tokens."""
+    """n packed pairs with T tokens: the chosen sequence of each pair, then the rejected one."""
 
     tokens: Tensor  # (T,)
     lengths: list[int]  # (2n), their sum is T
@@ -130,10 +135,10 @@ def pack_pairs(
     pad: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[PairBatch]:
-    """Pack the pairs numbered ``rows`` into micro-batches of at most ``max_tokens``; a longer pair goes alone.
+    """Pack the pairs ``rows`` into micro-batches of at most ``max_tokens`` tokens; a longer pair gets its own.
 
-    A pair is never parted, because its loss needs both scores. A row may come twice, as the last of one epoch and the
-    first of the next. ``pad``: see `scored_at`.
+    A pair is never split, because its loss needs both scores. ``rows`` may repeat a pair: the last of one epoch can be
+    the first of the next. ``pad``: see `scored_at`.
     """
     sizes = {place: len(chosen[row]) + len(rejected[row]) for place, row in enumerate(rows)}
     parts = [[rows[place] for place in part] for part in bins(sizes, max_tokens)]
@@ -153,15 +158,15 @@ def _pair_batch(
 
 
 def empty_pair_batch(device: torch.device | str = "cpu") -> PairBatch:
-    """One token and no pair: what a rank runs while others, with more of them, need its collectives."""
+    """One token and no pair: run by a rank that has no micro-batch left, because the others need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return PairBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing)
 
 
 def scored_at(ids: Sequence[int], pad: int | None) -> int:
-    """Where transformers' sequence classifiers of decoders read the score: at the last token that is not ``pad``.
+    """Index of the token at which transformers' decoder classifiers read the score: the last one that is not ``pad``.
 
-    Its rule looks at ids and not at a mask, so that a padding id in the text itself counts as padding too; of nothing
-    but padding it takes the first token. Without a padding id (None) it is the last token.
+    The rule uses ids, not a mask, so a padding id inside the text counts as padding too. If all ids are padding, it is
+    the first token; without a padding id (None) it is the last one.
     """
     return next((i for i in range(len(ids) - 1, -1, -1) if ids[i] != pad), 0)

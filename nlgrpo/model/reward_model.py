@@ -1,6 +1,6 @@
-"""A reward model: one of our decoders whose head gives a single number, the score of the text that ends there.
+"""Reward models: decoders with a head of one output, the score of a text at its last token.
 
-Reading it from a causal model or a classifier, its loss on preference pairs, and writing it as a directory that
+Loads them from a causal model or a classifier, scores preference pairs, and saves directories that
 ``AutoModelForSequenceClassification`` loads.
 """
 
@@ -23,8 +23,8 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import PairBatch
 from nlgrpo.runtime import checkpoint
 
-SCORE = "score.weight"  # what transformers calls the head
-# The classes of transformers that read a reward model of each family.
+SCORE = "score.weight"  # transformers' name of the head
+# transformers' class for a reward model of each family.
 CLASSES = {
     "llama": "LlamaForSequenceClassification",
     "mistral": "MistralForSequenceClassification",
@@ -36,13 +36,16 @@ CLASSES = {
 
 
 def scores(model: Decoder, batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Scores (n,) of the preferred and of the other answers, in float32 at least: bfloat16 has 8 bits for a margin."""
-    found = model(batch.tokens, batch.lengths, batch.select, score)[:, 0]
-    return found[0::2], found[1::2]
+    """Scores (n,) of the chosen and of the rejected answers, at least in float32: bfloat16's 8 bits blur margins."""
+    both = model(batch.tokens, batch.lengths, batch.select, score)[:, 0]
+    return both[0::2], both[1::2]
 
 
 def score(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(2n, 1); not less, because FSDP2 hooks what the forward returns, and would lose the hook of a view."""
+    """Head outputs (S, 1) of ``hidden (S, D)``, at least in float32.
+
+    The last dimension stays, because FSDP2 hooks the tensor that the forward returns and a view would lose the hook.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return F.linear(hidden.to(wide), weight.to(wide))
 
@@ -51,21 +54,23 @@ def score(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def locate(path_or_name: str) -> tuple[Path, Path | None]:
-    """The Hugging Face directory that ``path_or_name`` stands for, and a checkpoint whose weights replace its own.
+    """Return the Hugging Face directory of ``path_or_name``, and a checkpoint whose weights replace its own (or None).
 
-    A directory or a name as in `hf_weights.locate`; the folder of a run (its exported ``model``); or a checkpoint of a
-    run, ``runs/NAME/checkpoints/step-00000012``. Raises ValueError where there is no such thing.
+    ``path_or_name`` is a directory or name as in `hf_weights.locate`, the folder of a run (its exported ``model``), or
+    a checkpoint of a run, ``runs/NAME/checkpoints/step-00000012``. Raises ValueError if there is no such model.
     """
     path = Path(os.path.expanduser(path_or_name))
     if (path / "manifest.json").is_file() and (path / ".metadata").is_file():
         begun = hf_weights.begun_from(path.parents[1])
         if begun is None:
-            raise ValueError(f"{path} is a checkpoint, and {path.parents[1] / 'config.json'} is not that of its run")
+            raise ValueError(
+                f"{path} is a checkpoint, but {path.parents[1] / 'config.json'} is not the config of a run"
+            )
         return locate(begun)[0], path
     if hf_weights.begun_from(path) is not None:
         if not (path / "model" / "config.json").is_file():
             raise ValueError(
-                f"{path} is a run that has exported no model yet; finish it, or name one of its checkpoints"
+                f"{path} is a run that has not exported its model yet; finish it, or pass one of its checkpoints"
             )
         path = path / "model"
         return path, None
@@ -75,13 +80,14 @@ def locate(path_or_name: str) -> tuple[Path, Path | None]:
 def load(
     path_or_name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[Decoder, bool]:
-    """A decoder with a head of one output, and whether that head was trained already.
+    """Load a decoder with a head of one output, and return it with whether the head is trained already.
 
-    From a sequence classifier with one output it is the classifier's; a causal model gets one with entries of N(0,
-    1 / (D + 1)), drawn from ``seed`` (Stiennon et al. 2020, B.1). The rest is never random: embeddings that a tied
-    model stores under the name of its lm_head are found there, where transformers 5.23 would make new ones.
+    A sequence classifier with one output keeps its head. A causal model gets a new one with entries from N(0, 1 / (D +
+    1)), drawn with ``seed`` (Stiennon et al. 2020, B.1). Nothing else is ever random: embeddings that a tied model
+    stores under the name of its lm_head are loaded, where transformers 5.23 would initialise new ones.
 
-    Raises ValueError for an unknown architecture, a missing or misshapen tensor, and a classifier of several outputs.
+    Raises ValueError for an unknown architecture, a missing tensor or one of the wrong shape, and a classifier with
+    several outputs.
     """
     folder, saved = locate(path_or_name)
     config = decoder.read_config(folder)
@@ -107,26 +113,27 @@ def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> Non
         outputs = tensors.files[SCORE].get_slice(SCORE).get_shape()[0]
         if outputs != 1:
             raise ValueError(
-                f"{tensors.folder} is a classifier of {outputs} outputs; a reward model begins at one with a single "
-                "output, or at a causal model"
+                f"{tensors.folder} is a classifier with {outputs} outputs; a reward model starts from a classifier "
+                "with one output or from a causal model"
             )
-    if not model.shape.tied:  # a head that is none of a reward model's may differ from a tied embedding
+    if not model.shape.tied:  # the language-model head of a tied one is not used here, so it may differ
         tensors.check_embedding(score_map(model)["embed.weight"].names[0], tied=False)
 
 
 def with_score_head(model: Decoder) -> Decoder:
-    """The decoder with a head of one output in place of its own, or of the tied one."""
+    """Replace the decoder's head, own or tied, by one with a single output."""
     model.head = nn.Linear(model.shape.width, 1, bias=False)
     return model
 
 
 def head_of(model: Decoder) -> nn.Linear:
+    """Return the head of a reward model."""
     assert model.head is not None
     return model.head
 
 
 def score_map(model: Decoder) -> dict[str, Source]:
-    """Where each tensor of a reward model stands in a directory of transformers."""
+    """Map each parameter name of a reward model to its `Source` in a transformers directory."""
     return tensor_map(model.shape) | {"head.weight": Source((SCORE,), (-1,))}
 
 
@@ -134,16 +141,16 @@ def score_map(model: Decoder) -> dict[str, Source]:
 
 
 def padding_id(config: Any, tokenizer: PreTrainedTokenizerBase, trained: bool) -> int | None:
-    """The padding id that goes into the config, by which transformers finds the token that is scored.
+    """Choose the padding id of the saved config, by which transformers finds the token to score.
 
-    Texts are closed by EOS, and transformers scores the last token that is not padding (`packing.scored_at`). So the
-    padding must be another token than EOS; the first of these that the model has an embedding for is taken:
+    Texts end in EOS, and transformers scores the last token that is not padding (`packing.scored_at`), so the padding
+    should not be EOS. The choice is the first of these that the model has an embedding for:
 
-    - a classifier's own, because its head was trained with it
-    - the tokenizer's padding token, the unknown token, BOS; each if it is not EOS
-    - EOS, if there is nothing else: the score is then read one token before it, in training as in use
+    - the padding id of a trained classifier, because its head was trained with it
+    - the tokenizer's padding token, unknown token or BOS, if it is not EOS
+    - EOS; the score is then read one token before it, in training and in use
 
-    None: transformers can only score such a model's texts one by one.
+    None if there is no such token: transformers can then only score texts one by one.
     """
     if trained and config.pad_token_id is not None:
         return int(config.pad_token_id)
@@ -165,15 +172,16 @@ def save(
     max_length: int,
     parameters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a directory that ``AutoModelForSequenceClassification.from_pretrained`` loads, with one output.
+    """Save a directory that ``AutoModelForSequenceClassification.from_pretrained`` loads, with one output.
 
-    ``pad`` becomes the padding token of the config and of the tokenizer, which pads on the right and cuts texts on the
-    left to ``max_length`` tokens. ``parameters``: full tensors to write instead of the model's own (a sharded model's).
+    ``pad`` becomes the padding token of the config and of the tokenizer, which pads on the right and truncates texts on
+    the left to ``max_length`` tokens. ``parameters``: full tensors to save instead of the model's own (the gathered
+    ones of a sharded model).
 
     Raises ValueError for a decoder without a Hugging Face config.
     """
     if model.config is None:
-        raise ValueError("this decoder was made without a Hugging Face config; use reward_model.load")
+        raise ValueError("this decoder was built without a Hugging Face config; use reward_model.load")
     folder.mkdir(parents=True, exist_ok=True)
     state = hf_weights.state_for_export(parameters or dict(model.named_parameters()), model.shape, score_map(model))
     config = copy.deepcopy(model.config)
@@ -187,7 +195,7 @@ def save(
     if pad is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     tokenizer.padding_side, tokenizer.truncation_side = "right", "left"
-    tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "left"}  # without it they are not written
+    tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "left"}  # only these are saved
     tokenizer.model_max_length = max_length
-    tokenizer("")  # an untruncated call: tokenizer.json would carry the truncation of the last one
+    tokenizer("")  # resets the truncation of the last call, which tokenizer.json would store
     tokenizer.save_pretrained(folder)

@@ -13,7 +13,7 @@ from nlgrpo.model.decoder import read_config
 def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory, without running code from it.
 
-    Raises ValueError if there is none, or an empty one, which transformers builds when the files are missing.
+    Raises ValueError if the directory has none, or an empty one, which transformers builds if the files are missing.
     """
     read_config(source)  # reports a broken config better than transformers does
     try:
@@ -28,7 +28,7 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
 
 
 def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
-    """Return the token ids that end a text: those of the directory's configs, and the tokenizer's EOS.
+    """Return the token ids that end a text: the ones in the directory's configs, and the tokenizer's EOS.
 
     Raises ValueError for a config that is not JSON, or whose ``eos_token_id`` is neither an id nor a list of ids.
     """
@@ -43,8 +43,8 @@ def _declared_stops(path: Path) -> list[int]:
     try:
         declared = json.loads(path.read_text("utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} holds no JSON object: {error}") from error
-    found = declared if isinstance(declared, list) else [] if declared is None else [declared]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ValueError(f"{path}: eos_token_id = {declared!r} is neither a token id nor a list of token ids")
-    return found
+    return ids

@@ -1,7 +1,7 @@
-"""Values of prefixes by a decoder with one output: the expected final reward of a completion.
+"""Value models: a decoder with one output that predicts the expected final reward of a completion from its prefixes.
 
-The states of a completion of H tokens are its H + 1 prefixes, from the prompt alone to the whole. R completions, S
-states in a batch.
+The states of a completion of H tokens are its H + 1 prefixes, from the prompt alone to the full text. A batch has R
+completions and S states.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ from nlgrpo.model.packing import MicroBatch
 from nlgrpo.model.reward_model import score
 
 Kind = Literal["mse", "bce"]
-PROBLEM_TYPES: dict[Kind, str] = {
-    "mse": "regression",
-    "bce": "multi_label_classification",
-}  # as transformers calls them
+PROBLEM_TYPES: dict[Kind, str] = {"mse": "regression", "bce": "multi_label_classification"}  # transformers' names
 
 
 def outputs(model: Decoder, batch: MicroBatch) -> Tensor:
-    """(S,) of the head behind the tokens that the batch selects, in float32 at least."""
+    """Head outputs (S,) at the tokens that the batch selects, at least in float32."""
     return model(batch.tokens, batch.lengths, batch.select, score)[:, 0]
 
 
 def kind_of(model: Decoder) -> Kind:
-    """What the model was fitted by, as its config says; squared error where that says nothing."""
+    """Return the loss that the model was fitted with, from its config; "mse" if the config does not name one."""
     return "bce" if getattr(model.config, "problem_type", None) == "multi_label_classification" else "mse"
 
 
 def set_kind(model: Decoder, kind: Kind) -> None:
-    """Write into the model's config what it is fitted by, as transformers calls it."""
-    assert model.config is not None  # it was read from a directory
+    """Record the model's loss in its config, under transformers' name."""
+    assert model.config is not None  # it was loaded from a directory
     model.config.problem_type = "multi_label_classification" if kind == "bce" else "regression"
 
 
 def as_values(raw: Tensor, kind: Kind) -> Tensor:
-    """What a head's outputs stand for: themselves, or after cross-entropy the probability sigmoid(raw)."""
+    """Convert head outputs to values: unchanged for "mse", the probability sigmoid(raw) for "bce"."""
     return raw.sigmoid() if kind == "bce" else raw

@@ -119,8 +119,8 @@ def test_brackets_are_text_and_no_markup(call):
         (["hi", "--model", "no/such/model"], "model 'no/such/model' is neither a directory"),
         (["hi", "--model", "~nobody/model"], "model '~nobody/model' is neither a directory"),
         (["hi", "--model", "x" * 5000], "is neither a directory"),
-        (["hi", "--model", "/"], "/ holds no config.json, so it is not a Hugging Face model directory"),
-        (["hi", "--model", ""], "holds no config.json"),
+        (["hi", "--model", "/"], "/ has no config.json, so it is not a Hugging Face model directory"),
+        (["hi", "--model", ""], "has no config.json"),
     ],
 )
 def test_generate_refuses(arguments, said, call, monkeypatch):

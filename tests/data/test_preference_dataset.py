@@ -1,4 +1,4 @@
-"""Preference pairs from files: layouts, truncation, what is dropped and counted, and what is refused."""
+"""Preference pairs from files: layouts, truncation, dropped pairs and refused input."""
 
 import gzip
 import json
@@ -86,14 +86,14 @@ def test_conversations_go_through_the_chat_template(file, tokenizer, apart):
     answers = {"chosen": [turn("assistant", "w8")], "rejected": [turn("assistant", "w9")]}
     row = {"prompt": start} | answers if apart else {name: start + answer for name, answer in answers.items()}
     found = load(file(row), tokenizer, max_length=64)
-    told = "w1 w5 </s> w2 w6 </s> w1 w7 </s> w2"
-    assert found.chosen == [ids(f"{told} w8 </s>", begin=(), end=())]
-    assert found.rejected == [ids(f"{told} w9 </s>", begin=(), end=())]
+    shared = "w1 w5 </s> w2 w6 </s> w1 w7 </s> w2"
+    assert found.chosen == [ids(f"{shared} w8 </s>", begin=(), end=())]
+    assert found.rejected == [ids(f"{shared} w9 </s>", begin=(), end=())]
     assert found.prompts == [json.dumps(start)]
 
 
-def test_ids_are_those_that_the_classifier_reads(file, tokenizer, tmp_path):
-    """What a model is trained on is what it is asked about."""
+def test_ids_equal_those_of_the_classifier(file, tokenizer, tmp_path):
+    """Training and use tokenize texts alike."""
     from nlgrpo.model import reward_model
 
     tiny_model(tmp_path / "causal")
@@ -106,7 +106,7 @@ def test_ids_are_those_that_the_classifier_reads(file, tokenizer, tmp_path):
     assert [len(x) for x in found.chosen] == [5, 9, 9, 9]
 
 
-# --- what is cut, dropped and held out --------------------------------------------------------------------------------
+# --- truncated, dropped and held-out pairs ----------------------------------------------------------------------------
 
 
 def test_long_texts_lose_the_beginning_of_their_prompt(file, tokenizer):
@@ -119,13 +119,13 @@ def test_long_texts_lose_the_beginning_of_their_prompt(file, tokenizer):
     assert found.chosen == [ids("w3 w4 w5"), ids("w1 w4"), ids("w1 w4")]
     assert found.rejected == [ids("w2 w3 w6"), ids("w1 w5"), ids("w7 w8 w9")]
     assert (found.truncated, found.cut) == (2, 1)
-    assert "2 too long, their beginning cut off; 1 of these within an answer" in repr(found)
+    assert "2 truncated at the beginning; 1 of them within an answer" in repr(found)
 
 
 def test_ties_are_dropped_and_counted(file, tokenizer):
     found = load(file(*texts(("w1", "w1"), ("w1", "w2"), ("w3", " w3"))), tokenizer, max_length=64)
     assert (len(found), found.ties) == (1, 2)  # the last one differs in white space, which has no token
-    with pytest.raises(ValueError, match="all of 2 pairs chosen and rejected are the same"):
+    with pytest.raises(ValueError, match="chosen and rejected are equal in all 2 pairs"):
         load(file(*texts(("w1", "w1"), ("w2", "w2"))), tokenizer, max_length=64)
 
 
@@ -136,9 +136,9 @@ def pairs(count, prompts=None):
     return PairSet([[i] for i in numbers], [[i, i] for i in numbers], [0.5 * i for i in numbers], prompts, lost, ties=4)
 
 
-@pytest.mark.parametrize(("count", "asked", "held"), [(10, 3, 3), (10, 9, 5), (1, 5, 0), (3, 0, 0)])
-def test_the_last_pairs_are_held_out(count, asked, held):
-    train, rest = pairs(count).split(asked)
+@pytest.mark.parametrize(("count", "requested", "held"), [(10, 3, 3), (10, 9, 5), (1, 5, 0), (3, 0, 0)])
+def test_the_last_pairs_are_held_out(count, requested, held):
+    train, rest = pairs(count).split(requested)
     assert [x[0] for x in train.chosen] == list(range(count - held))
     assert [x[0] for x in rest.chosen] == list(range(count - held, count))
     assert [x[0] for x in rest.rejected] == list(range(count - held, count))
@@ -147,13 +147,13 @@ def test_the_last_pairs_are_held_out(count, asked, held):
     assert train.truncated + rest.truncated == pairs(count).truncated
 
 
-def test_pairs_whose_prompt_is_held_out_are_left_out():
+def test_pairs_with_a_held_out_prompt_are_dropped():
     found = pairs(4, ["a", "", "b", "a"]).without(["a", ""])
     assert ([x[0] for x in found.chosen], found.shared) == ([1, 2], 2)
-    assert "2 dropped whose prompt is held out" in repr(found)
+    assert "2 dropped with a held-out prompt" in repr(found)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused input ----------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
 CONVERSATION = [turn("user", "w1"), turn("assistant", "w2")]
@@ -172,38 +172,38 @@ CONVERSATION = [turn("user", "w1"), turn("assistant", "w2")]
         ([GOOD | {"prompt": ["a"]}], {}, "column 'prompt' holds a list"),
         ([GOOD | {"margin": "big"}], {"margin_column": "margin"}, "column 'margin' holds a str .* finite number"),
         ([GOOD | {"margin": float("inf")}], {"margin_column": "margin"}, "instead of a finite number"),
-        ([{"chosen": CONVERSATION, "rejected": "w1"}], {}, "one is a text and the other a conversation"),
+        ([{"chosen": CONVERSATION, "rejected": "w1"}], {}, "one of chosen and rejected is a text and the other a"),
         ([{"prompt": "w1", "chosen": CONVERSATION, "rejected": CONVERSATION[:1]}], {}, "name another prompt_column"),
         ([{"chosen": CONVERSATION, "rejected": [*CONVERSATION[:1], turn("assistant", "w3")]}], {}, "no chat template"),
         ([GOOD], {"max_length": 1}, "max_length = 1"),
     ],
 )  # fmt: skip
-def test_bad_pairs(file, tokenizer, rows, options, message):
+def test_bad_pairs_are_refused(file, tokenizer, rows, options, message):
     with pytest.raises(ValueError, match=message):
         load(file(*rows), tokenizer, **({"max_length": 64} | options))
 
 
-def test_a_template_that_refuses(file, tokenizer):
+def test_a_conversation_that_the_template_rejects(file, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     row = {"chosen": CONVERSATION, "rejected": [*CONVERSATION[:1], turn("assistant", "w3")]}
-    with pytest.raises(ValueError, match=r"example 1: the chat template refuses.*roles must alternate"):
+    with pytest.raises(ValueError, match=r"example 1: the chat template rejects.*roles must alternate"):
         load(file(row), tokenizer, max_length=64)
 
 
-def test_a_text_without_a_token(file, tokenizer):
+def test_a_text_without_tokens(file, tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="example 1: the text '' has no token"):
+    with pytest.raises(ValueError, match="example 1: the text '' has no tokens"):
         load(file({"chosen": "", "rejected": "w1"}), tokenizer, max_length=64)
 
 
-def test_missing_files_are_named(tokenizer, file):
+def test_a_missing_file_is_reported_with_the_nearest_name(tokenizer, file):
     file(GOOD)
     with pytest.raises(ValueError, match=r"There is no file .*pair\.jsonl\. Nearest: 'pairs.jsonl'"):
         load(file(GOOD).replace("pairs", "pair"), tokenizer, max_length=9)
 
 
-def test_the_real_pairs(shared):
+def test_pairs_of_hh_rlhf(shared):
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
     source = str(shared / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz")
     found = load(source, tokenizer, max_length=512, limit=200)

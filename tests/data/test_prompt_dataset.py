@@ -1,4 +1,4 @@
-"""Prompts: every kind of source, the order of a run, and what the tokenizer does at both ends of a prompt."""
+"""Prompts: every kind of source, the order of a run, and the special tokens at both ends of a prompt."""
 
 import collections
 import csv
@@ -23,7 +23,7 @@ CHAT = TURN + "{% if add_generation_prompt %}assistant :{% endif %}"
 
 
 def make_tokenizer(before=(), after=(), **special):
-    """A tokenizer with a word an id, which puts ``before`` and ``after`` around every text of its own accord."""
+    """A tokenizer with one id per word that adds ``before`` and ``after`` to every text."""
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     single = " ".join([*before, "$A", *after])
@@ -115,7 +115,7 @@ def test_a_unicode_line_separator_does_not_cut_a_json_line(tmp_path, plain):
     assert load(str(path), plain, max_prompt_tokens=8, shuffle=False).prompts == ["a \u2028 b", "c"]
 
 
-def test_template_and_cut(tmp_path, plain):
+def test_template_and_cut_after(tmp_path, plain):
     rows = [{"q": "a", "n": 1, "log": "x A: y A: z"}, {"q": "b", "n": 2, "log": "nothing here"}]
     source = write_lines(tmp_path / "a.jsonl", rows)
     made = load(source, plain, max_prompt_tokens=99, shuffle=False, template="Question {{{q}}} {n} Answer")
@@ -125,7 +125,7 @@ def test_template_and_cut(tmp_path, plain):
     assert (cut.prompts, cut.unmatched, cut.dropped) == (["<x A: y A:> a"], 1, 0)
 
 
-def test_reserved_columns_stay_away_from_reward_functions(tmp_path, plain):
+def test_reward_functions_do_not_get_reserved_columns(tmp_path, plain):
     row = {"prompt": "a", "completion": "b", "completion_ids": [1], "completions": 1, "prompts": 2}
     row |= {"answer": None, "chosen": "c"}
     batch = load(
@@ -146,7 +146,7 @@ def order(prompts, cursor, count):
     return prompts.take(cursor, count).columns["number"]
 
 
-def test_an_epoch_visits_each_prompt_once_in_an_order_of_its_own(numbers, plain):
+def test_an_epoch_visits_each_prompt_once_in_a_new_order(numbers, plain):
     prompts = load(numbers, plain, max_prompt_tokens=4, seed=3)
     epochs = [order(prompts, 23 * epoch, 23) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
@@ -158,12 +158,12 @@ def test_an_epoch_visits_each_prompt_once_in_an_order_of_its_own(numbers, plain)
 def test_take_is_a_function_of_seed_and_cursor(numbers, plain):
     first, second = (load(numbers, plain, max_prompt_tokens=4, seed=3) for _ in range(2))
     whole = order(first, 0, 200)
-    for cursor in (170, 20, 23, 0, 99):  # any order of asking, across the ends of epochs
+    for cursor in (170, 20, 23, 0, 99):  # in any order, across the ends of epochs
         assert order(second, cursor, 30) == whole[cursor : cursor + 30]
     assert second.take(99, 3).index == [99, 100, 101]
 
 
-def test_the_slices_of_two_ranks_are_the_batch_of_one(numbers, plain):
+def test_the_slices_of_two_ranks_make_the_batch_of_one_rank(numbers, plain):
     prompts = load(numbers, plain, max_prompt_tokens=4)
     whole, left, right = prompts.take(20, 8), prompts.take(20, 4), prompts.take(24, 4)
     assert left.index + right.index == whole.index
@@ -173,7 +173,7 @@ def test_the_slices_of_two_ranks_are_the_batch_of_one(numbers, plain):
 
 
 def test_the_order_is_the_same_in_every_version(numbers, plain):
-    """Written down once: a change here breaks the resumption of runs that exist."""
+    """Fixed values: another order would break the resumption of existing runs."""
     assert order(load(numbers, plain, max_prompt_tokens=4, seed=0), 0, 6) == [11, 3, 20, 13, 2, 21]
 
 
@@ -187,7 +187,7 @@ def test_shuffles_are_uniform(tmp_path, plain):
     )  # chi-squared, 5 degrees of freedom: p = 0.001
 
 
-def test_every_epoch_has_an_order_of_its_own():
+def test_visits_have_a_new_order_every_epoch():
     epochs = [visits(5, 5 * epoch, 5, seed=1) for epoch in range(3)]
     assert [sorted(rows) for rows in epochs] == [list(range(5))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
@@ -225,7 +225,7 @@ def test_bos_and_eos(tmp_path, before, after, add_bos, expected):
     assert load(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
 
 
-def test_one_token_as_bos_and_eos_is_not_taken_off_an_empty_prompt(tmp_path):
+def test_a_token_that_is_bos_and_eos_is_not_removed_from_an_empty_prompt(tmp_path):
     tokenizer = make_tokenizer(["<s>"], [], bos_token="<s>", eos_token="<s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}])
     assert load(source, tokenizer, max_prompt_tokens=9, shuffle=False).ids == [[BOS], [BOS, *ids("a")]]
@@ -236,7 +236,7 @@ def test_an_empty_prompt_needs_a_bos(tmp_path, plain):
     assert load(source, plain, max_prompt_tokens=9, shuffle=False).ids == [ids("a"), [BOS]]
     with pytest.raises(ValueError, match="example 2 is empty, and the tokenizer has no BOS"):
         load(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9)
-    with pytest.raises(ValueError, match="no BOS token; leave add_bos out"):
+    with pytest.raises(ValueError, match="no BOS token; omit add_bos"):
         load(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9, add_bos=True)
 
 
@@ -292,18 +292,18 @@ def test_texts_and_conversations_may_be_mixed(tmp_path):
     ("messages", "template", "message"),
     [
         ([USER], None, "example 1 is a conversation, but the tokenizer has no chat template"),
-        ([USER], "{{ raise_exception('roles must alternate') }}", "the chat template refuses .* roles must alternate"),
+        ([USER], "{{ raise_exception('roles must alternate') }}", "the chat template rejects .* roles must alternate"),
         ([{"from": "user", "value": "a"}], CHAT, "instead of a list of {'role'"),
         ([], CHAT, "has no message to answer"),
     ],
 )
-def test_conversations_that_cannot_be_used(tmp_path, messages, template, message):
+def test_bad_conversations_are_refused(tmp_path, messages, template, message):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
         load(write_lines(tmp_path / "a.jsonl", [{"prompt": messages}]), tokenizer, max_prompt_tokens=99)
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Refused arguments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -312,22 +312,22 @@ def test_conversations_that_cannot_be_used(tmp_path, messages, template, message
         ({"prompt_column": "promt"}, r"no column 'promt'. It has prompt, answer. Nearest: 'prompt'"),
         ({"template": "{answr}"}, r"no column 'answr'.* Nearest: 'answer'"),
         ({"template": "{answer"}, "expected '}' before end of string"),
-        ({"template": "{}"}, "braces hold the name of a column"),
-        ({"template": "{answer!r}"}, "braces hold the name of a column"),
-        ({"template": "same"}, "names no column"),
+        ({"template": "{}"}, "braces may contain only the name of a column"),
+        ({"template": "{answer!r}"}, "braces may contain only the name of a column"),
+        ({"template": "same"}, "has no column, so all prompts would be equal"),
         (
             {"template": "{answer}", "first_words": 2},
             "shorten the prompt column, which the template '{answer}' does not use",
         ),
         ({"cut_after": "zz"}, "none of 3 examples has cut_after = 'zz' in column 'prompt'"),
-        ({"separator": "x"}, "parts the documents of a plain text"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0: it is 1 or more"),
-        ({"first_words": 0}, "first_words = 0: it is 1 or more"),
-        ({"limit": -1}, "limit = -1: it is 1 or more"),
+        ({"separator": "x"}, "is for the documents of a text file"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0: must be 1 or more"),
+        ({"first_words": 0}, "first_words = 0: must be 1 or more"),
+        ({"limit": -1}, "limit = -1: must be 1 or more"),
         ({"seed": -1}, "seed = -1"),
     ],
 )
-def test_options_that_are_refused(tmp_path, plain, options, message):
+def test_bad_options_are_refused(tmp_path, plain, options, message):
     with pytest.raises(ValueError, match=message):
         load(write_lines(tmp_path / "a.jsonl", ROWS), plain, **{"max_prompt_tokens": 9, **options})
 
@@ -348,16 +348,16 @@ def test_options_that_are_refused(tmp_path, plain, options, message):
         ("a.txt.gz", gzip.compress(b"a b c d " * 99, mtime=0)[:-12], "not readable"),
         ("a.parquet", b"PAR1", "not readable as Parquet"),
         ("a.csv", b"prompt,b\n1\n", "not readable as CSV"),
-        ("a.bin", b"?", "no reader for this kind of file. Known: .jsonl"),
+        ("a.bin", b"?", "unknown file type. Supported: .jsonl"),
     ],
 )
-def test_files_that_are_refused(tmp_path, plain, name, content, message):
+def test_bad_files_are_refused(tmp_path, plain, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load(str(tmp_path / name), plain, max_prompt_tokens=9)
 
 
-def test_what_is_not_there(tmp_path, plain):
+def test_missing_sources_are_refused(tmp_path, plain):
     write_lines(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"There is no file .*trian.jsonl. Nearest: 'train.jsonl'"):
         load(str(tmp_path / "trian.jsonl"), plain, max_prompt_tokens=9)
@@ -408,8 +408,8 @@ def test_gsm8k(shared, stories):
     assert all("#### " in answer for answer in batch.columns["answer"])
 
 
-def test_a_tokenizer_of_a_few_letters(tmp_path):
-    """It can read its task and nothing else: whether it appends EOS is found out with the prompts."""
+def test_a_tokenizer_with_few_letters(tmp_path):
+    """It knows only the letters of its task, so the prompts themselves must show whether it appends EOS."""
     letters = {letter: i for i, letter in enumerate(["<s>", "</s>", *"0123456789+="])}
     words = Tokenizer(models.WordLevel(letters))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -420,8 +420,8 @@ def test_a_tokenizer_of_a_few_letters(tmp_path):
     ]
 
 
-def test_prompts_of_a_command_are_those_of_data():
-    """An EOS that a tokenizer puts behind every text would end the prompt."""
+def test_encode_removes_an_appended_eos_like_load():
+    """An EOS that a tokenizer appends to every text would end the prompt."""
     tokenizer = make_tokenizer(before=["<s>"], after=["</s>"], bos_token="<s>", eos_token="</s>")
     assert tokenizer("a b").input_ids == ids("<s> a b </s>")
     assert encode(tokenizer, ["a b", "", "c"]) == [ids("<s> a b"), ids("<s>"), ids("<s> c")]
@@ -437,7 +437,7 @@ def test_distinct_prompts(tmp_path, plain):
     assert len(prompts.distinct()) == 4
 
 
-# ---- completions as texts ----
+# ---- Completions as texts ----
 
 
 PROMPTS = [
@@ -448,27 +448,27 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_completion_and_its_prompt_are_one_text(stories, prompt):
-    """Wherever a SentencePiece text is cut between two tokens, both parts make up the whole."""
+def test_prompt_and_completion_join_to_the_full_text(stories, prompt):
+    """A SentencePiece text may be cut between any two tokens."""
     whole = stories(prompt + "\u65e5\u672c was a little girl named Lily. \u00c9t\u00e9!\n\nShe played.").input_ids
     for cut in range(1, len(whole)):
         start, rest = whole[:cut], whole[cut:]
         (text,) = decode(stories, [start], [rest])
-        before, all_of_it = (stories.decode(ids, skip_special_tokens=True) for ids in (start, whole))
+        before, full = (stories.decode(ids, skip_special_tokens=True) for ids in (start, whole))
         if "\ufffd" in before:  # in the middle of a character
-            assert text == stories.decode(rest) or before + text == all_of_it
+            assert text == stories.decode(rest) or before + text == full
         else:
-            assert before + text == all_of_it
+            assert before + text == full
     assert decode(stories, [], []) == []
 
 
-def test_a_completion_by_itself_begins_a_text(stories):
+def test_a_completion_without_a_prompt_begins_a_text(stories):
     ids = stories("Lily was", add_special_tokens=False).input_ids
     assert decode(stories, [[], [1]], [ids, ids]) == ["Lily was"] * 2
     assert decode(stories, [ids], [ids]) == [" Lily was"]
 
 
-def test_half_a_character_at_the_end_of_a_prompt_leaves_the_completion_by_itself():
+def test_a_completion_is_decoded_alone_if_its_prompt_ends_within_a_character():
     tokenizer = AutoTokenizer.from_pretrained(locate("story-lm"))
     ids = tokenizer("a \u20ac b").input_ids
     euro = [i for i, token in enumerate(ids) if "\ufffd" in tokenizer.decode([token])]
@@ -480,7 +480,7 @@ def test_half_a_character_at_the_end_of_a_prompt_leaves_the_completion_by_itself
 # ---- CSV ----
 
 
-def test_a_csv_has_texts_unless_numbers_are_written_as_python_writes_them(tmp_path):
+def test_a_csv_column_is_text_unless_python_would_write_all_its_numbers_so(tmp_path):
     long = "x" * 3_000_000
     (tmp_path / "a.csv").write_text(
         "prompt,code,when,yes,n,share,some,big,sci,mixed,none,,\r\n"
@@ -501,14 +501,14 @@ def test_a_csv_has_texts_unless_numbers_are_written_as_python_writes_them(tmp_pa
     assert [row["sci"] for row in rows] == ["1e16", "5e-05", "2.0"]
     assert [row["mixed"] for row in rows] == [1, 0.5, 0]
     assert [row["none"] for row in rows] == ["", "nan", ""]
-    assert len(rows[0]) == 11  # columns without a name and a value are none
+    assert len(rows[0]) == 11  # columns without a name and values are dropped
 
 
-def test_a_text_of_which_the_tokenizer_knows_nothing(tmp_path, plain):
+def test_a_text_without_tokens_is_refused(tmp_path, plain):
     tokenizer = make_tokenizer(bos_token="<s>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
     write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}, {"prompt": "xx"}])
-    with pytest.raises(ValueError, match=r"example 2: the tokenizer knows nothing of a str \('xx'\)"):
+    with pytest.raises(ValueError, match=r"example 2: the tokenizer has no token for a str \('xx'\)"):
         load(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)
 
 
@@ -521,5 +521,5 @@ def test_a_text_of_which_the_tokenizer_knows_nothing(tmp_path, plain):
         ([{"role": "assistant", "content": None}], ""),
     ],
 )
-def test_a_prompt_for_the_eyes_is_its_last_message(prompt, shown):
+def test_the_displayed_prompt_is_the_last_message(prompt, shown):
     assert plain_text(prompt) == shown

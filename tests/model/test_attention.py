@@ -1,16 +1,16 @@
-"""Packed attention on a CPU against softmax(q k^T) v, sequence by sequence, in float64."""
+"""Packed attention on a CPU compared with softmax(q k^T) v of each sequence, in float64."""
 
 import pytest
 import torch
 
 from nlgrpo.model.attention import PackedAttention
 
-LENGTHS = [5, 5, 3, 3, 3, 7, 1, 1, 5]  # runs of one length are one call
+LENGTHS = [5, 5, 3, 3, 3, 7, 1, 1, 5]  # consecutive sequences of equal length share a call
 HEADS, SHARED, WIDTH, SCALE = 6, 2, 8, 0.3
 
 
 def truth(q, k, v, window):
-    """(L, H, d) of one sequence."""
+    """Attention (L, H, d) of one sequence."""
     k, v = (x.repeat_interleave(HEADS // SHARED, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
     behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
@@ -19,19 +19,19 @@ def truth(q, k, v, window):
 
 
 @pytest.mark.parametrize("window", [None, 3, 5])
-def test_sequences_of_one_length_are_taken_together_and_see_only_themselves(window):
+def test_sequences_of_equal_length_share_a_call_and_attend_only_to_themselves(window):
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(LENGTHS), heads, WIDTH) for heads in (HEADS, SHARED, SHARED)]
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     cotangent = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     packed = PackedAttention(LENGTHS, torch.device("cpu"), torch.float64).attend(*inputs, SCALE, window)
-    expected = torch.cat([truth(*each, window) for each in zip(*(x.split(LENGTHS) for x in inputs), strict=True)])
+    expected = torch.cat([truth(*qkv, window) for qkv in zip(*(x.split(LENGTHS) for x in inputs), strict=True)])
     torch.testing.assert_close(packed, expected, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad((out * cotangent).sum(), inputs) for out in (packed, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_company_changes_no_bit():
+def test_a_sequence_does_not_depend_on_the_others_bit_for_bit():
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(sum(LENGTHS), heads, WIDTH, generator=generator) for heads in (HEADS, SHARED, SHARED))
     together = PackedAttention(LENGTHS, torch.device("cpu"), torch.float32).attend(q, k, v, SCALE, None)

@@ -1,4 +1,4 @@
-"""The decoder against transformers: every family, packed and ragged, read and written back."""
+"""The decoder compared with transformers: every family, packed sequences of different lengths, loading and saving."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ LENGTHS = [17, 1, 40, 2]
 
 
 def random_model(case: str) -> transformers.PreTrainedModel:
-    """Every parameter random, norms and biases too: initial ones and zeros would hide a misplaced tensor."""
+    """A model with random parameters, norms and biases too: initial ones and zeros would hide a misplaced tensor."""
     kind, arguments = CASES[case]
     theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**arguments)).eval()
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def tokens_for(vocab: int, lengths: list[int] = LENGTHS) -> torch.Tensor:
 
 
 def assert_same(again, theirs):
-    """The same tensors, bit for bit; the last bits of logits depend on where tensors lie, on some CPUs."""
+    """Compare tensors bit for bit and logits closely: on some CPUs their last bits depend on memory addresses."""
     weights, truth = again.state_dict(), theirs.state_dict()
     assert weights.keys() == truth.keys()
     assert all(torch.equal(weights[name], truth[name]) for name in truth)
@@ -93,7 +93,7 @@ def assert_same(again, theirs):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers_and_survive_the_round_trip(case, tmp_path):
+def test_logits_equal_transformers_before_and_after_a_round_trip(case, tmp_path):
     theirs = random_model(case)
     theirs.save_pretrained(tmp_path / "in")
     tokens = tokens_for(99)
@@ -135,7 +135,7 @@ def test_stories260k(shared):
     torch.testing.assert_close(ours(tokens, [200, 3, 512]), truth, atol=1e-4, rtol=1e-4)
 
 
-def test_shards_are_read_and_half_precision_is_kept(tmp_path):
+def test_sharded_files_load_and_half_precision_is_kept(tmp_path):
     random_model("llama").bfloat16().save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     tokens = tokens_for(99)
@@ -146,7 +146,7 @@ def test_shards_are_read_and_half_precision_is_kept(tmp_path):
     ours = decoder.load(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
     error = (ours(tokens, LENGTHS).float() - truth).norm() / truth.norm()
-    assert error < 0.02  # bfloat16 has 8 bits: 0.4% a rounding
+    assert error < 0.02  # bfloat16 has 8 bits: 0.4% per rounding
 
 
 def rename(folder, renames: dict[str, str]):
@@ -157,12 +157,12 @@ def rename(folder, renames: dict[str, str]):
 @pytest.mark.parametrize(
     ("case", "renames"),
     [
-        ("llama-tied-bias", {"model.embed_tokens.weight": "lm_head.weight"}),  # only the head stands in the file
+        ("llama-tied-bias", {"model.embed_tokens.weight": "lm_head.weight"}),  # the file has only the head
         ("neox", {"lm_head.weight": "embed_out.weight"}),
         ("gpt2", "without prefix"),
     ],
 )
-def test_other_names_of_the_same_tensors(case, renames, tmp_path):
+def test_other_names_of_the_same_tensors_are_found(case, renames, tmp_path):
     theirs = random_model(case)
     theirs.save_pretrained(tmp_path)
     if renames == "without prefix":
@@ -190,7 +190,7 @@ def test_sharded_export_loads_in_transformers(tmp_path, monkeypatch):
     assert_same(again, theirs)
 
 
-def test_unknown_architecture_lists_the_known(tmp_path):
+def test_an_unknown_architecture_lists_the_supported_ones(tmp_path):
     transformers.OPTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"'opt'.*gpt2, gpt_neox, llama, mistral, qwen2, qwen3"):
         decoder.load(tmp_path)
@@ -199,7 +199,7 @@ def test_unknown_architecture_lists_the_known(tmp_path):
         decoder.load(tmp_path)
 
 
-def test_bad_directories_say_what_is_wrong(tmp_path):
+def test_broken_directories_report_what_is_wrong(tmp_path):
     folder = tmp_path / "model"
     random_model("llama").save_pretrained(folder)
 
@@ -216,13 +216,13 @@ def test_bad_directories_say_what_is_wrong(tmp_path):
 
     (broken / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
     (broken / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is damaged, not a complete safetensors file"):
         decoder.load(broken)
 
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
     with pytest.raises(ValueError, match="only safetensors are read"):
         decoder.load(broken)
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         decoder.load(tmp_path)
     with pytest.raises(ValueError, match="neither a directory, nor embedded"):
         decoder.load(tmp_path / "nowhere")
@@ -230,17 +230,19 @@ def test_bad_directories_say_what_is_wrong(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_quantised_weights_are_refused(tmp_path, dtype):
-    """Without their scales they are other numbers."""
+    """Without their scales the weights are wrong."""
     random_model("llama").save_pretrained(tmp_path)
     state, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
     state[name] = (state[name] * 100).to(dtype)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"down_proj\.weight .* is of {dtype}: quantised weights are not read"):
+    with pytest.raises(
+        ValueError, match=rf"down_proj\.weight .* has dtype {dtype}: quantised weights are not supported"
+    ):
         decoder.load(tmp_path)
 
 
-def test_embeddings_and_heads_are_as_the_config_ties_them(tmp_path):
-    """What transformers 5.23 would make of these: another head, and random embeddings."""
+def test_embeddings_and_heads_agree_with_tie_word_embeddings(tmp_path):
+    """transformers 5.23 would load these with another head, or with random embeddings."""
     random_model("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -261,7 +263,7 @@ def test_embeddings_and_heads_are_as_the_config_ties_them(tmp_path):
         decoder.load(tmp_path)
 
 
-def test_damaged_configs_and_indices(tmp_path):
+def test_damaged_configs_and_indices_are_refused(tmp_path):
     random_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="is not an index of shards"):

@@ -1,4 +1,4 @@
-"""Micro-batches hold every sequence once, and what they predict is what each sequence alone predicts."""
+"""Micro-batches hold every sequence once, and give the log-probabilities of each sequence run alone."""
 
 from functools import partial
 
@@ -22,60 +22,60 @@ sequences = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(sequences, st.integers(1, 60), st.data())
-def test_every_chosen_token_is_there_once_and_where_it_is_said_to_be(pairs, max_tokens, data):
+def test_every_selected_sequence_is_packed_once_with_correct_indices(pairs, max_tokens, data):
     prompts, completions = [p for p, _ in pairs], [c for _, c in pairs]
     rows = data.draw(st.lists(st.sampled_from(range(len(pairs))), unique=True)) if pairs else []
     seen = []
     for batch in pack(prompts, completions, rows, max_tokens):
         assert len(batch.tokens) == sum(batch.lengths)
-        assert len(batch.tokens) <= max_tokens or len(batch.lengths) == 1  # what is too long goes alone
+        assert len(batch.tokens) <= max_tokens or len(batch.lengths) == 1  # a longer sequence has its own
         starts = torch.tensor([0, *batch.lengths]).cumsum(0).tolist()
-        mine = batch.row.unique_consecutive().tolist()
-        assert len(mine) == len(batch.lengths)
-        for r, start, end in zip(mine, starts[:-1], starts[1:], strict=True):
+        packed = batch.row.unique_consecutive().tolist()
+        assert len(packed) == len(batch.lengths)
+        for r, start, end in zip(packed, starts[:-1], starts[1:], strict=True):
             assert batch.tokens[start:end].tolist() == (prompts[r] + completions[r])[:-1]  # the last predicts nothing
             of_r = batch.row == r
             # the token before each target predicts it, and the first target follows the prompt
             assert batch.select[of_r].tolist() == list(range(start + len(prompts[r]) - 1, end))
             assert batch.targets[of_r].tolist() == completions[r]
             assert batch.offset[of_r].tolist() == list(range(len(completions[r])))
-        seen += mine
+        seen += packed
     assert sorted(seen) == sorted(rows)
 
 
 @settings(max_examples=100, deadline=None)
 @given(sequences, st.integers(1, 60), st.integers(1, 3))
-def test_sets_are_never_parted(pairs, max_tokens, width):
+def test_sets_are_never_split(pairs, max_tokens, width):
     prompts, completions = [p for p, _ in pairs], [c for _, c in pairs]
     sets = [list(range(i, min(i + width, len(pairs)))) for i in range(0, len(pairs), width)]
     seen = []
     for batch in pack_sets(prompts, completions, sets, max_tokens):
-        mine = batch.row.unique_consecutive().tolist()
-        here = [own for own in sets if own[0] in mine]
-        assert mine == [r for own in here for r in own]
-        assert len(batch.tokens) <= max_tokens or len(here) == 1
-        assert len(batch.tokens) == sum(len(prompts[r] + completions[r]) - 1 for r in mine)
-        seen += mine
+        packed = batch.row.unique_consecutive().tolist()
+        packed_sets = [rows for rows in sets if rows[0] in packed]
+        assert packed == [r for rows in packed_sets for r in rows]
+        assert len(batch.tokens) <= max_tokens or len(packed_sets) == 1
+        assert len(batch.tokens) == sum(len(prompts[r] + completions[r]) - 1 for r in packed)
+        seen += packed
     assert sorted(seen) == list(range(len(pairs)))
 
 
 @settings(max_examples=100, deadline=None)
 @given(sequences, st.integers(20, 60))
-def test_the_micro_batches_are_well_filled(pairs, max_tokens):
-    """First fit, longest first: no two micro-batches would fit into one."""
+def test_no_two_micro_batches_fit_into_one(pairs, max_tokens):
+    """First fit, longest first."""
     prompts, completions = [p for p, _ in pairs], [c for _, c in pairs]
     sizes = sorted(len(b.tokens) for b in pack(prompts, completions, range(len(pairs)), max_tokens))
     assert len(sizes) < 2 or sizes[0] + sizes[1] > max_tokens
 
 
-def test_a_sequence_that_is_too_long_goes_alone():
+def test_a_sequence_that_is_too_long_has_its_own_micro_batch():
     prompts, completions = [[1], [2], [3]], [[4], [5] * 20, [6]]
     lengths = [b.lengths for b in pack(prompts, completions, [0, 1, 2], 4)]
     assert sorted(lengths) == [[1, 1], [20]]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 17, 1000])
-def test_log_probs_are_those_of_each_sequence_alone(tmp_path, max_tokens):
+def test_log_probabilities_equal_those_of_each_sequence_run_alone(tmp_path, max_tokens):
     theirs = tiny_model(tmp_path, "gpt2", scale=0.5)
     ours = decoder.load(tmp_path, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def test_log_probs_are_those_of_each_sequence_alone(tmp_path, max_tokens):
             assert out[r, len(completion) :].isnan().all()
 
 
-def test_an_empty_micro_batch_runs_and_predicts_nothing(tmp_path):
+def test_an_empty_micro_batch_runs_and_has_no_targets(tmp_path):
     tiny_model(tmp_path)
     model = decoder.load(tmp_path)
     batch = empty_micro_batch()

@@ -89,7 +89,7 @@ def test_options(folder, capsys, more, says):
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("generation_config.json", "[]", "generation_config.json holds no JSON object"),
+        ("generation_config.json", "[]", "generation_config.json is not a JSON object"),
         (
             "generation_config.json",
             '{"eos_token_id": "</s>"}',
@@ -117,9 +117,9 @@ def test_files(folder, capsys, file, content, says):
         ({"hidden_size": "wide"}, "cannot read model/config.json"),
         (
             {"num_key_value_heads": 3},
-            "describes no 'llama': vocabulary 32, width 24, 4 heads of 6 with 3 for",
+            "is not a valid 'llama' config: vocabulary 32, width 24, 4 heads of dimension 6, 3 key",
         ),
-        ({"max_position_embeddings": 0}, "config.json describes no 'llama'"),
+        ({"max_position_embeddings": 0}, "config.json is not a valid 'llama' config"),
         (
             {
                 "rope_parameters": {
@@ -129,21 +129,25 @@ def test_files(folder, capsys, file, content, says):
                     "partial_rotary_factor": 0.5,
                 }
             },
-            "turn 4 numbers of a head by [0.5, ",
+            "give 2 frequencies [0.5, ",
         ),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "of a head by [inf, inf]"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "frequencies [inf, inf]"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}},
             "rope_parameters, uns",
         ),
-        ({"model_type": "mistral", "sliding_window": 0}, "config.json describes no 'mistral': sliding_window 0"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "config.json is not a valid 'mistral' config: sliding_window 0",
+        ),
         (
             {"model_type": "qwen2", "sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
-            "with sliding_window None; known: full_attention",
+            "with sliding_window None; supported: full_attention",
         ),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
-            "describes no 'qwen3': layer_types ['full_attention', 'chunked_attention'] with sliding_window None",
+            "is not a valid 'qwen3' config: layer_types ['full_attention', 'chunked_attention'] "
+            "with sliding_window None",
         ),
     ],
 )
@@ -187,7 +191,10 @@ def test_the_folder_of_a_run_in_place_of_its_model(folder, capsys):
     capsys.readouterr()
     for arguments in (["generate", "w1", "--model=run"], ["train", *options("--model.path=run", "--train.out=other")]):
         assert cli.main(arguments) == 1
-        assert "run is the folder of a run; its model, once it is done, is run/model" in capsys.readouterr().err
+        assert (
+            "run is the folder of a run, not a model; a finished run has its model in run/model"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_configuration_with_a_byte_order_mark_and_a_tilde(folder, monkeypatch):
@@ -208,7 +215,7 @@ def test_a_configuration_with_a_byte_order_mark_and_a_tilde(folder, monkeypatch)
     ("more", "says"),
     [
         (["--optim.lr=1e10"], "are not finite: its weights hold NaN or too large values"),
-        (["--optim.lr=1", "--optim.weight-decay=1e18"], "the gradient has the norm nan"),
+        (["--optim.lr=1", "--optim.weight-decay=1e18"], "the norm of the gradient is nan"),
     ],
 )
 def test_weights_that_overflow_end_the_run(folder, capsys, more, says):
@@ -229,7 +236,7 @@ def test_weights_that_are_not_finite_are_never_written(folder, capsys, monkeypat
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     assert train.main(options("--train.steps=1")) == 1
-    assert "weight holds NaN or infinities, and nothing was written" in capsys.readouterr().err
+    assert "weight has NaN or infinite values; nothing was saved" in capsys.readouterr().err
     assert not list(folder.glob("run/checkpoints/*"))
     assert not (folder / "run" / "model").exists()
 
@@ -240,7 +247,7 @@ def test_weights_that_were_never_finite(folder, capsys):
     weights["model.embed_tokens.weight"][-1] = float("nan")
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
     assert train.main(options()) == 1
-    assert "embed.weight holds NaN or infinities in model, before any training" in capsys.readouterr().err
+    assert "embed.weight has NaN or infinite values in model, before any training" in capsys.readouterr().err
 
 
 NAN_HERE = """

@@ -238,7 +238,7 @@ def test_from_runs_and_checkpoints_of_our_own(work, capsys):
     with pytest.raises(ValueError, match=r"damaged: .*state\.json"):
         reward_model.load(str(last))
     (work / "first" / "model" / "config.json").unlink()
-    with pytest.raises(ValueError, match="has exported no model yet"):
+    with pytest.raises(ValueError, match="has not exported its model yet"):
         reward_model.load(str(work / "first"))
 
 

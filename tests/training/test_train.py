@@ -750,7 +750,7 @@ def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monke
 
     monkeypatch.setattr(learner, "clip_gradients", poisoned)
     assert train.main(arguments(work, "poisoned", **{"train.checkpoint_every": 1})) == 1
-    assert "the gradient has the norm nan" in capsys.readouterr().err
+    assert "the norm of the gradient is nan" in capsys.readouterr().err
     assert not (work / "poisoned" / "model").exists()
     assert steps_in(work / "poisoned") == [1, 2]
 
