@@ -1,7 +1,7 @@
-"""The rewards that come with the package: length, word list, pattern, GSM8K answer, Hugging Face classifiers.
+"""Built-in rewards: length, word list, regular expression, GSM8K answer, Hugging Face classifiers.
 
-Each is a class; `reward_functions.load` builds it once from the arguments in its spec. The instance is called at every
-step as a user's function is (TRL's signature: lists over the P*M completions in, one float or None each out).
+Each is a class, which `reward_functions.load` builds once from the arguments in its spec. The instance is called at
+every step like a user's function, with TRL's signature: lists over the P*M completions in, one float or None each out.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from nlgrpo.data.prompt_dataset import text_of
 
 def _path(value: object) -> Path:
     if not isinstance(value, str | Path):
-        raise ValueError(f"path must be a text in quotes, got {value!r}")
+        raise ValueError(f"path must be a string in quotes, got {value!r}")
     return Path(os.path.expanduser(value))
 
 
 @dataclass(frozen=True)
 class Length:
-    """r(y) = -((|y| - target) / scale)^2      (iama.txt, 6.1, where scale is the maximum length)
+    """Negative squared distance to a target length (IAMA, 6.1, where ``scale`` is the maximum length).
 
-    |y| counts tokens: the ids of the completion, its end-of-sequence token included where it was sampled. 0 is best.
-    Raises ValueError for a target or scale that is no finite number and for scale <= 0.
+        r(y) = -((|y| - target) / scale)^2
+
+    |y| is the number of tokens of the completion, including a sampled end-of-sequence token. The maximum is 0.
+    Raises ValueError for a non-finite ``target`` or ``scale``, and for ``scale`` <= 0.
     """
 
     target: float
@@ -52,13 +54,16 @@ class Length:
 
 
 class Lexicon:
-    """Sum s of the scores of the words found in the completion, as s / sqrt(s^2 + 15): in (-1, 1), 0 without a hit.
+    """Score of the words of a lexicon that occur in the completion, in (-1, 1); 0 if none does.
 
-    This is the normalisation of VADER's compound score, without VADER's heuristics (negation, boosters, capitals);
-    ``normalize="mean"`` gives the mean score of the words found instead, in the units of the file.
-    ``path`` is a text file (UTF-8) with lines ``word<TAB>score``; further columns are ignored. Case does not matter (of
-    entries that differ in case only, the last one counts), nor does punctuation around a word; a hyphenated word that
-    is not in the file counts by its parts. Entries with spaces or signs are found as they stand: "fed up", ":)".
+        s / sqrt(s^2 + 15), with s the sum of the scores
+
+    This is the normalisation of VADER's compound score, without VADER's heuristics (negation, boosters, capitals).
+    ``normalize="mean"`` returns the mean score of the words instead, in the units of the file.
+
+    ``path``: a text file (UTF-8) with lines ``word<TAB>score``; further columns are ignored. Case and punctuation
+    around a word do not matter; if entries differ only in case, the last one counts. A hyphenated word that is not in
+    the file counts by its parts. Entries with spaces or signs match literally: "fed up", ":)".
 
     Raises ValueError for a missing or empty file, a line without a finite score, and another ``normalize``.
     """
@@ -69,7 +74,7 @@ class Lexicon:
         self.normalize = normalize
         self.scores = _read_lexicon(_path(path))
         phrases = [entry for entry in self.scores if not re.fullmatch(r"[\w'-]+", entry)]
-        # A phrase comes before a plain word and a longer one before its beginning: ":-))" is not ":-)" and a bracket.
+        # Phrases come before words, and longer phrases before their beginnings: ":-))" is not ":-)" and a bracket.
         units = [_phrase_pattern(entry) for entry in sorted(phrases, key=len, reverse=True)] + [r"[\w'-]+"]
         self.unit = re.compile("|".join(units))
 
@@ -77,10 +82,10 @@ class Lexicon:
         return [self._score(text_of(completion)) for completion in completions]
 
     def _score(self, text: str) -> float:
-        found = [score for unit in self.unit.findall(text.lower().replace("’", "'")) for score in self._lookup(unit)]
-        total = math.fsum(found)
+        scores = [score for unit in self.unit.findall(text.lower().replace("’", "'")) for score in self._lookup(unit)]
+        total = math.fsum(scores)
         if self.normalize == "mean":
-            return total / max(len(found), 1)
+            return total / max(len(scores), 1)
         return total / math.sqrt(total * total + 15)
 
     def _lookup(self, unit: str) -> list[float]:
@@ -90,7 +95,7 @@ class Lexicon:
 
 
 def _read_lexicon(path: Path) -> dict[str, float]:
-    """``{lower-case entry: score}`` of a ``word<TAB>score`` file."""
+    """Read a ``word<TAB>score`` file into ``{lower-case entry: score}``."""
     if not os.path.isfile(path):
         raise ValueError(f"there is no lexicon file {str(path)!r} (looked from {Path.cwd()})")
     scores: dict[str, float] = {}
@@ -98,7 +103,7 @@ def _read_lexicon(path: Path) -> dict[str, float]:
         if line.strip():
             scores[line.split("\t")[0].strip().lower()] = _lexicon_score(line, f"{path}, line {number}")
     if not scores:
-        raise ValueError(f"the lexicon {str(path)!r} is empty; it needs a line 'word<TAB>score' for each word")
+        raise ValueError(f"the lexicon {str(path)!r} is empty; expected a line 'word<TAB>score' for each word")
     return scores
 
 
@@ -114,23 +119,23 @@ def _lexicon_score(line: str, where: str) -> float:
 
 
 def _phrase_pattern(phrase: str) -> str:
-    """A phrase that stands by itself: "fed up" not in "fed upon", ":/" not in "http://", but ":)" in "great:)"."""
+    """Pattern of a phrase on its own: "fed up" not in "fed upon", ":/" not in "http://", but ":)" in "great:)"."""
     before = r"(?<!\w)" if re.match(r"\w", phrase) else r"(?<![^\w\s\"'(.,!?])"
     after = r"(?!\w)" if re.search(r"\w$", phrase) else r"(?=[\s\"').,!?;]|$)"
     return before + re.escape(phrase) + after
 
 
 class Regex:
-    """1.0 for a completion in which ``pattern`` is found, or that it matches as a whole (``full=True``), else 0.0.
+    """1.0 if ``pattern`` occurs in the completion (``full=True``: matches all of it), else 0.0.
 
-    A dot also stands for a line break. Raises ValueError for a pattern that does not compile.
+    A dot also matches a line break. Raises ValueError for a pattern that does not compile.
     """
 
     def __init__(self, pattern: str, full: bool = False) -> None:
         try:
             compiled = re.compile(pattern, re.DOTALL)
         except (re.error, TypeError) as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         self.match: Callable[[str], re.Match[str] | None] = compiled.fullmatch if full else compiled.search
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
@@ -139,43 +144,43 @@ class Regex:
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """1.0 where the final answer of the completion is the number that ends ``column``, else 0.0.
+    """1.0 if the final answer of the completion equals that of ``column``, else 0.0.
 
-    Both are read by the rule of ``final_answer``. Abstains (None) where the column holds no number.
-    Raises ValueError when the data have no such column.
+    `final_answer` extracts both. Abstains (None) if the column has no number. Raises ValueError if the data do not have
+    the column.
     """
 
     column: str = "answer"
 
     @property
     def data_columns(self) -> tuple[str, ...]:
-        """Of the data, those that it cannot do without."""
+        """Required columns of the data."""
         return (self.column,)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if self.column not in columns:
-            raise ValueError(f"gsm8k(column={self.column!r}) needs the column {self.column!r} in the data")
-        golds = [final_answer(str(gold)) for gold in columns[self.column]]  # of a float too: "5e-05" is read
+            raise ValueError(f"gsm8k(column={self.column!r}) needs a column {self.column!r} in the data")
+        golds = [final_answer(str(gold)) for gold in columns[self.column]]  # floats too: "5e-05" is valid
         answers = [final_answer(text_of(completion)) for completion in completions]
         return [None if gold is None else float(gold == answer) for gold, answer in zip(golds, answers, strict=True)]
 
     def answer(self, text: str) -> Decimal | None:
-        """What a completion votes for, when completions vote."""
+        """Return the answer of a completion for majority voting."""
         return final_answer(text)
 
 
-# Digits with commas, a decimal part, a denominator. A minus is a sign unless it follows a term: "16-3" holds 16 and 3.
-# The decimal point needs digits behind it, so that a full stop is left out.
+# Digits with commas, a decimal part, a denominator. A minus is a sign unless it follows a term: "16-3" is 16 and 3.
+# The decimal point needs digits after it, so a full stop is not part of the number.
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
 _NUMBER = re.compile(rf"((?<![\w)])[-−])?\\?\$?({_DIGITS})(?:/({_DIGITS}))?")
 
 
 def final_answer(text: str) -> Decimal | None:
-    r"""The number that a solution ends in, or None.
+    r"""Extract the final number of a solution, or None if it has none.
 
-    The first number of the line after the last ``####`` (the form of GSM8K); without ``####`` the last number in the
-    last ``\boxed{}``; without that the last number. Reads "$1,234.50", "72." as "72.0", "-$5", "3/4", "\frac{3}{4}" and
-    "5e-05".
+    It is the first number of the line after the last ``####`` (GSM8K's format); without ``####`` the last number in the
+    last ``\boxed{}``; without a box the last number. Reads "$1,234.50", "72." as "72.0", "-$5", "3/4", "\frac{3}{4}"
+    and "5e-05".
     """
     text = _plain(text)
     _, marker, tail = text.rpartition("####")
@@ -186,27 +191,27 @@ def final_answer(text: str) -> Decimal | None:
 
 
 def vote(text: str) -> Decimal | str | None:
-    r"""What a solution votes for: the content of its last ``\boxed{}``, and without one its `final_answer`.
+    r"""Return the answer of a solution for majority voting: the content of its last ``\boxed{}``, else `final_answer`.
 
-    A box that holds one number and nothing else, but for ``x =``, ``$``, ``%`` and ``\text{..}``, votes for the number;
-    any other for its letters without blanks, so that ``x+1`` and ``2x+1``, or ``2`` and ``x^2``, are two answers.
+    A box with a single number, apart from ``x =``, ``$``, ``%`` and ``\text{..}``, gives the number. Any other box
+    gives its text without white space, so ``x+1`` and ``2x+1``, or ``2`` and ``x^2``, are different answers.
     """
     boxed = _last_boxed(text)
     if boxed == text or "####" in text:
         return final_answer(text)
     bare = re.sub(r"^\s*[A-Za-z]\s*=|\\?[$%]|\\(?:text|mathrm)\{[^{}]*\}", "", _plain(boxed)).strip()
-    several = re.search(r",(?!\d{3}(?!\d))", bare)  # as 1,2 is, where 1,200 is one
+    several = re.search(r",(?!\d{3}(?!\d))", bare)  # 1,2 is several, 1,200 is one
     number = _numbers(bare) if _NUMBER.fullmatch(bare) and not several else []
     return number[0] if number else "".join(boxed.split()) or None
 
 
 def _plain(text: str) -> str:
-    """Fractions with a stroke, thousands without braces or thin spaces."""
+    """Rewrite ``\\frac{3}{4}`` as 3/4, and drop the braces and thin spaces of thousands."""
     return re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text.replace("{,}", ",").replace(r"\,", ""))
 
 
 def _numbers(text: str) -> list[Decimal]:
-    # Decimal, because int refuses the runs of thousands of digits that an untrained model writes.
+    # Decimal, because int rejects the thousands of digits that an untrained model may write.
     numbers = []
     for sign, digits, denominator in _NUMBER.findall(text):
         value = Decimal(("-" if sign else "") + digits.replace(",", ""))
@@ -217,7 +222,7 @@ def _numbers(text: str) -> list[Decimal]:
 
 
 def _last_boxed(text: str) -> str:
-    r"""The content of the last ``\boxed{}``, braces balanced; the whole text where there is none."""
+    r"""Return the content of the last ``\boxed{}`` with balanced braces; without one, the full text."""
     _, marker, tail = text.rpartition(r"\boxed{")
     if not marker:
         return text
@@ -230,16 +235,16 @@ def _last_boxed(text: str) -> str:
 
 
 class Classifier:
-    """The output of a Hugging Face sequence classifier (a reward model) for prompt + completion.
+    """Output of a Hugging Face sequence classifier (a reward model) for prompt + completion.
 
-    ``path`` is a folder that ``AutoModelForSequenceClassification`` reads, with its own tokenizer; safetensors only, no
-    remote code. One output is returned as it is (``probability=True``: its sigmoid). Of several, ``label`` picks one by
-    name or number: its logit, or its softmax with ``probability=True``.
+    ``path``: a folder that ``AutoModelForSequenceClassification`` loads, with its tokenizer; safetensors only, no
+    remote code. A single output is returned unchanged (``probability=True``: its sigmoid). Of several outputs,
+    ``label`` selects one by name or number: its logit, or its softmax with ``probability=True``.
 
-    Strings are joined as they are and closed by the tokenizer's end-of-sequence token, if it has one (``append_eos``);
-    conversations go through its chat template, or are joined by line breaks where it has none.
-    ``include_prompt=False`` reads the completion's text alone. Texts longer than ``max_length`` tokens (by default what
-    tokenizer and model allow) lose their beginning. A text without a single token is abstained from (None).
+    Strings are concatenated, followed by the tokenizer's end-of-sequence token if it has one (``append_eos``). The chat
+    template is applied to conversations; without a template their messages are joined by line breaks.
+    ``include_prompt=False`` scores the text of the completion alone. Texts longer than ``max_length`` tokens (default:
+    the limit of tokenizer and model) lose their beginning. Abstains (None) for a text without tokens.
 
     ``dtype="float32"`` makes scores independent of ``batch_size`` up to rounding; ``"bfloat16"`` halves the memory.
 
@@ -259,7 +264,7 @@ class Classifier:
         device: str = "cpu",
     ) -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number from 1, got {batch_size!r}")
+            raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"dtype must be 'float32', 'float16' or 'bfloat16', got {dtype!r}")
         self.model, self.tokenizer = _load_classifier(_path(path), getattr(torch, dtype))
@@ -271,8 +276,8 @@ class Classifier:
         config = self.model.config.get_text_config()
         if config.pad_token_id is None:
             config.pad_token_id = self.tokenizer.pad_token_id
-        # A decoder finds the last token of a row as the last one that is not its config's padding: pad with that id,
-        # whatever the tokenizer's is. Without one it can only read rows alone.
+        # A decoder scores the last token of a row that is not its config's padding id: pad with that id, not with the
+        # tokenizer's. Without one it can only score single rows.
         self.pad = config.pad_token_id
         self.batch_size = 1 if self.pad is None else batch_size
 
@@ -317,14 +322,13 @@ class Classifier:
 
 
 class Ensemble:
-    """Several classifiers as one reward: the ``mean`` of their outputs, or the ``min``, which trusts the most doubtful.
+    """Ensemble of classifiers: the ``mean`` or the ``min`` of their outputs.
 
     Coste et al. (2024), "Reward model ensembles help mitigate overoptimization", 3: mean optimisation and worst-case
-    optimisation. ``options`` are those of ``classifier`` and hold for every member. Outputs are not brought to one
-    scale: members are best trained alike, with other seeds (``nlgrpo reward-model train --train.seed``).
+    optimisation. ``options`` are options of ``classifier`` for all members. Outputs are not rescaled: train the members
+    alike, with different seeds (``nlgrpo reward-model train --train.seed``).
 
-    A text from which one member abstains is abstained from (None). Raises ValueError for no paths, another ``how``, and
-    as ``classifier`` does.
+    Abstains (None) if a member abstains. Raises ValueError for empty ``paths``, another ``how``, and as ``classifier``.
     """
 
     def __init__(self, paths: Sequence[str], how: Literal["mean", "min"] = "mean", **options: Any) -> None:
@@ -345,22 +349,22 @@ class Ensemble:
         return sum(member.nbytes for member in self.members)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
-        found = zip(*(member(prompts, completions) for member in self.members), strict=True)
-        return [self._together([score for score in scores if score is not None]) for scores in found]
+        by_completion = zip(*(member(prompts, completions) for member in self.members), strict=True)
+        return [self._combine([score for score in scores if score is not None]) for scores in by_completion]
 
-    def _together(self, scores: list[float]) -> float | None:
+    def _combine(self, scores: list[float]) -> float | None:
         if len(scores) < len(self.members):
             return None
         return min(scores) if self.how == "min" else math.fsum(scores) / len(scores)
 
 
 def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model and tokenizer from a folder; ValueError where they cannot be read or the head is not in the file."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import, and only needed here
+    """Load model and tokenizer from a folder. Raises ValueError if that fails or if the file has no head."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
 
     if not os.path.isfile(path / "config.json"):
         raise ValueError(
-            f"{str(path)!r} is no Hugging Face model folder: it has no config.json (looked from {Path.cwd()})"
+            f"{str(path)!r} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})"
         )
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -379,49 +383,51 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         advice = ""
-        if "score.weight" not in missing:  # trained, but transformers does not find all of it
+        if "score.weight" not in missing:  # trained, but transformers does not find all weights
             advice = (
-                "\n  A tied model that is stored by the name of its lm_head is read by nlgrpo reward-model train "
-                "--model.path, which writes it whole."
+                "\n  If a tied model is stored under the name of its lm_head, nlgrpo reward-model train --model.path "
+                "loads it and saves all weights."
             )
         raise ValueError(
-            f"{str(path)!r} is no trained classifier: its weights lack {missing}, which would be random{advice}"
+            f"{str(path)!r} is not a trained classifier: its weights lack {missing}, which would be random{advice}"
         )
     return model, tokenizer
 
 
 def _output_index(config: Any, label: str | int | None, path: str) -> int:
+    """Return the index of the output ``label``. Raises ValueError for an unknown one."""
     names = [str(config.id2label[i]) for i in range(config.num_labels)]
     if label is None and len(names) == 1:
         return 0
     if isinstance(label, int) and 0 <= label < len(names):
         return label
     if label not in names:
-        raise ValueError(f"{path!r} has the outputs {', '.join(names)}: pick one with label=..., got label={label!r}")
+        raise ValueError(f"{path!r} has the outputs {', '.join(names)}; choose one with label=..., got label={label!r}")
     return names.index(str(label))
 
 
-def _length_limit(model: Any, tokenizer: Any, asked: int | None) -> int | None:
-    """``asked`` tokens, or as many as both allow; tokenizers say 1e30 and models nothing where there is no limit.
+def _length_limit(model: Any, tokenizer: Any, requested: int | None) -> int | None:
+    """Return ``requested``, or by default the limit of model and tokenizer; None if neither has one.
 
-    Raises ValueError for more than the model has positions.
+    Without a limit, a tokenizer's is 1e30 and a model's is missing. Raises ValueError for more tokens than the model
+    has positions.
     """
-    if asked is not None:
-        if not isinstance(asked, int) or asked < 2:
-            raise ValueError(f"max_length must be a whole number from 2, got {asked!r}")
-        if asked > (most := _learned_positions(model)):
-            raise ValueError(f"max_length = {asked}, and the model has learned {most:.0f} positions")
-        return asked
-    named = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    positions = min(named, _learned_positions(model))
+    if requested is not None:
+        if not isinstance(requested, int) or requested < 2:
+            raise ValueError(f"max_length must be an integer >= 2, got {requested!r}")
+        if requested > (most := _learned_positions(model)):
+            raise ValueError(f"max_length = {requested}, but the model has only {most:.0f} learned positions")
+        return requested
+    configured = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    positions = min(configured, _learned_positions(model))
     limit = min(tokenizer.model_max_length, positions)
     return int(limit) if limit < 1e9 else None
 
 
 def _learned_positions(model: Any) -> float:
-    """The longest text that tables of positions allow; RoBERTa and its kin count from behind that of the padding."""
-    found = [part for name, part in model.named_modules() if name.endswith(("position_embeddings", "wpe"))]
-    tables = [table for table in found if isinstance(table, torch.nn.Embedding)]
+    """Maximum text length of the position embeddings. RoBERTa and relatives start after the padding's position."""
+    modules = [module for name, module in model.named_modules() if name.endswith(("position_embeddings", "wpe"))]
+    tables = [module for module in modules if isinstance(module, torch.nn.Embedding)]
     starts = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
     return min((table.num_embeddings - start for table, start in zip(tables, starts, strict=True)), default=math.inf)
 

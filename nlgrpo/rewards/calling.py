@@ -1,4 +1,4 @@
-"""Calling functions that are not ours: sync or async, each bounded in time, whatever they raise; what they log."""
+"""Calls of user functions, sync or async, with timeouts; catches all they raise and collects what they log."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Call = Callable[[], Any]
 
 
 class TimedOut(Exception):
-    """The call had not finished when its time was over."""
+    """The call did not finish within its timeout."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call returned, or the error that it ended in."""
+    """Result of a call, or the error that it raised."""
 
     result: Any = None
     error: BaseException | None = None
 
 
 class Log:
-    """What one call logs, by the functions that TRL hands to rewards; they raise in the caller for what is no such log.
+    """Log of one call, with the two functions that TRL passes to rewards.
 
-    ``count``: the completions, for each of which a column has a value.
+    ``count``: number of completions; a column has one value for each. Invalid arguments raise in the reward.
     """
 
     def __init__(self, count: int) -> None:
@@ -47,16 +47,18 @@ class Log:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if not isinstance(column, str) or len(values) != self.count:
-            raise ValueError(f"log_extra takes a name and {self.count} values, got {column!r} and {len(values)} values")
+            raise ValueError(
+                f"log_extra takes a column name and {self.count} values, got {column!r} and {len(values)} values"
+            )
         self.extra[column] = list(values)
 
 
 def call_all(calls: Sequence[Call], timeouts: Sequence[float]) -> list[Outcome]:
-    """Run every call for at most its timeout (seconds, ``math.inf`` for no limit); outcomes in the order of the calls.
+    """Run all calls, each for at most its timeout (seconds, ``math.inf`` for no limit); return outcomes in their order.
 
-    The async ones start first and run together in one event loop, while the sync ones run one by one.
-    A sync call has a thread of its own, and is left behind in it when its time is over: Python can end no thread.
-    Without a limit it runs in the caller's thread.
+    The async calls start first and run concurrently in one event loop, while the sync ones run one after another. A
+    sync call runs in its own thread, and stays there after its timeout, because Python cannot stop threads; without a
+    limit it runs in the caller's thread.
     """
     loop = _responsive_loop() if any(map(is_async, calls)) else None
     started = time.monotonic()
@@ -71,19 +73,19 @@ def call_all(calls: Sequence[Call], timeouts: Sequence[float]) -> list[Outcome]:
             outcomes[i] = _wait(future, timeouts[i] - (time.monotonic() - started))
     finally:
         for future in futures.values():
-            future.cancel()  # ends those that are still running
+            future.cancel()  # stops the running ones
     return [outcomes[i] for i in range(len(calls))]
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: an async function, an object with an async ``__call__``, a partial of one."""
+    """Whether a call returns a coroutine: an async function, an object with an async ``__call__``, a partial of one."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def _settle(call: Callable[[], Awaitable[Any]]) -> Outcome:
-    """The outcome as a value: a SystemExit that left the coroutine would end the event loop."""
+    """Await a call and return its outcome; a SystemExit outside the coroutine would stop the event loop."""
     try:
         return Outcome(await call())
     except asyncio.CancelledError:
@@ -93,7 +95,7 @@ async def _settle(call: Callable[[], Awaitable[Any]]) -> Outcome:
 
 
 def _wait(future: Future[Outcome], seconds: float) -> Outcome:
-    # threading refuses waits beyond some centuries, infinity among them, and takes None for no limit.
+    # threading rejects timeouts above TIMEOUT_MAX, also infinity; None is no limit.
     wait([future], max(seconds, 0.0) if seconds <= threading.TIMEOUT_MAX else None)
     if not future.done():
         return Outcome(error=TimedOut())
@@ -109,8 +111,8 @@ def _run_sync(call: Call, seconds: float) -> Outcome:
 
 
 def _settle_sync(call: Call) -> Outcome:
-    # Foreign code may raise anything, sys.exit() included, and whoever waits reports it.
-    # Only Ctrl-C goes through: it arrives in the main thread alone and is not the function's doing.
+    # User code may raise anything, even SystemExit; the caller reports it. Only Ctrl-C passes: it arrives in the main
+    # thread and is not an error of the function.
     try:
         result = call()
         if not inspect.isawaitable(result):
@@ -125,7 +127,7 @@ def _settle_sync(call: Call) -> Outcome:
 def _start_thread(target: Callable[[], None]) -> None:
     """Start a daemon thread, so that a hung call cannot keep the process alive.
 
-    It has the caller's GPU, which PyTorch remembers per thread.
+    It uses the caller's GPU, which PyTorch sets per thread.
     """
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -138,7 +140,7 @@ def _start_thread(target: Callable[[], None]) -> None:
 
 
 def _responsive_loop() -> asyncio.AbstractEventLoop:
-    """The event loop, or a new one when a call that never awaits has blocked the old one."""
+    """Return the event loop, or a new one if a call that never awaits blocks it."""
     answer = asyncio.run_coroutine_threadsafe(_settle(functools.partial(asyncio.sleep, 0)), _event_loop())
     if isinstance(_wait(answer, 1.0).error, TimedOut):
         _event_loop.cache_clear()
@@ -147,7 +149,7 @@ def _responsive_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for the whole run: sessions and semaphores of async functions stay bound to the first that they meet."""
+    """One loop for the run: sessions and semaphores of async functions stay bound to the loop of their first use."""
     loop = asyncio.new_event_loop()
     _start_thread(loop.run_forever)
     return loop

@@ -1,4 +1,4 @@
-"""What a reward returned, as numbers, and what of it is none.
+"""Convert the return values of rewards to tensors, and report invalid ones.
 
 Legend: a batch has ``count`` completions, in groups of ``samples`` M.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fault:
-    """What a reward did wrong, and for which completion (None: the whole call)."""
+    """Fault of a reward, with the index of the completion (None: the full call)."""
 
     what: str
     advice: str
@@ -26,22 +26,26 @@ class Fault:
 
 
 def values_of(output: Any, count: int, scale: float) -> tuple[Tensor, list[Fault]]:
+    """Values (count,) of a reward times ``scale``, in float64, NaN for None and for invalid values; and the faults."""
     values = torch.full((count,), math.nan, dtype=torch.float64)
     wrong = None
     kind = type(output).__name__
     if isinstance(output, (Tensor, np.ndarray)) and output.ndim != 1:
         wrong = f"returned shape {tuple(output.shape)}"
-    elif hasattr(output, "tolist"):  # a Series of pandas is a list too
+    elif hasattr(output, "tolist"):  # also a pandas Series
         try:
             output = output.tolist()
-        except (RuntimeError, NotImplementedError) as error:  # of a tensor that is sparse, or on no device
-            wrong = f"returned a {kind} that holds no list ({str(error).splitlines()[0]})"
+        except (RuntimeError, NotImplementedError) as error:  # a sparse tensor, or one on the meta device
+            wrong = f"returned a {kind} that cannot be converted to a list ({str(error).splitlines()[0]})"
     if wrong is None and not isinstance(output, (list, tuple)):
         wrong = f"returned a value of type {kind}, not a list,"
     elif wrong is None and len(output) != count:
         wrong = f"returned {len(output)} values"
     if wrong is not None:
-        advice = 'A reward function returns one float or None per completion; see the README, "Your own reward".'
+        advice = (
+            "A reward function returns one float or None per completion; "
+            'see the guide "Your own model, data and reward".'
+        )
         return values, [Fault(f"{wrong} for {count} completions", advice)]
 
     faults = []
@@ -54,18 +58,18 @@ def values_of(output: Any, count: int, scale: float) -> tuple[Tensor, list[Fault
         else:
             scaled = "" if scale == 1 else f", scaled by {scale:g}"
             what = f"returned {reprlib.repr(item)}{scaled}"
-            faults.append(Fault(what, "A value is a finite number, or None to abstain.", i))
+            faults.append(Fault(what, "A value must be a finite number, or None to abstain.", i))
     return values, faults
 
 
 def similarities_of(output: Any, count: int, samples: int, scale: float) -> tuple[Tensor, list[Fault]]:
-    """The rows of the kernel matrices, (count, M); NaN in those of completions for which it abstained."""
+    """Rows (count, M) of the kernel matrices, with NaN for completions for which it abstained; and the faults."""
     rows = list(output) if isinstance(output, (list, tuple, Tensor, np.ndarray)) else None
     kernel = torch.full((count, samples), math.nan, dtype=torch.float64)
-    advice = 'A kernel returns for each completion a list of M floats, or None; see the README, "Diversity".'
+    advice = 'A kernel returns a list of M floats or None per completion; see the guide "Several users and diversity".'
     if rows is None or len(rows) != count:
-        came = f"a value of type {type(output).__name__}" if rows is None else f"{len(rows)} rows"
-        return kernel, [Fault(f"returned {came} for {count} completions in groups of {samples}", advice)]
+        returned = f"a value of type {type(output).__name__}" if rows is None else f"{len(rows)} rows"
+        return kernel, [Fault(f"returned {returned} for {count} completions in groups of {samples}", advice)]
     faults = []
     for i, row in enumerate(rows):
         if row is None:
@@ -76,23 +80,23 @@ def similarities_of(output: Any, count: int, samples: int, scale: float) -> tupl
     grouped = kernel.view(-1, samples, samples)
     absent = torch.tensor([row is None for row in rows]).view(-1, samples)
     grouped[absent[:, None, :].expand_as(grouped)] = math.nan
-    faults += [Fault(what, advice, i) for i, what in _odd(grouped, absent)] if not faults else []
+    faults += [Fault(what, advice, i) for i, what in _asymmetric(grouped, absent)] if not faults else []
     return kernel, faults
 
 
-def _odd(kernel: Tensor, absent: Tensor) -> list[tuple[int, str]]:
-    """The completions in whose row a similarity is missing or is not that of the same two in the other order."""
-    there = ~(absent[:, :, None] | absent[:, None, :])
-    far = (kernel - kernel.mT).abs() > 1e-4 * kernel.nan_to_num().abs().amax((-2, -1), keepdim=True)
+def _asymmetric(kernel: Tensor, absent: Tensor) -> list[tuple[int, str]]:
+    """Find completions whose row has a missing similarity or one that differs from its transpose; with a message."""
+    present = ~(absent[:, :, None] | absent[:, None, :])
+    differs = (kernel - kernel.mT).abs() > 1e-4 * kernel.nan_to_num().abs().amax((-2, -1), keepdim=True)
     found = []
-    for group, j, i in (there & (far | kernel.isnan())).nonzero().tolist():
+    for group, j, i in (present & (differs | kernel.isnan())).nonzero().tolist():
         pair = f"{kernel[group, j, i]:g} for samples {j} and {i}, {kernel[group, i, j]:g} for {i} and {j}"
         found.append((group * kernel.shape[1] + j, f"returned {pair}"))
     return found
 
 
 def _number(item: Any) -> float | None:
-    """float(item) of a number or bool, None of None, NaN of what is no number."""
+    """Convert a number or bool to float; None stays None, anything else is NaN."""
     if isinstance(item, (Tensor, np.ndarray, np.generic)):
         item = item.item() if item.ndim == 0 else math.nan
     if item is None:

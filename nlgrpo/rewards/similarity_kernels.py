@@ -1,8 +1,8 @@
-"""The kernels that come with the package: how alike two completions are, for diversity objectives.
+"""Built-in kernels: similarities of two completions, for diversity objectives.
 
-Each is a class; `reward_functions.load` builds it once from the arguments in its spec. The instance is called as a
-reward is, on the P*M completions of a step, and returns the rows of the P kernel matrices, (P*M, M) in float64. All are
-positive semidefinite, with k(y, y) = 1.
+Each is a class, which `reward_functions.load` builds once from the arguments in its spec. The instance is called like a
+reward, with the P*M completions of a step, and returns the rows of the P kernel matrices, (P*M, M) in float64. All
+kernels are positive semidefinite with k(y, y) = 1.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from nlgrpo.rewards.builtin import Length
 
 
 class Ngrams:
-    """Cosine of the counts of ``n`` successive tokens, or words with ``of="words"``: 1 for the same counts, 0 for none.
+    """Cosine similarity of n-gram counts c, of tokens or, with ``of="words"``, of words.
 
         k(y, y') = c(y) . c(y') / (|c(y)| |c(y')|)
 
-    A completion of fewer than n tokens counts as one piece. Words are runs of letters, digits and apostrophes, in lower
-    case. Raises ValueError for n < 1 and another ``of``.
+    It is 1 for equal counts and 0 without a common n-gram. A completion of fewer than n tokens is one n-gram. Words are
+    lower-case runs of letters, digits and apostrophes. Raises ValueError for n < 1 and another ``of``.
     """
 
     def __init__(self, n: int = 2, of: Literal["tokens", "words"] = "tokens") -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"n must be a whole number from 1, got {n!r}")
+            raise ValueError(f"n must be an integer >= 1, got {n!r}")
         if of not in ("tokens", "words"):
             raise ValueError(f"of must be 'tokens' or 'words', got {of!r}")
         self.n, self.of = n, of
@@ -43,26 +43,29 @@ class Ngrams:
         return torch.cat([self._group(rows[i : i + samples]) for i in range(0, len(rows), samples)])
 
     def _group(self, rows: Sequence[Sequence[Hashable]]) -> Tensor:
-        pieces = [Counter(tuple(row[i : i + self.n]) for i in range(max(1, len(row) - self.n + 1))) for row in rows]
-        column = {piece: i for i, piece in enumerate(dict.fromkeys(piece for counts in pieces for piece in counts))}
+        ngrams = [Counter(tuple(row[i : i + self.n]) for i in range(max(1, len(row) - self.n + 1))) for row in rows]
+        column = {ngram: i for i, ngram in enumerate(dict.fromkeys(ngram for counts in ngrams for ngram in counts))}
         counts = torch.zeros(len(rows), len(column), dtype=torch.float64)
-        for row, found in enumerate(pieces):
-            counts[row, [column[piece] for piece in found]] = torch.tensor(list(found.values()), dtype=torch.float64)
+        for row, counter in enumerate(ngrams):
+            values = torch.tensor(list(counter.values()), dtype=torch.float64)
+            counts[row, [column[ngram] for ngram in counter]] = values
         unit = counts / counts.norm(dim=1, keepdim=True)
         return unit @ unit.T
 
 
 @dataclass(frozen=True)
 class LengthKernel:
-    """k(y, y') = exp(-((|y| - |y'|) / width)^2 / 2): how near two lengths in tokens are.
+    """Gaussian kernel of the lengths in tokens.
 
-    Raises ValueError for a width that is no finite number above 0.
+        k(y, y') = exp(-((|y| - |y'|) / width)^2 / 2)
+
+    Raises ValueError for a ``width`` that is not a finite number > 0.
     """
 
     width: float
 
     def __post_init__(self) -> None:
-        Length(0, self.width)  # checks a number of tokens
+        Length(0, self.width)  # validates the width
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], samples: int, **_: Any) -> Tensor:
         lengths = torch.tensor([len(ids) for ids in completion_ids], dtype=torch.float64).view(-1, samples)
@@ -71,17 +74,19 @@ class LengthKernel:
 
 
 class Equal:
-    """1 for two completions of the same text, else 0: Rao's entropy is then the chance that two samples differ, less 1.
+    """1 for completions with equal texts, else 0.
 
-    ``pattern``: compare what this regular expression finds last (its first group, if it has one), such as an answer; a
-    completion without it is abstained from. Raises ValueError for a pattern that does not compile.
+    Rao's entropy with this kernel is the probability that two samples differ, minus 1.
+
+    ``pattern``: compare the last match of this regular expression instead (its first group, if it has one), such as an
+    answer; abstains for completions without a match. Raises ValueError for a pattern that does not compile.
     """
 
     def __init__(self, pattern: str | None = None) -> None:
         try:
             self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
         except (re.error, TypeError) as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, completions: Sequence[Any], samples: int, **_: Any) -> list[list[float] | None]:
         keys = [self._key(text_of(completion)) for completion in completions]
@@ -91,8 +96,8 @@ class Equal:
     def _key(self, text: str) -> str | None:
         if self.pattern is None:
             return text
-        found = list(self.pattern.finditer(text))
-        return found[-1][1 if self.pattern.groups else 0] if found else None
+        matches = list(self.pattern.finditer(text))
+        return matches[-1][1 if self.pattern.groups else 0] if matches else None
 
 
 def _words(text: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""What every process of a run needs: ranks, files, clocks, seeds, user code, checkpoints.
+"""Basics of every process of a run: ranks, files, timing, seeds, user code, checkpoints.
 
 `distributed.Ranks` is this process among the others; `atomic_files` writes files that are complete or absent;
-`checkpoint` saves and restores model, optimizer and random states; `work_queue` shares work between ranks;
-`user_code` imports a function that a configuration names. Imports no other room. Read `distributed.py` first.
+`checkpoint` saves and restores model, optimizer and random states; `work_queue` distributes work over the ranks;
+`user_code` imports functions that a configuration names. Imports no other room. Read `distributed.py` first.
 """

@@ -1,7 +1,7 @@
-"""Atomic files, on disks that may be full: a file is complete or absent, and a failed write is one clear message.
+"""Atomic files, also on full disks: a file is complete or absent, and a failed write raises one clear ValueError.
 
-Every command turns a ValueError into one line and exit status 1, and resumes from complete files when it is started
-again. Only this module interprets what the libraries raise that write for us.
+Every command reports a ValueError in one line with exit status 1, and resumes from complete files when it is started
+again. Only this module interprets the exceptions of the libraries that write files for us.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CANNOT = "cannot write into"  # tells a sweep that its other points would fail too
-IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers, whose own types of exceptions say no more
+CANNOT = "cannot write into"  # a sweep stops at this message, because its other points would fail too
+IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the error number only in the text
 
 
 @contextmanager
 def into(folder: Path) -> Iterator[None]:
-    """Turn a write that the system refuses into a ValueError that names ``folder`` and the cause."""
+    """Context that turns a failed write into a ValueError with ``folder`` and the cause."""
     try:
         yield
-    except Exception as error:  # tokenizers raises Exception itself
+    except Exception as error:  # tokenizers raises bare exceptions
         cause = _cause(error)
         if cause is None:
             raise
@@ -49,16 +49,16 @@ def atomic_write(path: Path, text: str) -> None:
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
     """Like `atomic_write`, for bytes."""
-    beside = path.with_name(path.name + ".tmp")
+    partial = path.with_name(path.name + ".tmp")
     with into(path.parent):
         try:
-            with beside.open("wb") as file:
+            with partial.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            partial.replace(path)
         except OSError:
-            beside.unlink(missing_ok=True)  # half of a file on a disk that is full
+            partial.unlink(missing_ok=True)  # frees its space on a full disk
             raise
 
 

@@ -1,21 +1,21 @@
 """Checkpoints of a run: model, optimizer, state and random generators, complete or absent.
 
-A folder of checkpoints belongs to one run, and all ranks see it. ``step-00000012`` holds
+A folder of checkpoints belongs to one run and is visible to all ranks. The checkpoint ``step-00000012`` holds
 
-    *.distcp, .metadata    tensors of the model and the optimiser, by torch.distributed.checkpoint, sharded as they were
-    state.json             the run's state, and the optimiser's settings by parameter group
+    *.distcp, .metadata    tensors of the model and the optimiser, saved sharded by torch.distributed.checkpoint
+    state.json             state of the run, and the optimiser's settings by parameter group
     rng-00000.json ..      random generators of each rank
     manifest.json          size and SHA-256 of every other file
 
-It is written beside its place, as ``.step-00000012.partial``, synced to the disk and renamed, so a kill at any moment
-leaves each checkpoint whole or absent. A hidden name never counts as a checkpoint:
+It is written as ``.step-00000012.partial``, synced to the disk and renamed, so a kill at any time leaves every
+checkpoint complete or absent. Hidden folders are not checkpoints:
 
     .partial    being written        removed by the next save or load
-    .old        being replaced       renamed back if its successor is not there, otherwise removed
+    .old        being replaced       renamed back if its successor does not exist, otherwise removed
     .gone       being deleted        removed
 
-What is read: tensors with ``weights_only``, the rest as JSON. The one exception is ``.metadata``, which
-torch.distributed.checkpoint keeps as a pickle: load a checkpoint only from someone whose program you would run.
+Tensors are loaded with ``weights_only`` and the rest as JSON. The exception is ``.metadata``, which
+torch.distributed.checkpoint stores as a pickle: load checkpoints only from people whose programs you would run.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def save(
     state: dict[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Write checkpoint ``step`` and return its path; every rank calls it.
+    """Save checkpoint ``step`` and return its path. Every rank calls it.
 
-    ``state`` is JSON with text keys, the same on every rank (rank 0's is written). One of the same step is replaced.
-    Afterwards the newest ``keep`` up to this step are kept; a later one, as a damaged one may be, is not touched.
+    ``state``: JSON values with string keys, the same on every rank (rank 0 writes). A checkpoint of this step is
+    replaced. Then all but the newest ``keep`` up to this step are deleted; later ones, maybe damaged, are left alone.
 
-    Neither model, optimiser nor a random generator is changed: an optimiser that has not stepped stays as it is.
-    Raises ValueError on every rank where one of them cannot write; earlier checkpoints are then as they were.
+    Model, optimiser and random generators do not change. Raises ValueError on every rank if one of them cannot write;
+    earlier checkpoints are then unchanged.
     """
     if step < 0 or keep < 1:
-        raise ValueError(f"save(step={step}, keep={keep}): step is 0 or more, keep 1 or more.")
+        raise ValueError(f"save(step={step}, keep={keep}): step must be 0 or more, keep 1 or more.")
     folder, rank = Path(folder), _rank()
     target = folder / f"step-{step:08d}"
     partial = folder / f".{target.name}.partial"
@@ -86,24 +86,22 @@ def save(
     try:
         _on_all(folder, lambda: _begin(partial) if rank == 0 else None)
         _on_all(folder, lambda: _save_tensors(partial, tensors))
-        _on_all(folder, lambda: _write_beside(partial, text))
+        _on_all(folder, lambda: _write_state(partial, text))
         digests = _on_all(folder, lambda: _digests(partial))
         _on_all(folder, lambda: _finish(partial, target, digests, keep) if rank == 0 else None)
     except ValueError:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way of going on
+            shutil.rmtree(partial, ignore_errors=True)  # frees its space on a full disk
         raise
     return target
 
 
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Put the newest whole checkpoint into ``model``, ``optimizer`` and the random generators; every rank calls it.
+    """Load the newest complete checkpoint into ``model``, ``optimizer`` and the random generators. Every rank calls it.
 
-    Returns the state that was saved, or None if the folder holds no checkpoint. The number of ranks may be another one
-    than at the save; a rank that was not there then keeps the random generators as they are.
-
-    Gradients are dropped. Raises ValueError if there are checkpoints and none is whole, and if the newest whole one
-    does not fit the model or the optimiser; the model is then unchanged.
+    Returns the saved state, or None if the folder has no checkpoint. The number of ranks may differ from that of the
+    save; ranks without saved random generators keep their own. Gradients are dropped. Raises ValueError if all
+    checkpoints are damaged, and if the newest complete one does not fit; the model is then unchanged.
     """
     path = newest(folder)
     if path is None:
@@ -115,59 +113,61 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
-    """Fill ``parameters`` (whole tensors, by name) in place from one checkpoint; the names that were read.
+    """Load the model of one checkpoint into ``parameters`` (full tensors by name), in place; return the names loaded.
 
-    No collective, and nothing but the model is read. The one named ``optional`` is left as it is where the checkpoint
-    does not hold it in this shape. Raises ValueError for a damaged checkpoint and for one of another model.
+    Not collective. The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape.
+    Raises ValueError for a damaged checkpoint and for one of another model.
     """
     damage = verify(path)
     if damage is not None:
         raise ValueError(f"checkpoint {path} is damaged: {damage}")
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    beside_critic = any(name.startswith("model/policy.") for name in tensors)
-    prefix = "model/policy." if beside_critic else "model/"
+    has_critic = any(name.startswith("model/policy.") for name in tensors)
+    prefix = "model/policy." if has_critic else "model/"
     stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
-    taken = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
-    wrong = [name for name in parameters if name not in taken and name != optional]
+    fitting = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
+    wrong = [name for name in parameters if name not in fitting and name != optional]
     if wrong:
-        here = tuple(parameters[wrong[0]].shape)
-        raise ValueError(f"{path} does not fit: {wrong[0]} is {shapes.get(wrong[0])} there and {here} here")
-    read = {f"{prefix}{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in taken.items()}
+        saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
+        raise ValueError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")
+    read = {f"{prefix}{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in fitting.items()}
     with _single_process_is_fine():
         dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     with torch.no_grad():
-        for name, parameter in taken.items():
+        for name, parameter in fitting.items():
             parameter.copy_(read[f"{prefix}{name}"])
-    return set(taken)
+    return set(fitting)
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, None if there is none; a damaged one is reported and the one before it taken."""
+    """Return the newest complete checkpoint, or None without any; damaged ones are logged. Every rank calls it.
+
+    Raises ValueError if all are damaged.
+    """
     folder = Path(folder)
     if _rank() == 0 and folder.is_dir():
         _tidy(folder)
-    found = [folder / f"step-{step:08d}" for step in _gather(_steps(folder) if _rank() == 0 else [])[0]]
+    paths = [folder / f"step-{step:08d}" for step in _gather(_steps(folder) if _rank() == 0 else [])[0]]
     damages = []
-    for path in reversed(found):
-        # The ranks share the work of hashing; the first complaint stands for all.
+    for path in reversed(paths):  # each rank hashes its share of the files
         damage = next(filter(None, _gather(verify(path, _rank(), _ranks()))), None)
         if damage is None:
             return path
         damages.append(damage)
         if _rank() == 0:
-            log.warning("Checkpoint %s is damaged and left out: %s", path.name, damage)
+            log.warning("Checkpoint %s is damaged and skipped: %s", path.name, damage)
     if damages:
         raise ValueError(
-            f"No checkpoint in {folder} is whole:\n  " + "\n  ".join(damages) + "\n"
-            "  Remove the folder, or name another one, to start anew."
+            f"All checkpoints in {folder} are damaged:\n  " + "\n  ".join(damages) + "\n"
+            "  To start again, remove the folder or choose another one."
         )
     return None
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files (of every ``parts``-th file, from ``part``); None if nothing is."""
+    """Describe the damage of a checkpoint, or return None; checks every ``parts``-th file, from number ``part``."""
     manifest = path / "manifest.json"
     try:
         files = json.loads(manifest.read_text())["files"]
@@ -176,7 +176,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
             if (path / name).stat().st_size != size:
                 return f"{path / name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
             if _digest(path / name)["sha256"] != digest:
-                return f"{path / name} does not have the SHA-256 that manifest.json says"
+                return f"{path / name} does not have the SHA-256 in manifest.json"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError) as error:
@@ -196,10 +196,10 @@ def _ranks() -> int:
 
 
 def _gather(value: Value) -> list[Value]:
-    """Every rank's value, on every rank; with it, all have come this far.
+    """List the values of all ranks, on every rank. Also a barrier.
 
-    One rank alone calls no collective, here and in DCP: gloo runs them in threads of its own, and their OpenMP workers
-    would halve the speed of everything that follows on as many cores as there are threads.
+    A single rank calls no collective, here and in DCP: gloo runs collectives in its own threads, whose OpenMP workers
+    would halve the speed of everything that follows if there are as many threads as cores.
     """
     values: list[Any] = [value] * _ranks()
     if len(values) > 1:
@@ -208,7 +208,7 @@ def _gather(value: Value) -> list[Value]:
 
 
 def _on_all(folder: Path, work: Callable[[], Value]) -> list[Value]:
-    """Every rank's result of its own ``work``, and on every rank the ValueError of the first that cannot write."""
+    """Run ``work`` on every rank and list the results; an error of a write on one rank is raised on all."""
     result: list[Value] = []
     fault = ""
     try:
@@ -216,11 +216,11 @@ def _on_all(folder: Path, work: Callable[[], Value]) -> list[Value]:
             result = [work()]
     except ValueError as error:
         fault = str(error)
-    done = _gather((result, fault))
-    first = next((fault for _, fault in done if fault), None)
+    outcomes = _gather((result, fault))
+    first = next((fault for _, fault in outcomes if fault), None)
     if first is not None:
         raise ValueError(first)
-    return [value for part, _ in done for value in part]
+    return [value for part, _ in outcomes for value in part]
 
 
 @contextmanager
@@ -247,19 +247,19 @@ def _save_tensors(partial: Path, tensors: Tensors) -> None:
         fault, _ = next(iter(error.failures.values()))
         if isinstance(fault, OSError) or "inline_container" not in str(fault):
             raise fault from None
-        # PyTorch's writer of tensors knows only that its file did not become as long as it should be.
+        # PyTorch's writer reports only that its file is too short.
         free = shutil.disk_usage(partial).free
-        raise OSError(errno.ENOSPC, f"a file was written in part only; {free:,} bytes are free") from error
+        raise OSError(errno.ENOSPC, f"a file is incomplete; {free:,} bytes are free") from error
 
 
-def _write_beside(partial: Path, text: str) -> None:
+def _write_state(partial: Path, text: str) -> None:
     _write(partial / f"rng-{_rank():05d}.json", _to_json(random_state()))
     if _rank() == 0:
         _write(partial / "state.json", text)
 
 
 def _digests(partial: Path) -> dict[str, Any]:
-    """Of the files that this rank has written."""
+    """Size and SHA-256 of the files that this rank wrote."""
     return {path.name: _digest(path) for path in sorted(partial.iterdir()) if _writer(path.name) == _rank()}
 
 
@@ -276,7 +276,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _tidy(folder: Path) -> None:
-    """Finish or undo what a killed save left behind; see the module's table of hidden names."""
+    """Finish or undo a killed save; see the table of hidden folders in the module's docstring."""
     for path in sorted(folder.iterdir()):
         match = _HIDDEN.fullmatch(path.name)
         if match and match[2] == "old" and not (folder / match[1]).exists():
@@ -288,7 +288,7 @@ def _tidy(folder: Path) -> None:
 
 def _publish(partial: Path, target: Path) -> None:
     old = target.with_name(f".{target.name}.old")
-    if target.exists():  # a folder cannot be renamed onto one with content
+    if target.exists():  # a folder cannot be renamed to one that is not empty
         os.replace(target, old)
     os.replace(partial, target)
     _sync(target.parent)
@@ -297,10 +297,10 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    for outdated in [found for found in _steps(folder) if found <= step][:-keep]:
+    for outdated in [earlier for earlier in _steps(folder) if earlier <= step][:-keep]:
         path = folder / f"step-{outdated:08d}"
         gone = path.with_name(f".{path.name}.gone")
-        os.replace(path, gone)  # so that a half-deleted one is never taken for a checkpoint
+        os.replace(path, gone)  # a partly deleted folder must not count as a checkpoint
         atomic_files.remove(gone)
 
 
@@ -312,7 +312,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make renames and new names in ``folder`` outlast a power cut."""
+    """Sync the entries of ``folder``, so that renames and new files survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -326,7 +326,7 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def _writer(name: str) -> int:
-    """The rank that wrote a file, from its name: ``__3_0.distcp`` and ``rng-00003.json`` are rank 3's."""
+    """Return the rank that wrote a file, from its name: 3 for ``__3_0.distcp`` and ``rng-00003.json``."""
     match = re.match(r"(?:__|rng-)(\d+)", name)
     return int(match[1]) if match else 0
 
@@ -342,7 +342,7 @@ def _to_json(value: dict[str, Any]) -> str:
         return json.dumps(value)
     except TypeError as error:
         raise ValueError(
-            f"A checkpoint's state holds texts, numbers, lists and dicts with text keys: {error}."
+            f"The state of a checkpoint may contain strings, numbers, lists and dicts with string keys: {error}."
         ) from error
 
 
@@ -354,31 +354,31 @@ def _model_tensors(model: nn.Module) -> Tensors:
 
 
 def _optimizer_tensors(states: dict[str, Any]) -> Tensors:
-    """``{parameter: {"exp_avg": ..}}`` with flat names."""
+    """Flatten ``{parameter: {"exp_avg": ..}}`` to one name per tensor."""
     named = {f"optimizer/{name}/{key}": value for name, entry in states.items() for key, value in entry.items()}
     return _only_tensors(named)
 
 
 def _only_tensors(named: dict[str, Any]) -> Tensors:
     for name, value in named.items():
-        if not isinstance(value, torch.Tensor):  # PyTorch would read it back as a pickle
-            raise ValueError(f"{name} is a {type(value).__name__}; a checkpoint holds tensors only.")
+        if not isinstance(value, torch.Tensor):  # PyTorch would store it as a pickle
+            raise ValueError(f"{name} is a {type(value).__name__}; a checkpoint can only store tensors.")
     return named
 
 
 def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    if not optimizer.state:  # get_optimizer_state_dict would make one by a step of size 0, which AdamW counts as a step
+    if not optimizer.state:  # get_optimizer_state_dict would create it with a step of size 0, which AdamW counts
         return _model_tensors(model)
     states: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     return _model_tensors(model) | _optimizer_tensors(states["state"])
 
 
 def _param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimiser's settings by group, with the parameters' names, in which wrappers leave no trace."""
+    """Return the optimiser's settings by group, with the parameters' names without the prefixes of wrappers."""
     wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
     names = {parameter: wrappers.sub("", name) for name, parameter in model.named_parameters()}
     if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("The optimiser holds a parameter that is not one of the model's; both are saved together.")
+        raise ValueError("The optimiser has a parameter that is not one of the model's; both are saved together.")
     return [
         {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         | {"params": [names[parameter] for parameter in group["params"]]}
@@ -392,7 +392,7 @@ def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gro
     tensors = _model_tensors(model)
     _check_fit(path, tensors, {name: entry for name, entry in stored.items() if name not in moments})
     if [group["params"] for group in _param_groups(model, optimizer)] != [group["params"] for group in groups]:
-        raise ValueError(f"{path} has other parameter groups in its optimiser; resume with the same ones.")
+        raise ValueError(f"{path} has different parameter groups of the optimiser; resume with the same groups.")
     states = _blank_states(model, optimizer, {name.split("/")[1] for name in moments})
     _check_fit(path, _optimizer_tensors(states["state"]), moments)
     with _single_process_is_fine():
@@ -405,9 +405,9 @@ def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gro
 
 
 def _blank_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> dict[str, Any]:
-    """A state to load into, for the parameters that had one: without a gradient so far, a parameter has none."""
+    """Blank optimiser state to load into, for the parameters ``names``; one without a gradient so far has no state."""
     optimizer.state.clear()
-    optimizer.zero_grad(set_to_none=True)  # PyTorch makes no blank state while there are gradients
+    optimizer.zero_grad(set_to_none=True)  # PyTorch creates no blank state while there are gradients
     states: dict[str, Any] = get_optimizer_state_dict(model, optimizer) if names else {"state": {}}
     return {**states, "state": {name: entry for name, entry in states["state"].items() if name in names}}
 
@@ -416,26 +416,26 @@ def _restore_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, A
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)  # a compiled step holds on to this tensor
+                group[key].fill_(value)  # a compiled step refers to this tensor
             elif key != "params":
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _check_fit(path: Path, ours: Tensors, stored: dict[str, Any]) -> None:
-    """Same names, shapes and types: a run that resumes with others is another run."""
+    """Raise ValueError unless names, shapes and dtypes are equal."""
     for only, where in ((ours.keys() - stored.keys(), "this run"), (stored.keys() - ours.keys(), "the checkpoint")):
         if only:
             raise ValueError(
                 f"{path} does not fit: {min(only)} is only in {where} (one of {len(only)}).\n"
-                "  Resume with the model and optimiser that it was written with, or name another folder to start anew."
+                "  Resume with the model and optimiser of the save, or choose another folder to start again."
             )
     for name, tensor in ours.items():
-        there, here = _form(stored[name]), f"{tensor.dtype} {tuple(tensor.shape)}"
-        if there != here:
-            raise ValueError(f"{path} does not fit: {name} is {there} in the checkpoint and {here} in this run.")
+        saved, expected = _describe(stored[name]), f"{tensor.dtype} {tuple(tensor.shape)}"
+        if saved != expected:
+            raise ValueError(f"{path} does not fit: {name} is {saved} in the checkpoint and {expected} in this run.")
 
 
-def _form(entry: TensorStorageMetadata | BytesStorageMetadata) -> str:
+def _describe(entry: TensorStorageMetadata | BytesStorageMetadata) -> str:
     if isinstance(entry, BytesStorageMetadata):
         return "a pickle"
     return f"{entry.properties.dtype} {tuple(entry.size)}"
@@ -446,4 +446,4 @@ def _restore_random_state(path: Path) -> None:
     if file.exists():
         set_random_state(json.loads(file.read_text()))
     else:
-        log.warning("%s was written by fewer ranks: rank %d keeps its own random generators.", path.name, _rank())
+        log.warning("%s was saved by fewer ranks; rank %d keeps its own random generators.", path.name, _rank())

@@ -1,4 +1,4 @@
-"""The form in which every command says what it is going to do: names with a text each."""
+"""Tables of names and texts, in which every command prints its plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def named_lines(title: str, rows: Mapping[str, str]) -> Table:
-    """A line, or a few, for every name; texts are shown as they are, whatever brackets they hold."""
+    """Build a table with one row per name. Texts are printed literally: brackets are not markup."""
     table = Table(box=SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

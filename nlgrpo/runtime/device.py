@@ -1,4 +1,4 @@
-"""What depends on the device: the dtype of the computation and the size of a micro-batch."""
+"""Defaults that depend on the device: the compute dtype and the size of a micro-batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that ``model.dtype`` names; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype that ``model.dtype`` names; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
 
 
 def micro_batch_tokens(configured: int | None, device: torch.device) -> int:
-    """Tokens per forward and backward: as configured, or the default of the device."""
+    """Return the tokens per forward and backward: as configured, or the default of the device."""
     return configured or (16384 if device.type == "cuda" else 1024)

@@ -1,4 +1,4 @@
-"""Ranks: joining the process group, and collectives on tensors and small objects."""
+"""Ranks: the process group, and collectives on tensors and small objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ``world``, which is 1 without a launcher."""
+    """This process: its ``rank`` among ``world`` ranks, and its ``device``. ``world`` is 1 without a launcher."""
 
     rank: int
     world: int
@@ -41,7 +41,7 @@ class Ranks:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """(n, ...) of every rank -> (world * n, ...), in the order of the ranks; the same on all."""
+        """Concatenate the values of all ranks in their order, (n, ...) -> (world * n, ...), on every rank."""
         if self.world == 1:
             return values
         parts = [torch.empty_like(values) for _ in range(self.world)]
@@ -49,7 +49,7 @@ class Ranks:
         return torch.cat(parts)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, for what is small and no tensor."""
+        """List the ``value`` of every rank, on every rank; for small objects."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -57,45 +57,50 @@ class Ranks:
         return values
 
     def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
 
     def agree(self, work: Callable[[], Result], error: type[Exception] = ValueError) -> Result:
-        """What ``work`` gives here; collective. An ``error`` on one rank is raised on all: none waits for it.
+        """Run ``work`` and return this rank's result. Collective.
 
-        A rank that failed raises its own, the others the first of them by its message.
+        If it raises ``error`` on any rank, all ranks raise, so none waits for another. A rank that failed raises its
+        own exception; the others raise an ``error`` with the message of the first rank that failed.
         """
         fault, result = None, None
         try:
             result = work()
-        except error as found:
-            fault = found
+        except error as raised:
+            fault = raised
         if self.any(fault is not None):
             texts = self.gather_objects(None if fault is None else str(fault))
             raise fault or error(next(text for text in texts if text is not None))
         return cast(Result, result)
 
     def share(self, total: int) -> slice:
-        """This rank's part of ``total`` things in a row, which the ranks divide."""
+        """Return this rank's slice of ``total`` items, which are split over the ranks."""
         return slice(self.rank * total // self.world, (self.rank + 1) * total // self.world)
 
 
 @contextmanager
 def start() -> Iterator[Ranks]:
-    """Join the process group that torchrun describes (NCCL on GPUs, gloo on CPUs), and leave it at the end."""
+    """Context that joins torchrun's process group (NCCL on GPUs, gloo on CPUs) and leaves it at the end.
+
+    Without torchrun, the group is this process alone.
+    """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    alone: dict[str, Any] = (
+    single: dict[str, Any] = (
         {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     )
-    dist.init_process_group(backend, **alone)
+    dist.init_process_group(backend, **single)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
-        # A group that something still refers to, as the cycles of a sharded model do, outlives this call; its threads
-        # then meet an interpreter that is shutting down, and the process may abort.
+        # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in
+        # an interpreter that is shutting down, and the process may abort.
         gc.collect()
         dist.destroy_process_group()

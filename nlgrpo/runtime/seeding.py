@@ -1,6 +1,6 @@
-"""The process's global random generators: Python's, NumPy's and PyTorch's.
+"""Global random generators of the process: Python's, NumPy's and PyTorch's.
 
-Nothing of ours draws from them, but reward functions may; a run therefore seeds, saves and restores them.
+The package does not draw from them, but reward functions may, so a run seeds, saves and restores them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and PyTorch."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator
     torch.manual_seed(seed)
 
 
 def random_state() -> dict[str, Any]:
-    """Where the generators stand, as JSON; the CUDA one is that of the current device."""
+    """Return the state of the generators as JSON values; for CUDA, that of the current device."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     state = {"python": random.getstate(), "numpy": numpy, "torch": _to_text(torch.get_rng_state())}
@@ -30,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators where `random_state` found them, also after a way through JSON."""
+    """Restore the generators to a state from `random_state`, which may have been written to JSON."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     key = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)

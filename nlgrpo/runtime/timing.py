@@ -1,4 +1,4 @@
-"""Wall time of a step's parts, memory at its largest, and the signal that asks a run to stop."""
+"""Wall time of the phases of a step, peak memory, and the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Clock:
-    """Laps of one step, in seconds; on a GPU each lap waits for the work that was queued."""
+    """Wall times of the phases of one step, in seconds; on a GPU each lap waits for the queued work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -18,6 +18,7 @@ class Clock:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
+        """Record the time since the last lap as ``name``."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -25,14 +26,14 @@ class Clock:
         self.last = now
 
     def metrics(self, generated: int) -> dict[str, float]:
-        """``time/*``, ``step_time`` and, for so many tokens ``generated``, their rate over the whole step."""
+        """Return ``time/*``, ``step_time`` and ``perf/tokens_per_s``, ``generated`` tokens by the step's time."""
         total = self.last - self.began
         laps = {f"time/{name}": seconds for name, seconds in self.laps.items()}
         return laps | {"step_time": total, "perf/tokens_per_s": generated / total}
 
 
 class PeakMemory:
-    """Most that a GPU held at a time since it was made, of everything that this process has on it."""
+    """Peak GPU memory of all of this process's allocations since the object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,33 +41,33 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
 
     def bytes(self) -> int | None:
-        """None on a CPU, where nothing counts it."""
+        """Return the peak in bytes; None on a CPU, where it is not measured."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
 def machine(device: torch.device) -> str:
-    """What times depend on: the device's name, or of a CPU how many threads work on it."""
+    """Describe the hardware of timings: the name of a GPU, or the number of threads on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def as_clock(seconds: float) -> str:
-    """``1:02:03``, or ``2:03`` below an hour."""
+    """Format a duration as ``1:02:03``, or ``2:03`` below an hour."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-# Dense bfloat16 multiply-adds count twice; the vendor's figures, by a part of the device's name.
+# Dense bfloat16 FLOP/s from the vendor (a multiply-add is 2 FLOPs), by part of the device's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dict[str, float]:
-    """``perf/mfu``: the share of the device's peak that ``flops`` in ``seconds`` are.
+    """Return ``perf/mfu``: ``flops`` per second as a fraction of the device's peak.
 
-    6 a parameter and trained token, 2 a generated one; recomputation, attention and the reference are not counted.
-    Empty where the device's peak is not known, as on a CPU.
+    Callers count 6 FLOPs per parameter and trained token and 2 per parameter and generated token, without
+    recomputation, attention and the reference model. Empty if the peak of the device is unknown, as on a CPU.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
@@ -74,14 +75,14 @@ def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dic
 
 
 class StopSignal:
-    """Remembers a first SIGTERM or Ctrl-C, so that the step at hand is finished and saved; a second ends at once."""
+    """Records the first SIGTERM or Ctrl-C, so that the current step is finished and saved; the second stops at once."""
 
     def __init__(self) -> None:
         self.received = False
         self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def restore(self) -> None:
-        """Signals do again what they did."""
+        """Restore the previous signal handlers."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

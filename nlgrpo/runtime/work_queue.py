@@ -1,4 +1,4 @@
-"""Work items that the ranks share in rounds: finished items are skipped, and an error on one rank ends all."""
+"""Distribute work items over the ranks in rounds: finished items are skipped, an error on one rank stops all."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from nlgrpo.runtime.timing import StopSignal, as_clock
 
 Item = TypeVar("Item")
 
-LINE_EVERY = 30.0  # seconds between the lines of progress that a log file gets
+LINE_EVERY = 30.0  # seconds between progress lines in a log file
 
 
 @dataclass(frozen=True)
 class WorkQueue:
-    """The ranks at work, where the first of them shows how far they are, and the signal that asks them to stop."""
+    """Distributes items over ``ranks``. Rank 0 shows the progress on ``console``; ``stop`` ends the work early."""
 
     ranks: Ranks
     console: Console
     stop: StopSignal | None = None
 
     def missing(self, pieces: Sequence[Item], there: Callable[[Item], bool]) -> list[Item]:
-        """Those that are not ``there``, the same on every rank, each of which looks for its share; collective."""
+        """Return the pieces for which ``there`` is false, on every rank; each rank checks its share. Collective."""
         mine = [i for i in range(self.ranks.rank, len(pieces), self.ranks.world) if not there(pieces[i])]
-        return [pieces[i] for i in sorted(i for found in self.ranks.gather_objects(mine) for i in found)]
+        return [pieces[i] for i in sorted(i for part in self.ranks.gather_objects(mine) for i in part)]
 
     def work(self, what: str, missing: Sequence[Item], do: Callable[[Item], object]) -> bool:
-        """``do`` the pieces, as many at a time as there are ranks; collective.
+        """Call ``do`` for each missing piece, one piece per rank at a time. Collective.
 
-        Returns False where a signal on any rank ended it early. Raises ValueError on every rank for one that ``do``
-        raised on any: nobody waits for a rank that is gone, or works on after it.
+        ``what`` names the pieces in the progress. Returns False if a signal on any rank stopped the work early. If
+        ``do`` raises a ValueError on one rank, all ranks raise ValueError, so none waits for another.
         """
         with self._progress(what, len(missing)) as show:
             for begun in range(0, len(missing), self.ranks.world):
@@ -48,12 +48,12 @@ class WorkQueue:
         return True
 
     def _do(self, round_: Sequence[Item], do: Callable[[Item], object]) -> None:
-        own = round_[self.ranks.rank : self.ranks.rank + 1]  # none is left for some in the last round
-        self.ranks.agree(lambda: [do(piece) for piece in own])
+        mine = round_[self.ranks.rank : self.ranks.rank + 1]  # may be empty in the last round
+        self.ranks.agree(lambda: [do(piece) for piece in mine])
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A function that shows how many pieces are done: a live line, or in a log file a line now and then."""
+        """Yield a function that shows the number of finished pieces: a live bar, or lines in a log file."""
         if not self.console.is_terminal or not self.ranks.first or not total:
             yield _Lines(self.console, what, total)
             return
@@ -64,7 +64,7 @@ class WorkQueue:
 
 
 class _Lines:
-    """``completions: 12/50, 1:20 left``, not more often than every `LINE_EVERY` seconds."""
+    """Prints ``completions: 12/50, 1:20 left``, at most every `LINE_EVERY` seconds."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self.console, self.what, self.total = console, what, total

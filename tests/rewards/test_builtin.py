@@ -1,4 +1,4 @@
-"""The built-in rewards against hand calculation, real labels, VADER's own numbers, transformers' own forward pass."""
+"""Built-in rewards compared with hand calculation, real labels, VADER's scores and transformers' forward pass."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def chat(text, role="assistant"):
 # ---- length ----
 
 
-def test_length_is_the_equation_of_the_paper():
+def test_length_follows_the_equation_of_the_paper():
     ids = [[1] * length for length in (0, 50, 150, 256)]
     assert function("length(target=50, scale=256)")(completion_ids=ids) == pytest.approx(
         [-2500 / 65536, 0, -10000 / 65536, -42436 / 65536]
@@ -47,7 +47,7 @@ def test_length_is_the_equation_of_the_paper():
 
 
 @pytest.mark.parametrize("arguments", ["target=1, scale=-2", "target=1e999, scale=2", "target=True, scale=2"])
-def test_length_refuses(arguments):
+def test_length_refuses_bad_arguments(arguments):
     with pytest.raises(ValueError, match=r"target must be a number|scale must be above 0"):
         load("r", f"length({arguments})")
 
@@ -86,7 +86,7 @@ def lexicon(tmp_path):
         ("\U0001f600 \t\n", []),
     ],
 )
-def test_lexicon_finds_words_and_signs(lexicon, text, found):
+def test_lexicon_scores_words_and_signs(lexicon, text, found):
     total = sum(found)
     compound = function(f"lexicon(path={str(lexicon)!r})")(completions=[text, chat(text)])
     assert compound == pytest.approx([total / math.sqrt(total**2 + 15)] * 2)
@@ -94,7 +94,7 @@ def test_lexicon_finds_words_and_signs(lexicon, text, found):
     assert mean == pytest.approx([total / len(found) if found else 0])
 
 
-def test_lexicon_equals_vader_where_its_heuristics_are_silent(shared):
+def test_lexicon_equals_vader_where_its_heuristics_do_not_apply(shared):
     """Compound scores from vaderSentiment 3.3.2."""
     truth = {
         "The film is good , funny and charming .": 0.8625,
@@ -117,14 +117,14 @@ def test_lexicon_equals_vader_where_its_heuristics_are_silent(shared):
         ("\n", "is empty"),
     ],
 )
-def test_bad_lexicons(tmp_path, content, says):
+def test_bad_lexicons_are_refused(tmp_path, content, says):
     path = tmp_path / "words.txt"
     path.write_text(content)
     with pytest.raises(ValueError, match=says):
         load("r", f"lexicon(path={str(path)!r})")
 
 
-def test_lexicon_refuses_other_arguments(lexicon):
+def test_lexicon_refuses_bad_arguments(lexicon):
     with pytest.raises(ValueError, match="no lexicon file"):
         load("r", "lexicon(path='nowhere.txt')")
     with pytest.raises(ValueError, match="'compound' or 'mean', got 'sum'"):
@@ -134,11 +134,11 @@ def test_lexicon_refuses_other_arguments(lexicon):
 # ---- regex ----
 
 
-def test_regex_finds_or_matches_the_whole():
+def test_regex_searches_or_matches_the_full_text():
     texts = ["<a>\nx</a>", "say <a></a>", "a", chat("<a>1</a>")]
     assert function(r"regex(pattern='<a>.*</a>')")(completions=texts) == [1, 1, 0, 1]
     assert function(r"regex(pattern='<a>.*</a>', full=True)")(completions=texts) == [1, 0, 0, 1]
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         load("r", "regex(pattern='(')")
 
 
@@ -179,7 +179,7 @@ def test_regex_finds_or_matches_the_whole():
 )
 def test_final_answer(text, answer):
     assert final_answer(text) == (None if answer is None else pytest.approx(type(final_answer("1"))(answer), abs=0))
-    if "mathbf" not in text:  # a box with more than a number
+    if "mathbf" not in text:  # that box has more than a number
         assert vote(text) == final_answer(text)
 
 
@@ -198,12 +198,12 @@ def test_final_answer(text, answer):
         ("I took 2 steps", type(final_answer("1"))("2")),
     ],
 )
-def test_a_box_votes_for_a_number_or_for_what_it_holds(text, votes):
+def test_a_box_votes_for_a_number_or_for_its_text(text, votes):
     assert vote(text) == votes
 
 
 def test_different_boxes_are_different_votes():
-    held = [
+    contents = [
         "2",
         "x+1",
         "2x+1",
@@ -218,9 +218,9 @@ def test_different_boxes_are_different_votes():
         "16-3",
         "3",
     ]
-    assert len({vote(f"so \\boxed{{{what}}}") for what in held}) == len(held)
+    assert len({vote(f"so \\boxed{{{content}}}") for content in contents}) == len(contents)
     same = ["1200", "1,200", "1200.0", " 1{,}200 ", "x = 1200", "$1200$", "1200\\text{ cm}", "3600/3"]
-    assert {vote(f"so \\boxed{{{what}}}") for what in same} == {1200}
+    assert {vote(f"so \\boxed{{{content}}}") for content in same} == {1200}
 
 
 def test_gsm8k_compares_values():
@@ -229,7 +229,7 @@ def test_gsm8k_compares_values():
     assert reward(completions=["1072.0", "73", chat("#### 72"), "1", "is -3."], answer=golds) == [1, 0, 1, None, 1]
     assert function("gsm8k(column='gold')")(completions=["5"], gold=["5"], answer=["6"]) == [1]
     assert reward(completions=["9" * 100_000, "1/" + "9" * 100_000, "\\boxed{" * 10_000], answer=["9"] * 3) == [0, 0, 0]
-    with pytest.raises(ValueError, match="needs the column 'answer'"):
+    with pytest.raises(ValueError, match="needs a column 'answer'"):
         reward(completions=["1"])
 
 
@@ -241,19 +241,19 @@ def test_gsm8k_reads_numbers_of_any_type():
     assert function("gsm8k")(completions=["it is 5e-5", "1E+16"], answer=golds[:2]) == [1, 1]
 
 
-def test_contents_in_parts_are_their_texts():
+def test_contents_in_parts_are_read_as_their_texts():
     parts = [{"type": "text", "text": "so"}, {"type": "image", "url": "x"}, {"type": "text", "text": "#### 7"}]
     completions = [[{"role": "assistant", "content": parts}], [{"role": "assistant", "content": None}]]
     assert function("gsm8k")(completions=completions, answer=["7", "7"]) == [1, 0]
 
 
-def test_a_lexicon_in_the_home_folder(tmp_path, monkeypatch):
+def test_a_lexicon_path_may_start_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "words.txt").write_text("good\t2\n")
     assert function("lexicon(path='~/words.txt', normalize='mean')")(completions=["good"]) == [2]
 
 
-def test_rotary_positions_go_on(classifier):
+def test_rotary_positions_do_not_bound_the_length(classifier):
     folder, _ = classifier()
     reward = load("r", f"classifier(path={str(folder)!r})").function
     longer = load("r", f"classifier(path={str(folder)!r}, max_length={2 * reward.max_length})").function
@@ -261,8 +261,8 @@ def test_rotary_positions_go_on(classifier):
     assert longer([""], [text]) != reward([""], [text])
 
 
-def test_positions_behind_the_padding_bound_the_length(tmp_path, classifier):
-    """RoBERTa and its kin have max_position_embeddings - padding_idx - 1 of them."""
+def test_positions_after_the_padding_bound_the_length(tmp_path, classifier):
+    """RoBERTa and relatives have max_position_embeddings - padding_idx - 1 of them."""
     folder, _ = classifier()
     config = RobertaConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
@@ -274,9 +274,9 @@ def test_positions_behind_the_padding_bound_the_length(tmp_path, classifier):
     assert reward.max_length == 34 - 3 - 1
     long = reward(["a "], ["b " * 99])
     assert long == reward([""], ["b " * (30 - 1)])  # and the end token
-    with pytest.raises(ValueError, match="max_length = 31, and the model has learned 30 positions"):
+    with pytest.raises(ValueError, match="max_length = 31, but the model has only 30 learned positions"):
         load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, max_length=31)")
-    with pytest.raises(ValueError, match="classifier cannot be made, RuntimeError"):
+    with pytest.raises(ValueError, match="classifier cannot be built, RuntimeError"):
         load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, device='foo')")
 
 
@@ -290,11 +290,11 @@ def test_learned_positions_of_gpt2_bound_the_length(tmp_path, classifier):
     source = repr(str(tmp_path / "gpt2"))
     longest = load("r", f"classifier(path={source}, max_length=40)").function
     assert longest([""], ["b " * 99]) == load("r", f"classifier(path={source})").function([""], ["b " * 99])
-    with pytest.raises(ValueError, match="max_length = 41, and the model has learned 40 positions"):
+    with pytest.raises(ValueError, match="max_length = 41, but the model has only 40 learned positions"):
         load("r", f"classifier(path={source}, max_length=41)")
 
 
-def test_gsm8k_agrees_with_all_labels_of_real_solutions(shared):
+def test_gsm8k_agrees_with_the_labels_of_real_solutions(shared):
     with (
         open(shared / "data/gsm8k/test.jsonl") as tests,
         open(shared / "data/gsm8k/example_model_solutions.jsonl") as solutions,
@@ -302,10 +302,12 @@ def test_gsm8k_agrees_with_all_labels_of_real_solutions(shared):
         pairs = [(json.loads(test), json.loads(solution)) for test, solution in zip(tests, solutions, strict=True)]
     assert len(pairs) == 1319
     assert all(test["question"] == solution["question"] for test, solution in pairs)
-    judged = [(test["answer"], s) for test, solution in pairs for s in solution.values() if isinstance(s, dict)]
-    values = function("gsm8k")(completions=[s["solution"] for _, s in judged], answer=[answer for answer, _ in judged])
+    labelled = [(test["answer"], s) for test, solution in pairs for s in solution.values() if isinstance(s, dict)]
+    values = function("gsm8k")(
+        completions=[s["solution"] for _, s in labelled], answer=[answer for answer, _ in labelled]
+    )
     assert len(values) == 4 * 1319
-    assert values == [float(s["is_correct"]) for _, s in judged]
+    assert values == [float(s["is_correct"]) for _, s in labelled]
 
 
 # ---- classifier ----
@@ -316,7 +318,7 @@ WORDS = ["<unk>", "<s>", "</s>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
 
 @pytest.fixture
 def classifier(tmp_path):
-    """Makes a folder with a small random classifier, and returns it with the model."""
+    """Function that creates a folder with a small random classifier and returns it with the model."""
 
     def make(family="llama", labels=1, pad=3, tokenizer_pad="<pad>", chat_template=None, begin=False, **config):
         torch.manual_seed(0)
@@ -358,7 +360,7 @@ TEXTS = ["m n o p q r s t", "u", "v w", "x y z a b c", ""]
 
 
 def alone(model, rows):
-    """Logits (rows, labels), each row read alone and without padding: the truth that batches must give."""
+    """Expected logits (rows, labels): each row by itself, without padding."""
     model.config.pad_token_id = None
     with torch.no_grad():
         return torch.cat([model(torch.tensor([row])).logits for row in rows])
@@ -370,7 +372,7 @@ def rows_of(prompts, texts, end=(2,)):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
 @pytest.mark.parametrize(("pad", "tokenizer_pad"), [(3, "<pad>"), (0, "<pad>"), (None, "<pad>"), (None, None)])
-def test_scores_are_those_of_single_rows(classifier, pad, tokenizer_pad, batch_size):
+def test_scores_of_a_batch_equal_those_of_single_rows(classifier, pad, tokenizer_pad, batch_size):
     folder, model = classifier(pad=pad, tokenizer_pad=tokenizer_pad)
     reward = load("r", f"{folder}(batch_size={batch_size})").function
     scores = reward(prompts=[p + " " for p in PROMPTS], completions=TEXTS)
@@ -379,8 +381,8 @@ def test_scores_are_those_of_single_rows(classifier, pad, tokenizer_pad, batch_s
     torch.testing.assert_close(torch.tensor(scores), truth, atol=1e-5, rtol=1e-5)
 
 
-def test_padding_that_is_the_end_token_is_read_as_transformers_reads_it(classifier):
-    """Such a model looks at the token before the end, whatever the batch."""
+def test_a_classifier_that_pads_with_eos_scores_as_in_transformers(classifier):
+    """Such a model scores the token before EOS, for any batch."""
     folder, model = classifier(pad=2, tokenizer_pad="</s>")
     truth = alone(model, rows_of(PROMPTS, TEXTS, end=()))[:, 0]
     for batch_size in (1, 64):
@@ -392,7 +394,7 @@ def test_padding_that_is_the_end_token_is_read_as_transformers_reads_it(classifi
 def test_several_outputs_need_a_label(classifier, family):
     id2label = {0: "bad", 1: "fair", 2: "good"}
     folder, model = classifier(family, labels=3, id2label=id2label, label2id={n: i for i, n in id2label.items()})
-    with pytest.raises(ValueError, match="outputs bad, fair, good: pick one with label"):
+    with pytest.raises(ValueError, match="outputs bad, fair, good; choose one with label"):
         load("r", str(folder))
     with pytest.raises(ValueError, match="got label=3"):
         load("r", f"{folder}(label=3)")
@@ -407,7 +409,7 @@ def test_several_outputs_need_a_label(classifier, family):
         torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_options_choose_what_is_read(classifier):
+def test_options_select_the_scored_text(classifier):
     folder, model = classifier()
     cases = {
         "append_eos=False": rows_of(PROMPTS, TEXTS, end=()),
@@ -431,7 +433,7 @@ def test_texts_longer_than_the_model_lose_their_beginning(classifier):
     assert score == pytest.approx([expected], abs=1e-5)
 
 
-def test_a_text_without_a_token_is_abstained_from(classifier):
+def test_a_classifier_abstains_for_a_text_without_tokens(classifier):
     folder, _ = classifier()
     reward = load("r", f"{folder}(append_eos=False)").function
     assert [value is None for value in reward(["", "a"], ["", ""])] == [True, False]
@@ -454,19 +456,19 @@ def test_conversations_use_the_chat_template(classifier):
     torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
 
 
-def test_models_that_are_no_trained_classifier_are_refused(classifier, tmp_path):
+def test_models_that_are_not_a_trained_classifier_are_refused(classifier, tmp_path):
     folder, _ = classifier("causal")
-    with pytest.raises(ValueError, match=r"no trained classifier: its weights lack score.weight"):
+    with pytest.raises(ValueError, match=r"is not a trained classifier: its weights lack score.weight"):
         load("r", str(folder))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="cannot read a classifier"):
         load("r", str(folder))
-    with pytest.raises(ValueError, match="no Hugging Face model folder"):
+    with pytest.raises(ValueError, match="is not a Hugging Face model folder"):
         load("r", f"classifier(path={str(tmp_path / 'nowhere')!r})")
 
 
-def test_embeddings_under_the_name_of_the_head_are_refused(classifier):
-    """transformers 5.23 would read such a tied model with random embeddings and only log it."""
+def test_tied_embeddings_under_the_name_of_the_head_are_refused(classifier):
+    """transformers 5.23 would load such a model with random embeddings and only log it."""
     folder, _ = classifier(tie_word_embeddings=True)
     state = load_file(folder / "model.safetensors")
     state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
@@ -477,7 +479,7 @@ def test_embeddings_under_the_name_of_the_head_are_refused(classifier):
 
 @pytest.mark.parametrize("options", ["batch_size=1", "append_eos=False, probability=True"])
 @pytest.mark.parametrize("how", ["mean", "min"])
-def test_an_ensemble_is_its_members_together(classifier, how, options):
+def test_an_ensemble_combines_its_members(classifier, how, options):
     (first, _), (second, other) = classifier(), classifier(pad=0)
     with torch.no_grad():
         other.score.weight.neg_()
@@ -507,10 +509,10 @@ def test_an_ensemble_abstains_with_its_members(classifier):
         ("paths=['a'], how='max'", "how must be 'mean' or 'min', got 'max'"),
         ("paths=['a'], batchsize=3", "does not take 'batchsize'; it takes: paths, how, batch_size"),
         ("paths=['a'], path='b'", "does not take 'path'"),
-        ("paths=['nowhere']", "no Hugging Face model folder"),
+        ("paths=['nowhere']", "is not a Hugging Face model folder"),
     ],
 )
-def test_ensemble_refuses(arguments, message):
+def test_ensemble_refuses_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         load("r", f"ensemble({arguments})")
 
@@ -518,13 +520,13 @@ def test_ensemble_refuses(arguments, message):
 @pytest.mark.parametrize(
     "arguments", ["batch_size=0", "batch_size='8'", "dtype='int8'", "max_length=1", "max_length=2.5"]
 )
-def test_classifier_refuses(classifier, arguments):
+def test_classifier_refuses_bad_arguments(classifier, arguments):
     folder, _ = classifier()
     with pytest.raises(ValueError, match=arguments.split("=")[0]):
         load("r", f"{folder}({arguments})")
 
 
-def test_a_real_reward_model_tells_good_reviews_from_bad(shared):
+def test_a_trained_reward_model_separates_good_reviews_from_bad(shared):
     folder = shared / "models/sentiment-rm-656k"
     reviews = shared / "data/sentence_polarity/sentence_polarity"
     lines = {

@@ -1,4 +1,4 @@
-"""Calling rewards as TRL does, and what happens to those that misbehave."""
+"""Rewards are called like in TRL, and their errors are handled."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ def test_values_are_prompt_major_and_float64():
     assert result.skipped.tolist() == [False] * P
 
 
-def test_a_scale_multiplies_what_came_and_only_that():
+def test_a_scale_multiplies_all_values_that_are_not_none():
     reward = Reward("mine", returning([1.0, None, -2, True, 0.0, 3]), scale=-0.25)
     values = scored(reward).values["mine"].flatten()
     assert values.nan_to_num(9).tolist() == [-0.25, 9, 0.5, -0.25, 0, -0.75]
@@ -65,18 +65,18 @@ def test_a_scale_multiplies_what_came_and_only_that():
 
 
 @pytest.mark.parametrize("scale", [0, math.nan, math.inf, True, "2"])
-def test_a_scale_that_says_nothing_is_refused(scale):
-    with pytest.raises(ValueError, match=r"reward 'mine': scale is a finite number other than 0, got"):
+def test_a_bad_scale_is_refused(scale):
+    with pytest.raises(ValueError, match=r"reward 'mine': scale must be a finite number other than 0, got"):
         Reward("mine", len, scale=scale)
 
 
-def test_a_scale_that_overflows_is_the_rewards_fault():
+def test_a_scaled_value_that_overflows_is_an_error_of_the_reward():
     with pytest.raises(RewardError, match=r"'mine' returned 1e\+300, scaled by 1e\+09 \(step 12, prompt 6, sample 1\)"):
         scored(Reward("mine", returning([1, 1e300, 1, 1, 1, 1]), scale=1e9))
 
 
 def trl_scores(functions, inputs, prompts, completions, completion_ids):
-    """The rewards (P*M, m) of TRL's own trainer, and the keyword arguments that its spies saw."""
+    """Rewards (P*M, m) computed by TRL's trainer."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     trainer = SimpleNamespace(
@@ -97,7 +97,7 @@ def trl_scores(functions, inputs, prompts, completions, completion_ids):
 
 
 @pytest.mark.parametrize("conversation", [False, True])
-def test_arguments_and_values_are_those_of_trl(conversation):
+def test_arguments_and_values_equal_those_of_trl(conversation):
     wrap = chat if conversation else str
     prompts, completions = [wrap(text) for text in INPUTS["prompts"]], [wrap(text) for text in COMPLETIONS]
     calls = []
@@ -119,13 +119,13 @@ def test_arguments_and_values_are_those_of_trl(conversation):
     )
     for name, their_values in zip(ours.values, theirs.T, strict=True):
         torch.testing.assert_close(ours.values[name].flatten(), their_values.double(), equal_nan=True)
-    by_size = sorted(calls, key=len)  # the two of the async function, which names some, then those of the other
-    for one, other in (by_size[:2], by_size[2:]):
-        assert one.keys() == other.keys()
-        plain = one.keys() - {"trainer_state", "log_metric", "log_extra"}
-        assert all(one[key] == other[key] for key in plain)
-        assert (one["trainer_state"].global_step, one["trainer_state"].max_steps) == (12, 40)
-        assert (other["trainer_state"].global_step, other["trainer_state"].max_steps) == (12, 40)
+    by_size = sorted(calls, key=len)  # the two calls of async_spy, which names some arguments, then those of spy
+    for theirs, ours in (by_size[:2], by_size[2:]):
+        assert theirs.keys() == ours.keys()
+        plain = theirs.keys() - {"trainer_state", "log_metric", "log_extra"}
+        assert all(theirs[key] == ours[key] for key in plain)
+        assert (theirs["trainer_state"].global_step, theirs["trainer_state"].max_steps) == (12, 40)
+        assert (ours["trainer_state"].global_step, ours["trainer_state"].max_steps) == (12, 40)
 
 
 def test_trl_rewards_run_unchanged():
@@ -144,21 +144,21 @@ def test_trl_rewards_run_unchanged():
 
 
 def test_a_function_gets_only_the_names_it_takes():
-    def one(answer, *, completions, source="none"):
+    def picky(answer, *, completions, source="none"):
         assert source == "none"
         return [float(a) for a in answer]
 
-    assert scored(one).values["mine"][:, 0].tolist() == [0, 1, 2]
+    assert scored(picky).values["mine"][:, 0].tolist() == [0, 1, 2]
 
 
-def test_logging_functions_reach_the_reward():
-    def talks(completions, log_metric, log_extra):
+def test_rewards_can_log_metrics_and_columns():
+    def logs(completions, log_metric, log_extra):
         log_metric("loud", 0.5)
         log_metric("loud", torch.tensor(1.5))
         log_extra("words", [text[:1] for text in completions])
         return [0.0] * len(completions)
 
-    found = scored(talks)
+    found = scored(logs)
     assert found.metrics == {"loud": [0.5, 1.5]}
     assert found.extra == {"words": [text[:1] for text in INPUTS["completions"]]}
 
@@ -171,16 +171,16 @@ def test_logging_functions_reach_the_reward():
         lambda log_metric, log_extra: log_extra("a", [1]),
     ],
 )
-def test_what_is_no_log_stops_as_any_fault_of_a_reward(log):
-    def talks(completions, log_metric, log_extra):
+def test_a_bad_log_call_is_an_error_of_the_reward(log):
+    def logs(completions, log_metric, log_extra):
         log(log_metric, log_extra)
         return [0.0] * len(completions)
 
     with pytest.raises(RewardError, match=r"'mine' raised .*log_"):
-        scored(talks)
+        scored(logs)
 
 
-def test_the_lists_that_a_reward_gets_are_its_own():
+def test_every_reward_gets_its_own_lists():
     def empties(prompts, completions, answer):
         count = len(prompts)
         for column in (prompts, completions, answer):
@@ -191,7 +191,7 @@ def test_the_lists_that_a_reward_gets_are_its_own():
     assert found.values["second"].shape == (P, M)
 
 
-def test_a_reward_that_changes_what_it_gets_changes_no_data():
+def test_a_reward_that_changes_its_arguments_changes_no_data():
     columns = {"parts": [[[1], {"a": [2]}]] * (P * M), "answer": ["x"] * (P * M)}
     conversations = [chat(f"question {i // M}", "user") for i in range(P * M)]
 
@@ -216,32 +216,32 @@ def test_a_reward_that_changes_what_it_gets_changes_no_data():
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (torch.zeros(P * M).to_sparse(), "returned a Tensor that holds no list"),
-        (torch.zeros(P * M, device="meta"), "returned a Tensor that holds no list"),
+        (torch.zeros(P * M).to_sparse(), "returned a Tensor that cannot be converted to a list"),
+        (torch.zeros(P * M, device="meta"), "returned a Tensor that cannot be converted to a list"),
     ],
 )
-def test_a_tensor_without_numbers_is_the_rewards_fault(value, says):
+def test_an_unreadable_tensor_is_an_error_of_the_reward(value, says):
     with pytest.raises(RewardError, match=says):
         scored(returning(value))
     assert scored(returning(value), on_error="skip").skipped.all()
 
 
-def test_a_series_of_pandas_is_a_list():
+def test_a_pandas_series_is_accepted():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     values = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert scored(returning(pandas.Series(values))).values["mine"].flatten().tolist() == values
 
 
 @pytest.mark.parametrize("timeout", [600.0, math.inf])
-def test_what_a_plain_function_promises_is_awaited(timeout):
-    async def judge(count):
+def test_an_awaitable_of_a_sync_function_is_awaited(timeout):
+    async def two(count):
         await asyncio.sleep(0.01)
         return [2.0] * count
 
     async def fails():
         raise KeyError("gone")
 
-    assert scored(lambda completions, **_: judge(len(completions)), timeout).values["mine"].min() == 2
+    assert scored(lambda completions, **_: two(len(completions)), timeout).values["mine"].min() == 2
     with pytest.raises(RewardError, match="raised KeyError: 'gone'"):
         scored(lambda **_: fails(), timeout)
 
@@ -256,8 +256,8 @@ def test_what_a_plain_function_promises_is_awaited(timeout):
     ],
     ids=["list", "tuple", "array", "tensor"],
 )
-def test_numbers_come_in_many_types(value):
-    """What differs from [0, 1.5, None, 1, 2, 3] is refused: an Ellipsis, and a NaN, which is not None."""
+def test_numbers_of_many_types_are_accepted(value):
+    """All stand for [0, 1.5, None, 1, 2, 3]; the Ellipsis and the NaN, which is not None, are refused."""
     expected = torch.tensor([0, 1.5, math.nan, 1, 2, 3]).double()
     result = scored(returning(value), on_error="skip")
     bad = {"list": [], "tuple": [2], "ndarray": [1], "Tensor": [1]}[type(value).__name__]
@@ -267,7 +267,7 @@ def test_numbers_come_in_many_types(value):
 
 
 def test_async_functions_run_together_and_keep_their_loop():
-    gate = asyncio.Semaphore(1)  # bound to the first loop in which somebody has to wait for it
+    gate = asyncio.Semaphore(1)  # bound to the first loop in which a task waits for it
     loops = []
 
     async def first(completions, **_):
@@ -292,7 +292,7 @@ def test_async_functions_run_together_and_keep_their_loop():
     assert loops[0] is loops[1]
 
 
-def test_async_functions_run_while_sync_ones_do():
+def test_async_functions_run_while_sync_ones_run():
     done = threading.Event()
 
     async def sets(completions, **_):
@@ -306,14 +306,14 @@ def test_async_functions_run_while_sync_ones_do():
 
 
 def test_async_objects_are_awaited():
-    class Judge:
+    class Constant:
         async def __call__(self, completions, bonus=0.0, **_):
             return [bonus] * len(completions)
 
-    assert scored(Judge()).values["mine"].max() == 0
+    assert scored(Constant()).values["mine"].max() == 0
 
 
-def test_without_a_limit_the_main_thread_runs_it():
+def test_a_reward_without_timeout_runs_in_the_main_thread():
     def alarmed(completions, **_):
         signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))  # raises in any other thread
         return [0.0] * len(completions)
@@ -323,15 +323,16 @@ def test_without_a_limit_the_main_thread_runs_it():
         scored(alarmed)
 
 
-# ---- misbehaviour ----
+# ---- errors ----
 
 
-def test_the_message_for_a_wrong_count_is_whole():
+def test_the_full_message_for_a_wrong_count():
     with pytest.raises(RewardError) as error:
         scored(returning([0.0] * 5))
     assert str(error.value) == (
         "reward 'mine' returned 5 values for 6 completions (step 12, prompts 6 to 8).\n"
-        '  A reward function returns one float or None per completion; see the README, "Your own reward".'
+        "  A reward function returns one float or None per completion; "
+        'see the guide "Your own model, data and reward".'
     )
 
 
@@ -349,7 +350,7 @@ def test_the_message_for_a_wrong_count_is_whole():
         ([], "0 values for 6 completions"),
     ],
 )
-def test_a_failed_call_names_the_batch(value, says):
+def test_the_message_of_a_failed_call_names_the_batch(value, says):
     with pytest.raises(RewardError, match=rf"reward 'mine' returned .*{says}.*\(step 12, prompts 6 to 8\)"):
         scored(returning(value))
     result = scored(returning(value), on_error="skip")
@@ -372,7 +373,7 @@ def test_a_failed_call_names_the_batch(value, says):
         (np.str_("x"), "'x'"),
     ],
 )
-def test_a_bad_value_names_its_completion_and_drops_its_group(value, says):
+def test_the_message_of_a_bad_value_names_its_completion_and_skip_drops_its_group(value, says):
     values = [0.0, 1.0, 2.0, value, 4.0, None]
     with pytest.raises(RewardError, match=rf"'mine' returned .*{says}.*\(step 12, prompt 7, sample 1\)") as error:
         scored(returning(values))
@@ -387,8 +388,7 @@ def test_a_bad_value_names_its_completion_and_drops_its_group(value, says):
 
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(3), TimeoutError("server"), asyncio.CancelledError()])
 @pytest.mark.parametrize("kind", ["sync", "inline", "async"])
-def test_what_a_reward_raises_is_chained(error, kind):
-
+def test_an_exception_of_a_reward_is_chained(error, kind):
     def fails(**_):
         raise error
 
@@ -402,7 +402,7 @@ def test_what_a_reward_raises_is_chained(error, kind):
     assert scored(function, timeout, on_error="skip").skipped.all()
 
 
-def test_ctrl_c_is_not_the_fault_of_a_reward():
+def test_ctrl_c_is_not_an_error_of_the_reward():
     def interrupted(**_):
         raise KeyboardInterrupt
 
@@ -411,7 +411,7 @@ def test_ctrl_c_is_not_the_fault_of_a_reward():
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking async"])
-def test_a_hung_reward_is_left_behind(kind):
+def test_a_reward_that_hangs_times_out(kind):
     release, cancelled = threading.Event(), threading.Event()
 
     def hangs(**_):
@@ -433,7 +433,7 @@ def test_a_hung_reward_is_left_behind(kind):
     function = {"sync": hangs, "async": hangs_async, "blocking async": blocks}[kind]
     started = time.monotonic()
     with pytest.raises(
-        RewardError, match=r"'mine' gave no answer within its timeout of 0.2 s \(step 12, prompts 6 to 8"
+        RewardError, match=r"'mine' did not return within its timeout of 0.2 s \(step 12, prompts 6 to 8"
     ):
         scored(function, timeout=0.2)
     assert 0.2 <= time.monotonic() - started < 2
@@ -442,11 +442,11 @@ def test_a_hung_reward_is_left_behind(kind):
     result = score([Reward("hung", function, 0.2, "skip"), Reward("fine", returning([1.0] * P * M))], **INPUTS)
     assert result.skipped.all()
     assert result.values["fine"].eq(1).all()
-    assert scored(healthy, timeout=10).values["mine"].eq(1).all()  # with a new event loop, if the old one is blocked
+    assert scored(healthy, timeout=10).values["mine"].eq(1).all()  # in a new event loop if the old one is blocked
     release.set()
 
 
-def test_skipping_is_logged_and_joins_over_rewards(caplog):
+def test_skipped_groups_are_logged_and_combined_over_rewards(caplog):
     one = Reward("one", returning([0.0, 0.0, 0.0, math.nan, math.inf, 0.0]), on_error="skip")
     two = Reward("two", returning([math.nan, 1.0, 1.0, 1.0, 1.0, None]), on_error="skip")
     with caplog.at_level(logging.WARNING, logger="nlgrpo.rewards.reward_functions"):
@@ -457,7 +457,7 @@ def test_skipping_is_logged_and_joins_over_rewards(caplog):
     assert "reward 'two' returned nan (step 12, prompt 6, sample 0)" in caplog.records[1].getMessage()
 
 
-def test_a_missing_column_stops_even_if_errors_are_skipped():
+def test_a_missing_argument_stops_the_run_even_if_errors_are_skipped():
     with pytest.raises(RewardError, match=r"'mine' takes 'gold', which nothing provides .*\n.*answer"):
         scored(lambda completions, gold: [0.0] * P * M, on_error="skip")
 
@@ -473,17 +473,17 @@ def test_long_texts_are_shortened_in_messages():
     "change",
     [{"samples": 4}, {"samples": 0}, {"completions": ["a"]}, {"completion_ids": [[1]]}, {"columns": {"answer": ["1"]}}],
 )
-def test_lists_that_do_not_fit_are_refused(change):
+def test_lists_of_different_lengths_are_refused(change):
     with pytest.raises(ValueError, match="items in every list"):
         scored(returning([0.0] * 6), **change)
 
 
-def test_two_rewards_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="different names"):
+def test_two_rewards_with_the_same_name_are_refused():
+    with pytest.raises(ValueError, match="must have different names"):
         score([Reward("a", returning([0.0] * 6))] * 2, **INPUTS)
 
 
-def test_no_prompts_and_no_rewards():
+def test_no_prompts_and_no_rewards_are_fine():
     empty = {**INPUTS, "prompts": [], "completions": [], "completion_ids": [], "columns": {}}
     assert scored(returning([]), **empty).values["mine"].shape == (0, M)
     assert score([], **INPUTS).values == {}

@@ -1,4 +1,4 @@
-"""Naming rewards in a config: what loads, and what a bad spec is told."""
+"""Reward specs in a config: what loads, and the messages for bad specs."""
 
 import math
 import sys
@@ -21,13 +21,13 @@ async def waits(completions, *, answer):
     return [float(a) for a in answer]
 
 @dataclass
-class Judge:
+class Constant:
     scale: float
 
     def __call__(self, completions, **_):
         return [self.scale] * len(completions)
 
-judge = Judge(2.0)
+constant = Constant(2.0)
 number = 3
 """
 
@@ -46,12 +46,12 @@ def reward_file(tmp_path, monkeypatch):
         ("plain(bonus=0.5)", 8.5),
         ("plain( bonus = -1 , )", 7),
         ("waits", 0),
-        ("waits(answer=['7', '7', '7', '7', '7', '7'])", 7),  # comes before the column
-        ("judge", 2),
-        ("Judge(scale=4)", 4),
+        ("waits(answer=['7', '7', '7', '7', '7', '7'])", 7),  # overrides the column
+        ("constant", 2),
+        ("Constant(scale=4)", 4),
     ],
 )
-def test_functions_of_a_file(reward_file, target, first):
+def test_functions_of_a_file_load(reward_file, target, first):
     reward = load("mine", f"{reward_file}:{target}", timeout=5, on_error="skip")
     assert (reward.name, reward.timeout, reward.on_error) == ("mine", 5, "skip")
     lists = {"prompts": ["q"] * 6, "completions": ["answer 0"] * 6, "completion_ids": [[1]] * 6}
@@ -61,7 +61,7 @@ def test_functions_of_a_file(reward_file, target, first):
     assert "my.rewards" not in sys.modules
 
 
-def test_a_file_is_loaded_once_and_a_broken_one_not_at_all(reward_file, tmp_path):
+def test_a_file_is_loaded_once_and_a_broken_one_is_refused(reward_file, tmp_path):
     load("a", f"{reward_file}:plain").function.func.__globals__["loaded"].append(1)
     assert load("b", f"{tmp_path}/{reward_file}:plain").function.func.__globals__["loaded"] == [1]
     (tmp_path / "broken.py").write_text("import json\nraise OSError('no key')\n")
@@ -70,7 +70,7 @@ def test_a_file_is_loaded_once_and_a_broken_one_not_at_all(reward_file, tmp_path
             load("a", "broken.py:f")
 
 
-def test_functions_of_a_module():
+def test_classes_of_a_module_load():
     value = load("mine", "nlgrpo.rewards.builtin:Length(target=1, scale=2)").function(completion_ids=[[1, 2]])
     assert value == [-0.25]
 
@@ -83,12 +83,12 @@ def test_functions_of_a_module():
         ("", "there is no reward ''"),
         (":", "there is no reward"),
         ("math:", "there is no reward"),
-        (None, "expected a text"),
+        (None, "expected a string"),
         ("length(taget=1, scale=2)", "does not take 'taget'; did you mean 'target'.*It takes: target, scale"),
         ("length(target=1)", "length needs scale"),
-        ("length(1, 2)", "not all of them have a name"),
+        ("length(1, 2)", "every argument needs a name"),
         ("length(target=1, target=2, scale=3)", "target is given twice"),
-        ("length(**{'target': 1})", r"\*\* is not read"),
+        ("length(**{'target': 1})", r"\*\* is not supported"),
         ("length(target=1, scale=2))", "cannot read the arguments"),
         ("length(target=1)(scale=2)", "cannot read the arguments"),
         ("length(target=1, scale=__import__('os').getpid())", "cannot read the arguments"),
@@ -96,15 +96,15 @@ def test_functions_of_a_module():
         ("length(target='1', scale=2)", "target must be a number"),
         ("no.such.module:f", "No module named 'no'.*path/to/file.py:function"),
         ("math:sqroot", "math has no 'sqroot'; did you mean 'sqrt'"),
-        ("math:pi", "not a function but of type float"),
+        ("math:pi", "is not a function; its type is float"),
         ("nowhere.py:f", "there is no file 'nowhere.py'"),
         ("my.rewards.py:plan", "did you mean 'plain'"),
-        ("my.rewards.py:number", "not a function but of type int"),
+        ("my.rewards.py:number", "is not a function; its type is int"),
         ("my.rewards.py:waits(bonus=1)", "does not take 'bonus'.*completions, answer"),
-        ("my.rewards.py:Judge", "needs scale"),
+        ("my.rewards.py:Constant", "needs scale"),
     ],
 )
-def test_bad_specs_say_what_is_wrong(reward_file, spec, says):
+def test_bad_specs_are_refused_with_a_clear_message(reward_file, spec, says):
     with pytest.raises(ValueError, match=says) as error:
         load("mine", spec)
     assert "reward 'mine'" in str(error.value)
@@ -118,12 +118,12 @@ def test_nothing_in_a_spec_is_evaluated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, "5", None, True])
-def test_bad_timeouts(timeout):
-    with pytest.raises(ValueError, match="timeout is seconds above 0"):
+def test_bad_timeouts_are_refused(timeout):
+    with pytest.raises(ValueError, match="timeout must be a number of seconds > 0"):
         load("mine", "length(target=1, scale=2)", timeout=timeout)
 
 
-def test_bad_on_error_name_and_function():
+def test_bad_on_error_name_and_function_are_refused():
     with pytest.raises(ValueError, match="'stop' or 'skip', got 'ignore'"):
         load("mine", "length(target=1, scale=2)", on_error="ignore")
     with pytest.raises(ValueError, match="needs a name"):

@@ -1,4 +1,4 @@
-"""The kernels that come with the package, against their formulas; how `reward_functions.score` calls a kernel."""
+"""Built-in kernels compared with their formulas, and the call of a kernel by `reward_functions.score`."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ IDS = [[1, 2, 3], [1, 2, 3, 1, 2], [4, 5], [], [2, 1], [7]]
 
 
 def call(kernel, samples=3, **options):
-    """One P*M batch of TEXTS, the scores of ``kernel`` (a spec or a function)."""
+    """Scores of ``kernel`` (a spec or a function) for one P*M batch, TEXTS."""
     reward = (
         reward_functions.load("k", kernel, pairwise=True, **options)
         if isinstance(kernel, str)
@@ -39,7 +39,7 @@ def words(text):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("of", ["tokens", "words"])
-def test_ngrams(n, of):
+def test_ngrams_kernel(n, of):
     kernel = call(f"ngrams(n={n}, of='{of}')").values["k"]
     rows = IDS if of == "tokens" else [words(text) for text in TEXTS]
     pieces = [Counter(tuple(row[i : i + n]) for i in range(len(row) - n + 1)) or Counter([tuple(row)]) for row in rows]
@@ -63,7 +63,7 @@ def test_equal_kernel():
     np.testing.assert_array_equal(found[1], [[nan, nan, nan], [nan, 1, nan], [nan, nan, nan]])
 
 
-def test_a_function_is_called_with_the_group_size_and_what_it_names():
+def test_a_kernel_function_gets_the_group_size_and_the_arguments_it_names():
     seen = {}
 
     def kernel(completions, samples, **columns):
@@ -107,14 +107,14 @@ EYE = [[1.0, 0, 0], [0, 1, 0], [0, 0, 1]]
         ),
     ],
 )
-def test_what_is_no_kernel_stops_the_run_or_drops_its_group(rows, says):
+def test_an_invalid_kernel_stops_the_run_or_drops_its_group(rows, says):
     with pytest.raises(RewardError, match=f"reward 'k' {says}"):
         call(lambda completions: rows)
     skipped = call(lambda completions: rows, on_error="skip").skipped.tolist()
     assert skipped == {"1": [False, True], "0": [True, False]}.get(says.split("prompt ")[-1][:1], [True, True])
 
 
-def test_an_absent_completion_has_no_row_and_no_column():
+def test_a_completion_with_none_has_nan_in_its_row_and_column():
     kernel = call(lambda completions: [EYE[0], None, EYE[2], *EYE]).values["k"]
     assert kernel[0].isnan().tolist() == [[False, True, False], [True, True, True], [False, True, False]]
     assert torch.equal(kernel[1], torch.eye(3, dtype=torch.float64))
@@ -125,13 +125,13 @@ def test_an_absent_completion_has_no_row_and_no_column():
     [
         ("ngram(n=2)", "there is no kernel 'ngram'; did you mean 'ngrams'"),
         ("regex(pattern='a')", "there is no kernel 'regex'"),
-        ("ngrams(n=0)", "n must be a whole number from 1"),
+        ("ngrams(n=0)", "n must be an integer >= 1"),
         ("ngrams(of='letters')", "of must be 'tokens' or 'words'"),
         ("length()", "length needs width"),
         ("length(width=0)", "scale must be above 0"),
-        ("equal(pattern='(')", "is no regular expression"),
+        ("equal(pattern='(')", "is not a regular expression"),
     ],
 )
-def test_specs_that_are_refused(spec, says):
+def test_bad_specs_are_refused(spec, says):
     with pytest.raises(ValueError, match=f"reward 'k' = .*{says}"):
         reward_functions.load("k", spec, pairwise=True)

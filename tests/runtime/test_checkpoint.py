@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run is the run, and what is damaged or does not fit is said."""
+"""Checkpoints: a resumed run equals an uninterrupted one; damaged and unsuitable checkpoints are reported."""
 
 import logging
 import random
@@ -37,7 +37,7 @@ def make(seed=0):
 
 
 def train(model, optimizer, steps, start=0):
-    """Steps that draw from all three generators, with a learning rate that depends on the step."""
+    """Train for some steps that draw from all three generators, with a learning rate that depends on the step."""
     losses = []
     for step in range(start, start + steps):
         for group in optimizer.param_groups:
@@ -58,7 +58,7 @@ def seed_all(seed):
 
 
 def everything(model, optimizer):
-    """All that training depends on, apart from the generators, as plain values that compare bit for bit."""
+    """All state of training except the generators, as plain values to compare bit for bit."""
     optimizer_state = optimizer.state_dict()
     moments = {i: {k: v.tolist() for k, v in entry.items()} for i, entry in optimizer_state["state"].items()}
     return {k: v.tolist() for k, v in model.state_dict().items()}, moments, optimizer_state["param_groups"]
@@ -88,8 +88,8 @@ def names(folder):
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_resumed_run_is_the_run(tmp_path, before):
-    """``before`` + resume + rest equals 4 steps bit for bit, also when the optimiser has not stepped yet."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, before):
+    """``before`` steps + resume + rest equal 4 steps bit for bit, even if the optimiser has not stepped yet."""
     model, optimizer = make()
     seed_all(1)
     losses = train(model, optimizer, 4)
@@ -100,7 +100,7 @@ def test_a_resumed_run_is_the_run(tmp_path, before):
     save(tmp_path, before, first, first_optimizer, beta=0.1)
 
     second, second_optimizer = make(seed=99)
-    train(second, second_optimizer, 1)  # moments and gradients that must go
+    train(second, second_optimizer, 1)  # moments and gradients that load must replace
     seed_all(99)
     assert load(tmp_path, second, second_optimizer) == {"step": before, "beta": 0.1}
     assert everything(second, second_optimizer) == everything(first, first_optimizer)
@@ -142,7 +142,7 @@ def test_a_save_between_backward_and_step_keeps_the_gradients(tmp_path):
         lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     ],
 )
-def test_other_optimisers(tmp_path, build):
+def test_other_optimisers_are_restored(tmp_path, build):
     model, other = Toy(), Toy()
     optimizer, other_optimizer = build(model.parameters()), build(other.parameters())
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_other_optimisers(tmp_path, build):
     assert everything(other, other_optimizer) == everything(model, optimizer)
 
 
-def test_tied_weights_and_wrappers(tmp_path):
+def test_tied_weights_and_wrappers_are_restored(tmp_path):
     def tied():
         model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
         model["head"].weight = model["embed"].weight
@@ -169,17 +169,17 @@ def test_tied_weights_and_wrappers(tmp_path):
     assert other["head"].weight is other["embed"].weight
 
 
-def test_state_comes_back_as_it_was(tmp_path):
+def test_state_is_restored_unchanged(tmp_path):
     state = {"beta": 0.1 + 0.2, "cursor": 2**53 + 1, "config": {"a": [1, None, "é"]}, "worst": float("-inf")}
     model, optimizer = make()
     checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state=state)
     assert load(tmp_path, model, optimizer) == state
 
 
-# --- Which one is read ------------------------------------------------------------------------------------------------
+# --- Choice of a checkpoint -------------------------------------------------------------------------------------------
 
 
-def test_no_checkpoint(tmp_path):
+def test_without_a_checkpoint_nothing_is_loaded(tmp_path):
     model, optimizer = make()
     assert load(tmp_path, model, optimizer) is None
     assert load(tmp_path / "nowhere", model, optimizer) is None
@@ -202,7 +202,7 @@ def remove(path):
 
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "rng-00000.json", "manifest.json"])
-def test_a_damaged_newest_is_reported_and_the_one_before_is_read(tmp_path, caplog, damage, name):
+def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_loaded(tmp_path, caplog, damage, name):
     model, optimizer = make()
     save(tmp_path, 1, model, optimizer)
     newest = save(tmp_path, 2, model, optimizer)
@@ -210,18 +210,20 @@ def test_a_damaged_newest_is_reported_and_the_one_before_is_read(tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         assert load(tmp_path, model, optimizer) == {"step": 1}
     assert "step-00000002" in caplog.text
-    assert name in caplog.text  # or, where the manifest is wrong, the file that it is wrong about
+    assert name in caplog.text  # for a damaged manifest, the file of the wrong entry
 
 
-def test_nothing_whole_is_an_error_and_no_fresh_start(tmp_path):
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     model, optimizer = make()
     for step in (1, 2):
         truncate(save(tmp_path, step, model, optimizer) / "state.json")
-    with pytest.raises(ValueError, match=r"No checkpoint in (.|\n)*00000002/state.json has(.|\n)*00000001/state.json"):
+    with pytest.raises(
+        ValueError, match=r"All checkpoints in (.|\n)*00000002/state.json has(.|\n)*00000001/state.json"
+    ):
         load(tmp_path, model, optimizer)
 
 
-def test_the_last_k_are_kept(tmp_path):
+def test_the_last_checkpoints_are_kept(tmp_path):
     model, optimizer = make()
     for step in (3, 1000, 100_000_000, 999_999_999):
         save(tmp_path, step, model, optimizer, keep=2)
@@ -231,7 +233,7 @@ def test_the_last_k_are_kept(tmp_path):
     assert load(tmp_path, model, optimizer) == {"step": 1_000_000_000}
 
 
-def test_a_damaged_later_one_does_not_push_out_the_good(tmp_path):
+def test_a_damaged_later_checkpoint_does_not_replace_good_ones(tmp_path):
     model, optimizer = make()
     truncate(save(tmp_path, 9, model, optimizer, keep=1) / "state.json")
     save(tmp_path, 5, model, optimizer, keep=1)
@@ -243,7 +245,7 @@ def test_a_damaged_later_one_does_not_push_out_the_good(tmp_path):
     assert load(tmp_path, model, optimizer) == {"step": 9, "again": True}
 
 
-def test_a_file_under_the_name_of_a_checkpoint(tmp_path, caplog):
+def test_a_file_with_the_name_of_a_checkpoint(tmp_path, caplog):
     model, optimizer = make()
     save(tmp_path, 1, model, optimizer)
     for name in ("step-00000000", "step-00000002", ".step-00000001.gone"):
@@ -256,11 +258,11 @@ def test_a_file_under_the_name_of_a_checkpoint(tmp_path, caplog):
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
-def test_leftovers_of_killed_saves(tmp_path):
+def test_leftovers_of_killed_saves_are_removed(tmp_path):
     model, optimizer = make()
     good = save(tmp_path, 1, model, optimizer)
     shutil.copytree(good, tmp_path / ".step-00000002.partial")  # killed before it was renamed
-    shutil.copytree(good, tmp_path / ".step-00000001.old")  # killed before its removal: the successor stands
+    shutil.copytree(good, tmp_path / ".step-00000001.old")  # killed before its removal; the successor exists
     shutil.copytree(good, tmp_path / ".step-00000000.gone")
     (tmp_path / "notes").mkdir()
     assert load(tmp_path, model, optimizer) == {"step": 1}
@@ -269,7 +271,7 @@ def test_leftovers_of_killed_saves(tmp_path):
     assert load(tmp_path, model, optimizer) == {"step": 1}
 
 
-# --- What does not fit ------------------------------------------------------------------------------------------------
+# --- Refused arguments ------------------------------------------------------------------------------------------------
 
 
 def test_another_model_or_optimiser_is_refused(tmp_path):
@@ -290,13 +292,13 @@ def test_another_model_or_optimiser_is_refused(tmp_path):
     more = Toy()
     more.extra = nn.Parameter(torch.zeros(1))
     refuses("model/extra is only in this run", more, torch.optim.AdamW(more.parameters()))
-    refuses("other parameter groups", model, torch.optim.AdamW(model.parameters()))
+    refuses("different parameter groups", model, torch.optim.AdamW(model.parameters()))
     groups = [{"params": group["params"]} for group in optimizer.param_groups]
     refuses("momentum_buffer is only in this run", model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     assert everything(model, optimizer)[0] == before
 
 
-def test_what_save_refuses(tmp_path):
+def test_save_refuses_bad_arguments(tmp_path):
     model, optimizer = make()
     with pytest.raises(ValueError, match="keep=0"):
         save(tmp_path, 1, model, optimizer, keep=0)

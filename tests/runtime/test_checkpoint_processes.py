@@ -1,4 +1,4 @@
-"""Checkpoints of processes that are killed, and of several ranks."""
+"""Checkpoints of killed processes and of several ranks."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from nlgrpo.runtime import checkpoint
 
 pytestmark = pytest.mark.slow
 
-# Children are forked from a server that has imported the slow modules once: a dozen processes in a few seconds.
+# The fork server imports the slow modules once, so a dozen processes take a few seconds.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "nlgrpo.runtime.checkpoint"])
 
@@ -41,7 +41,7 @@ def save_until_killed(folder, start):
 
 
 def mark(model, step):
-    """Weights that tell which step they are of, so that a mixture of two saves would show."""
+    """Fill the weights with the step, to detect a mixture of two saves."""
     for parameter in model.parameters():
         parameter.data.fill_(step)
 
@@ -82,7 +82,7 @@ FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os
 
 
 def save_and_die(folder, step, at, model, optimizer):
-    """Save, with a SIGKILL before the ``at``-th file operation; exit code 0 if there are fewer."""
+    """Save, with a SIGKILL before file operation number ``at``; exit code 0 if there are fewer."""
     seen = 0
 
     def die(event, _):
@@ -118,7 +118,7 @@ def kill_at_every_operation(base, folder, step, queue):
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_sigkill_at_every_file_operation(tmp_path, step):
-    """Of a save that adds step 3 and deletes step 1, and of one that replaces step 2."""
+    """During a save that adds step 3 and deletes step 1, and during one that replaces step 2."""
     model, optimizer = make()
     train(model, optimizer, 1)
     for old in (1, 2):
@@ -131,7 +131,7 @@ def test_sigkill_at_every_file_operation(tmp_path, step):
     child.join()
     assert status == 0
     assert len(loaded) > 15
-    assert loaded == sorted(loaded)  # the old one up to some operation, the new one from there on
+    assert loaded == sorted(loaded)  # first the old checkpoint, after some operation the new one
     assert set(loaded) == {2, step}
 
 
@@ -139,7 +139,7 @@ def test_sigkill_at_every_file_operation(tmp_path, step):
 
 
 def on_ranks(ranks, work, folder, tag):
-    """Run ``work(rank, folder)`` on ``ranks`` processes joined by gloo; what they return comes back as JSON."""
+    """Run ``work(rank, folder)`` on ``ranks`` processes joined by gloo; return their results as read from JSON."""
     children = [processes.Process(target=_rank_main, args=(rank, ranks, work, folder, tag)) for rank in range(ranks)]
     for child in children:
         child.start()
@@ -159,7 +159,7 @@ def _rank_main(rank, ranks, work, folder, tag):
 
 
 def sharded():
-    """The toy with every parameter split over the ranks: 7 rows by 2 leaves uneven shards."""
+    """The toy model sharded over the ranks; 7 rows on 2 ranks are uneven shards."""
     torch.manual_seed(0)
     model = Toy()
     fully_shard(model.layers)
@@ -248,24 +248,24 @@ def work_load_damaged(rank, folder):
         return str(error)
 
 
-def test_all_ranks_agree_on_what_is_damaged(tmp_path):
+def test_all_ranks_report_the_same_damage(tmp_path):
     model, optimizer = one_rank()
     save(tmp_path / "run", 1, model, optimizer)
     shutil.copytree(tmp_path / "run" / "step-00000001", tmp_path / "run" / "step-00000002")
-    flip(tmp_path / "run" / "step-00000002" / "rng-00000.json")  # one rank of the two reads this file
+    flip(tmp_path / "run" / "step-00000002" / "rng-00000.json")  # only one rank reads this file
     assert on_ranks(2, work_load_damaged, tmp_path, "one") == [{"step": 1}] * 2
     truncate(tmp_path / "run" / "step-00000001" / "__0_0.distcp")
     errors = on_ranks(2, work_load_damaged, tmp_path, "none")
     assert errors[0] == errors[1]
-    assert "No checkpoint" in errors[0]
+    assert "All checkpoints" in errors[0]
 
 
 def work_save_without_room(rank, folder):
-    """Of the second rank's disk: first its tensors, then its random generators have no room."""
+    """Save with a full disk on rank 1: first for its tensors, then for its random generators."""
     model, optimizer = sharded()
     steps(model, optimizer, 2)
     save(folder / "run", 1, model, optimizer)
-    heard, before = [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors, before = [], resource.getrlimit(resource.RLIMIT_FSIZE)
     for full, limit in (("save", 500), ("_write", 100)):
         owner = checkpoint.dcp if full == "save" else checkpoint
         original = getattr(owner, full)
@@ -281,18 +281,18 @@ def work_save_without_room(rank, folder):
         try:
             save(folder / "run", 2, model, optimizer)
         except ValueError as error:
-            heard.append([str(error), names(folder / "run")])
+            errors.append([str(error), names(folder / "run")])
         finally:
             setattr(owner, full, original)
         dist.barrier()
     save(folder / "run", 2, model, optimizer)
-    return heard
+    return errors
 
 
-def test_all_ranks_hear_of_a_full_disk(tmp_path):
+def test_all_ranks_report_a_full_disk(tmp_path):
     first, second = on_ranks(2, work_save_without_room, tmp_path, "full")
-    assert [said for said, _ in first] == [said for said, _ in second]
+    assert [message for message, _ in first] == [message for message, _ in second]
     assert len(first) == 2
-    assert all(said.startswith(f"cannot write into {tmp_path / 'run'}: ") for said, _ in first)
+    assert all(message.startswith(f"cannot write into {tmp_path / 'run'}: ") for message, _ in first)
     assert all(left == ["step-00000001"] for _, left in first)
     assert names(tmp_path / "run") == ["step-00000001", "step-00000002"]

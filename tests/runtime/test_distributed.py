@@ -1,4 +1,4 @@
-"""Two ranks against one: collectives, sharding, and the same update however the completions are spread."""
+"""Two ranks compared with one: collectives, sharding, and equal updates for any distribution of the completions."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ CASES = {
     "one step": Case(LossConfig(beta=0.3)),
     "other micro-batches": Case(LossConfig(beta=0.3), micro=10**6),
     "minibatches": Case(LossConfig(normalization="grpo", level="sequence", beta=0.3, epochs=2, minibatches=3)),
-    "a completion a minibatch": Case(LossConfig(normalization="bnpo", beta=0.0, minibatches=12)),
+    "one completion per minibatch": Case(LossConfig(normalization="bnpo", beta=0.0, minibatches=12)),
     "a whole rank is dropped": Case(LossConfig(normalization="dr_grpo", beta=0.3), dropped=(False, False, True, True)),
     "activation checkpointing": Case(LossConfig(beta=0.3), checkpointing=True),
     "tied embeddings": Case(LossConfig(beta=0.3), family="gpt2"),
@@ -75,7 +75,7 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
 
 
 def updated(root, case: Case, ranks: Ranks, **dtypes):
-    """Metrics and whole parameters after two updates."""
+    """Metrics, full parameters and stored dtypes after two updates."""
     learner = make_learner(root, case, ranks, **dtypes)
     if case.loss.offline:
         chosen = chosen_by(case, ranks)
@@ -95,7 +95,7 @@ def updated(root, case: Case, ranks: Ranks, **dtypes):
 
 
 def chosen_by(case: Case, ranks: Ranks) -> offline.OfflineBatch:
-    """This rank's winners or pairs: every prompt that is not dropped has the first and the last of its completions."""
+    """This rank's winners or pairs: the first (and last) completion of every prompt that is not dropped."""
     rollout = random_rollout(LENGTHS, [1, 4, 2, 6])
     kept = [p for p, dropped in enumerate(case.dropped) if not dropped]
     rows = [3 * p + j for p in kept[ranks.rank :: ranks.world] for j in ((0, 2) if case.loss.paired else (0,))]
@@ -124,20 +124,20 @@ def collectives(ranks: Ranks):
 def work(rank: int, root) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
-    torch.save(found_by(Ranks(rank, 2, CPU), root), root / f"{rank}.pt")
+    torch.save(results_of(Ranks(rank, 2, CPU), root), root / f"{rank}.pt")
     leave_group()
 
 
-def found_by(ranks: Ranks, root) -> dict:
-    found = {"collectives": collectives(ranks)}
-    found["updates"] = {name: updated(root, case, ranks) for name, case in CASES.items()}
+def results_of(ranks: Ranks, root) -> dict:
+    results = {"collectives": collectives(ranks)}
+    results["updates"] = {name: updated(root, case, ranks) for name, case in CASES.items()}
     learner = make_learner(root, CASES["one step"], ranks)
     shards = {name: tuple(p.to_local().shape) for name, p in learner.model.named_parameters()}
-    found["sampled"] = sampled(learner.model, ranks.share(4))
+    results["sampled"] = sampled(learner.model, ranks.share(4))
     after = {name: tuple(p.to_local().shape) for name, p in learner.model.named_parameters()}
-    found["shards"] = (shards, after)
-    found["bfloat16"] = updated(root, CASES["one step"], ranks, dtype=torch.float32, compute=torch.bfloat16)
-    return found
+    results["shards"] = (shards, after)
+    results["bfloat16"] = updated(root, CASES["one step"], ranks, dtype=torch.float32, compute=torch.bfloat16)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(root):
-    """What each of two ranks found."""
+    """Results of two ranks."""
     before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     mp.spawn(work, (root,), nprocs=2)
     if before is None:
@@ -159,7 +159,7 @@ def two(root):
     return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_collectives(two):
+def test_collectives_of_two_ranks(two):
     for rank, found in enumerate(two):
         found = found["collectives"]
         assert found["sum"].tolist() == [[3, 6]]
@@ -179,7 +179,7 @@ def test_one_rank_needs_no_process_group():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_make_the_update_of_one(root, two, name):
+def test_two_ranks_compute_the_update_of_one(root, two, name):
     truth, parameters, _ = updated(root, CASES[name], Ranks(0, 1, CPU))
     start = updated(root, replace(CASES[name], dropped=(True,) * 4), Ranks(0, 1, CPU))[1]
     assert all((parameters[k] != start[k]).any() for k in start)
@@ -192,10 +192,10 @@ def test_two_ranks_make_the_update_of_one(root, two, name):
         assert whole.keys() == parameters.keys()
         for key, value in parameters.items():
             torch.testing.assert_close(whole[key], value, rtol=1e-9, atol=1e-11)
-    assert two[0]["updates"][name][0] == two[1]["updates"][name][0]  # not only near: the ranks decide alike
+    assert two[0]["updates"][name][0] == two[1]["updates"][name][0]  # bit for bit, so both ranks decide alike
 
 
-def test_two_ranks_draw_what_one_draws_and_shard_again(root, two):
+def test_two_ranks_sample_the_same_completions_as_one_and_shard_again(root, two):
     truth = sampled(decoder.load(root / "llama-policy", dtype=torch.float64), slice(None))
     ids = [ids for found in two for ids in found["sampled"].completion_ids()]
     assert ids == truth.completion_ids()
@@ -215,4 +215,4 @@ def test_bfloat16_has_float32_master_weights(root, two):
         assert stats[0]["loss"] == pytest.approx(truth[0][0]["loss"], rel=0.05)
         assert stats[0]["kl"] == pytest.approx(truth[0][0]["kl"], rel=0.05)
         coarse = [(p == p.bfloat16().double()).double().mean() for p in parameters.values()]
-        assert max(coarse) < 0.1  # what AdamW adds is not rounded to 8 bits
+        assert max(coarse) < 0.1  # the updates of AdamW are not rounded to 8 bits

@@ -1,7 +1,7 @@
-"""A disk without room: one line that names the folder and the cause, nothing lost, and the same command goes on.
+"""A full disk: one line names the folder and the cause, nothing is lost, and the same command resumes.
 
-The system refuses what makes a file longer than some bytes (RLIMIT_FSIZE), so that also the writers of PyTorch,
-safetensors and tokenizers meet it. Runs are in processes of their own, as those that are killed.
+The operating system limits the size of files (RLIMIT_FSIZE), which the writers of PyTorch, safetensors and tokenizers
+meet too. Runs have their own processes.
 """
 
 import errno
@@ -26,7 +26,7 @@ MAIN = {
     "reward-model": "nlgrpo.commands.reward_model:main",
     "evaluate": "nlgrpo.cli:main",
 }
-# where the room ends, at which call, and for files of how many bytes; then the folder that is named
+# function in which the disk is full, number of the call, maximum size of files in bytes; folder in the message
 FULL = {
     ("train", "configuration"): ("nlgrpo.training.run_folder:_claim", 1, 10, ""),
     ("train", "metrics"): ("nlgrpo.training.metrics:MetricsLogger.log", 3, 50, ""),
@@ -76,7 +76,7 @@ def arguments(work, command, out):
 
 @pytest.fixture(scope="module")
 def ended(work):
-    """How the commands ended: undisturbed by their names, and by place, at the end of the room and once more."""
+    """Outcomes of the commands: undisturbed, by name; and by (name, place), first with a full disk, then again."""
     jobs = [(name, Job(arguments(work, name, name), main=main)) for name, main in MAIN.items()]
     for (name, place), (function, at, limit, _) in FULL.items():
         call = arguments(work, name, f"{name} {place}")
@@ -89,7 +89,7 @@ def ended(work):
 
 
 def lasting(folder):
-    """What a command leaves, without what a clock or the name of the folder is in."""
+    """Results of a command, without times and the name of the folder."""
     names = ("evaluation.json", "reward_model.json", "samples.jsonl", "model/model.safetensors", "model/tokenizer.json")
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     files |= {path.name: path.read_bytes() for path in folder.glob("samples/*/*.kl-*")}
@@ -104,13 +104,13 @@ def metrics(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), FULL)
-def test_a_full_disk_is_said_in_a_line_and_the_same_command_goes_on(work, ended, name, place):
+def test_a_full_disk_is_reported_in_one_line_and_the_same_command_resumes(work, ended, name, place):
     full, again = ended[name, place]
     assert full.status == 1, full.output
     assert "Traceback" not in full.output
-    said = full.output.strip().splitlines()[-1]
-    assert said.startswith(f"error: cannot write into {work / f'{name} {place}' / FULL[name, place][3]}")
-    assert f": {TOO_LARGE}. Complete files stay" in said or ": a file was written in part only; " in said
+    message = full.output.strip().splitlines()[-1]
+    assert message.startswith(f"error: cannot write into {work / f'{name} {place}' / FULL[name, place][3]}")
+    assert f": {TOO_LARGE}. Complete files stay" in message or ": a file is incomplete; " in message
     assert again.status == 0, again.output
     assert not [path for path in (work / f"{name} {place}").rglob("*") if path.name.endswith((".tmp", ".partial"))]
     assert lasting(work / f"{name} {place}") == lasting(work / name)
@@ -122,7 +122,7 @@ def test_a_full_disk_is_said_in_a_line_and_the_same_command_goes_on(work, ended,
 
 @contextmanager
 def room(size):
-    """Within, no file of this process gets longer."""
+    """Context in which no file of this process may be longer than ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -131,7 +131,7 @@ def room(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_page_that_has_no_room(tmp_path, monkeypatch, capsys):
+def test_a_report_on_a_full_disk_keeps_the_old_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"p" * 50, "<svg/>", "<svg/>"))
     run = make_run(tmp_path / "run")
     assert cli.main(["report", str(run)]) == 0
@@ -147,18 +147,18 @@ def test_a_page_that_has_no_room(tmp_path, monkeypatch, capsys):
     assert f"cannot write into {tmp_path / 'file'}" in capsys.readouterr().err
 
 
-def test_a_save_without_room_leaves_the_checkpoints_as_they_were(tmp_path):
+def test_a_save_on_a_full_disk_leaves_the_checkpoints_unchanged(tmp_path):
     model, optimizer = make()
     train(model, optimizer, 1)
     save(tmp_path, 1, model, optimizer)
-    for size in (100, 3000):  # of which the second is enough for the texts, and for a part of the tensors
+    for size in (100, 3000):  # 3000 bytes are enough for the texts and a part of the tensors
         with room(size), pytest.raises(ValueError, match=f"cannot write into {tmp_path}: "):
             save(tmp_path, 2, model, optimizer)
         assert names(tmp_path) == ["step-00000001"]
         assert load(tmp_path, *make()) == {"step": 1}
 
 
-def test_the_old_file_stays_and_nothing_beside_it(tmp_path):
+def test_a_failed_write_keeps_the_old_file_and_removes_the_new_one(tmp_path):
     atomic_write(tmp_path / "file", "old")
     with room(2), pytest.raises(ValueError, match=f"cannot write into {tmp_path}: {TOO_LARGE}"):
         atomic_write(tmp_path / "file", "new")
@@ -174,7 +174,7 @@ def test_the_old_file_stays_and_nothing_beside_it(tmp_path):
         (RuntimeError("out of memory"), None),
     ],
 )
-def test_what_others_raise_is_told_apart(tmp_path, error, says):
+def test_only_errors_of_the_operating_system_are_converted(tmp_path, error, says):
     expected = type(error) if says is None else ValueError
     with pytest.raises(expected, match=says or "out of memory"), into(tmp_path):
         raise error

@@ -1,4 +1,4 @@
-"""Functions of the user, found where the user is and not where the package is."""
+"""User functions are found relative to the user's folder, not to the package."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def reward(completions, **_):
 
 
 def project(folder):
-    """A package, a file beside another, and a module of a name that the package nlgrpo has too."""
+    """Write a package, two files in one folder, and a module with the name of one in the package nlgrpo."""
     for name, package in (("alone", ""), ("mine", "mine.")):
         (folder / name).mkdir()
         (folder / name / "reward.py").write_text(REWARD.format(package=package))
@@ -25,23 +25,23 @@ def project(folder):
     (folder / "config.py").write_text("ONE = 1.0")
 
 
-def answer(folder, command):
+def run(folder, command):
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
     return done.returncode, done.stderr
 
 
-def test_modules_of_the_current_folder_and_beside_a_file(tmp_path):
+def test_modules_are_found_in_the_current_folder_and_next_to_a_file(tmp_path):
     project(tmp_path)
     code = (
         "import sys; sys.path[0] = '/'; from nlgrpo.runtime import user_code as u; print(u.function(sys.argv[1])([1]))"
     )
     for name in ("mine.reward:reward", "alone/reward.py:reward"):
-        assert answer(tmp_path, [sys.executable, "-c", code, name]) == (0, "")
+        assert run(tmp_path, [sys.executable, "-c", code, name]) == (0, "")
 
 
-def test_the_main_job_does_not_show_the_packages_own_modules(tmp_path):
+def test_train_does_not_put_the_package_on_the_import_path(tmp_path):
     project(tmp_path)
     program = str(REPOSITORY / "nlgrpo" / "train.py")
     options = ["length-bon", "--dry-run", "--rewards.mine.function", "mine.reward:reward"]
-    status, said = answer(tmp_path, [sys.executable, program, *options])
-    assert status == 0, said
+    status, output = run(tmp_path, [sys.executable, program, *options])
+    assert status == 0, output

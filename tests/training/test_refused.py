@@ -1,4 +1,4 @@
-"""What cannot run: said by ``--dry-run`` already, in a message that names it, and never by a traceback."""
+"""Invalid input is reported by ``--dry-run``, in a message that names it and without a traceback."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def config(folder, **changes):
     [
         ("--rewards.x.function=gsm8k(column='nope')", "reward 'x' needs 'nope'. Columns of the data: none besides the"),
         ("--rewards.x.function=rewards.py:wants", "reward 'x' needs 'gold'"),
-        ("--rewards.x.function=rewards.py:Broken", "'rewards.py:Broken': rewards.py:Broken cannot be made, KeyError"),
+        ("--rewards.x.function=rewards.py:Broken", "'rewards.py:Broken': rewards.py:Broken cannot be built, KeyError"),
         ("--rewards.x.function=raises.py:f", "raises.py cannot be imported, ValueError: math domain error ("),
         ("--rewards.x.function=syntax.py:f", "SyntaxError: invalid syntax (syntax.py, line 2)\n"),
         ("--rewards.x.function=within.py:f", "within.py, line 3)"),
@@ -158,7 +158,7 @@ def test_models(folder, capsys, changes, says):
 
 
 @pytest.mark.parametrize("changes", [{"num_key_value_heads": 3}, {"num_attention_heads": 5}, {"hidden_act": "nope"}])
-def test_a_broken_config_of_a_known_family_is_nobodys(folder, capsys, changes):
+def test_a_broken_config_of_a_known_family_is_refused(folder, capsys, changes):
     config(folder, **changes)
     assert cli.main(["generate", "w1", "--model=model", "--max-new-tokens=2"]) == 1
     said = capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_a_broken_config_of_a_known_family_is_nobodys(folder, capsys, changes):
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_a_model_without_a_tokenizer(folder, capsys, family):
-    """transformers makes an empty one for GPT-2, of which every prompt would be the same."""
+    """transformers creates an empty one for GPT-2, with which all prompts would be the same."""
     shutil.rmtree(folder / "model")
     tiny_model(folder / "model", family)
     for path in folder.glob("model/*token*"):
@@ -242,7 +242,7 @@ def test_weights_that_are_not_finite_are_never_written(folder, capsys, monkeypat
 
 
 def test_weights_that_were_never_finite(folder, capsys):
-    """In a row that no prompt needs, so that every number on the way is finite."""
+    """In a row that no prompt uses, so all activations are finite."""
     weights = load_file(folder / "model" / "model.safetensors")
     weights["model.embed_tokens.weight"][-1] = float("nan")
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
@@ -268,7 +268,7 @@ sys.exit(train.main())
 """
 
 
-def test_what_fails_on_one_rank_alone_ends_all_with_its_message(folder):
+def test_a_failure_on_one_rank_ends_all_with_its_message(folder):
     (folder / "job.py").write_text(NAN_HERE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]
     done = subprocess.run([*command, *options()], check=False, env=environment(), capture_output=True, text=True)
@@ -279,7 +279,7 @@ def test_what_fails_on_one_rank_alone_ends_all_with_its_message(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "evaluation"])
-def test_a_reward_that_fails_on_one_rank_alone_ends_all_with_its_message(folder, when):
+def test_a_reward_failure_on_one_rank_ends_all_with_its_message(folder, when):
     (folder / "falls.py").write_text(
         "import os\n"
         "def falls(completions, trainer_state, **_):\n"
@@ -297,12 +297,12 @@ def test_a_reward_that_fails_on_one_rank_alone_ends_all_with_its_message(folder,
     assert "Connection closed" not in done.stderr
 
 
-def test_a_temperature_that_is_hardly_above_0(folder, capsys):
+def test_a_temperature_just_above_0(folder, capsys):
     assert train.main(options("--rollout.temperature=1e-45")) == 1
     assert "are not finite" in capsys.readouterr().err
 
 
-def test_what_rewards_log_is_with_the_metrics_and_the_samples(folder):
+def test_values_logged_by_rewards_are_in_metrics_and_samples(folder):
     (folder / "talks.py").write_text(
         "def talks(completions, completion_ids, log_metric, log_extra, **_):\n"
         "    log_metric('mine/count', len(completion_ids))\n"
