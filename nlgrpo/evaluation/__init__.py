@@ -1,9 +1,9 @@
-"""Is a model better where it will be used: estimators, results, figures, reports.
+"""Evaluation of models as they will be used, for example with best-of-N: estimators, results, figures, reports.
 
-`estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests); `model_evaluation`
-samples and scores models and `results` makes the tables; `decoding` compares decoding methods; `report` writes the
-HTML page from what `run_loader` reads, with `html_page` and the figures. Imports `training` and the rooms below it.
-Read `estimators.py` first.
+`estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests). `model_evaluation`
+samples and scores models, and `results` builds the tables. `decoding` compares decoding methods. `report` writes the
+HTML report of the folders that `run_loader` reads, with `html_page` and the figures. Imports `training` and the rooms
+below it. Read `estimators.py` first.
 """
 
 from nlgrpo.evaluation.estimators import (

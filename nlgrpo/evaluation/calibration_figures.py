@@ -1,4 +1,4 @@
-"""Pictures of calibrated rewards: what transforms of them win, and rewards of the reference before and after."""
+"""Figures of calibrated rewards: win rates of their transforms, and the reference's rewards before and after."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from nlgrpo.calibration.alignment import Curve, calibrate
 from nlgrpo.calibration.ecdf import ranks
 from nlgrpo.evaluation.figures import GREY, figure_of, legend, series_style
 
-PROMPTS = 10  # that are drawn
-DELTA = 0.05  # of the band that holds a prompt's whole curve with probability 1 - DELTA
+PROMPTS = 10  # most prompts in a figure
+DELTA = 0.05  # the band contains a prompt's whole curve with probability 1 - DELTA
 
 
 def alignment(curves: Mapping[str, Curve], reference: Curve) -> Figure:
-    """Win rate over KL of every transform: one sample, best-of-N and worst-of-N (InfAlign, Figs. 2 and 11).
+    """Draw win rates over KL for each transform: one sample, best-of-N and worst-of-N (InfAlign, Figs. 2 and 11).
 
-    ``reference``: what best-of-m of the reference, trained into one sample, wins for a few m.
+    ``reference``: the curve of a policy whose single samples are best-of-m samples of the reference, for a few m.
     """
     n = reference.n
-    panels = {"One sample": "win_rate", f"Best of {n}": "bon_win_rate", f"Worst of {n}": "won_win_rate"}
+    panels = {"One sample": "win_rate", f"Best-of-{n}": "bon_win_rate", f"Worst-of-{n}": "won_win_rate"}
     figure = figure_of((11.4, 4.4))
     every = figure.subplots(1, len(panels))
     for axes, (title, column) in zip(every, panels.items(), strict=True):
         for i, (name, curve) in enumerate(curves.items()):
             order = curve.kl.argsort()
             axes.plot(curve.kl[order], 100 * getattr(curve, column)[order], **series_style(i).line, label=name)
-        label = "best of 2, 4, 8 of the reference"
+        label = "best-of-2, 4, 8 of the reference"
         axes.plot(reference.kl, 100 * getattr(reference, column), "x", color=GREY, markersize=7, label=label)
         axes.set_title(title)
         axes.set_xlabel("KL to the reference (nats)")
@@ -41,11 +41,11 @@ def alignment(curves: Mapping[str, Curve], reference: Curve) -> Figure:
 
 
 def calibration(rewards: Tensor) -> Figure:
-    """The reference's rewards (P, K) over their rank at the same prompt, before and after (InfAlign, Fig. 3).
+    """Draw the reference's rewards (P, K) over their rank per prompt, before and after calibration (InfAlign, Fig. 3).
 
-    After: the second half of each prompt's samples, calibrated by the first half, which shows how much K/2 samples
-    tell. Grey is y = x, with the band in which a prompt's points lie with probability 95% (Lemma 6, for each of the
-    two halves). Of more than 10 prompts, 10 at equal distances are drawn.
+    Right panel: the second half of each prompt's samples, calibrated on the first half, which shows the accuracy of K/2
+    samples. The grey line is y = x. A prompt's points are inside the grey band with probability 95% (Lemma 6, for each
+    of the two halves). At most 10 prompts, equally spaced, are drawn.
 
     Raises ValueError for another shape, NaN, and K < 4.
     """
@@ -69,6 +69,6 @@ def calibration(rewards: Tensor) -> Figure:
     after.fill_between(line, (line - reach).clip(0), (line + reach).clip(max=1), color=GREY, alpha=0.15, linewidth=0)
     before.set_title(f"Before: rewards of {rewards.shape[1]} samples, {len(drawn)} prompts")
     before.set_ylabel("reward")
-    after.set_title(f"After: half of them, calibrated by {half}")
+    after.set_title(f"After: samples calibrated on {half} others")
     after.set_ylabel("calibrated reward")
     return figure

@@ -1,4 +1,4 @@
-"""What differs between the configurations of several runs, and which runs are points of one line."""
+"""Differences between the configurations of several runs, and the lines that join runs in figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from nlgrpo.evaluation.evaluation_figures import Place
 
-ITS_OWN = ("train.out", "recipe")  # differ without making a difference
+IGNORED = ("train.out", "recipe")  # keys that do not affect the result
 OBJECTIVE = re.compile(r"rewards\..+\.objective")
 WEIGHT = re.compile(r"rewards\..+\.weight")
 
@@ -31,22 +31,22 @@ def shown(value: Any) -> str:
 
 
 def columns(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """``{key: {label: value}}`` of what differs; keys that always agree, such as all rewards' objectives, are one."""
+    """Return ``{key: {label: value}}`` of the keys that differ. Keys with the same values everywhere are joined."""
     flats = {label: flat(config) for label, config in configs.items() if config}
     found: dict[tuple[str, ...], list[str]] = {}
     for key in dict.fromkeys(key for values in flats.values() for key in values):
         values = tuple(shown(its[key]) if key in its else "" for its in flats.values())
-        if len(set(values)) > 1 and key not in ITS_OWN:
+        if len(set(values)) > 1 and key not in IGNORED:
             found.setdefault(values, []).append(key)
     return {", ".join(keys): dict(zip(flats, values, strict=True)) for values, keys in found.items()}
 
 
 def places(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Place]:
-    """Where each model stands among the others.
+    """Return the place of each model on a line, by label.
 
-    Of N (or another number of the objective), beta, target_kl and the weight of the first reward, the one that has the
-    most values is what a line goes along; models that agree in all else, but for their other rewards' weights, are on
-    one line.
+    Lines run over one setting: N (or another number of the objective), beta, target_kl or the weight of the first
+    reward, whichever has the most values. Models that agree in everything else, apart from the weights of the other
+    rewards, are on the same line.
     """
     flats = {label: flat(config) for label, config in configs.items() if config}
     differing = [key for keys in columns(configs) for key in keys.split(", ")]
@@ -65,7 +65,7 @@ def places(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Place]:
 
 
 def _numbers(its: Flat) -> dict[str, float]:
-    """What a line can go along, as far as this configuration has it."""
+    """Settings of a configuration that a line can run over."""
     found: dict[str, float] = {}
     for key, value in its.items():
         if OBJECTIVE.fullmatch(key) and isinstance(value, str):
@@ -87,7 +87,7 @@ def _float(value: Any) -> float:
 
 
 def _place(its: Flat, numbers: Mapping[str, float], along: str, differing: Sequence[str]) -> tuple[str, str, Place]:
-    """The line by what all its models agree in, its name, and the place on it."""
+    """Return the line's full name with all settings its models share, its short name, and the place on it."""
     objectives = [shown(text) for text in dict.fromkeys(v for key, v in its.items() if OBJECTIVE.fullmatch(key))]
     families = list(dict.fromkeys(text.partition(":")[0] for text in objectives))
     rest = [

@@ -1,4 +1,4 @@
-"""Compares decoding methods for a frozen model at equal budgets."""
+"""Comparison of decoding methods for a frozen model at equal budgets."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class ComparisonOptions:
     guide: tuple[Path, ...] = ()
     """The folder of `nlgrpo iro`, or one or more value models."""
     betas: tuple[float, ...] = ()
-    """beta_i of the value models, V = sum_i V_i / beta_i. None: those of the folder, else 1 each."""
+    """Weights of the value models: V = sum_i V_i / beta_i. Default: those of the folder, else 1 each."""
     methods: tuple[str, ...] = ("bon", "iro")
-    """Methods to compare."""
+    """Decoding methods to compare."""
     budgets: tuple[int, ...] = (4, 16, 64)
-    """N = K B, candidates per prompt. A search takes for K the largest divisor of N up to its square root."""
+    """Budgets N = K B, candidates per prompt. K of a search is the largest divisor of N up to its square root."""
     chunk: int | None = None
-    """L, tokens per chunk. None: as in the folder of `nlgrpo iro`, else 16."""
+    """Tokens per chunk, L. None: as in the folder of `nlgrpo iro`, else 16."""
     choose: Literal["reward", "value", "majority"] = "reward"
     """How the response is chosen: the candidate with the largest reward or value, or the first one with the most
-    frequent final answer. By value, best-of-N uses all value models, and every other method those that guide it."""
+    frequent final answer. For "value", best-of-N uses all value models, other methods those that guide them."""
     out: Path | None = None
     """Folder of the results. None: runs/<recipe>-decode."""
     dry_run: bool = False
@@ -68,7 +68,7 @@ class ComparisonOptions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that the command works with."""
+    """Model, prompts, rewards, value models and methods of a comparison."""
 
     options: ComparisonOptions
     cfg: Config
@@ -77,9 +77,9 @@ class Comparison:
     dtype: torch.dtype
     batch: Batch
     held_out: bool
-    """Whether runs of this configuration hold these prompts out; otherwise they train on them."""
+    """Whether the prompts are held out in runs of this configuration; otherwise runs train on them."""
     left_out: int
-    """Number of prompts that were left out: repeats, and those that runs or the value models learn from."""
+    """Number of prompts left out: repeats, and those that runs or the value models are trained on."""
     sampler: Sampler
     scorers: list[Scorer]
     paths: list[Path]
@@ -89,7 +89,7 @@ class Comparison:
 
     @cached_property
     def model(self) -> Decoder | TransformersModel:
-        """The model, after one search that warms up the libraries: their first call is not part of any timing."""
+        """The model, after a first search, so that timings exclude the warm-up of the libraries."""
         model = transformers_backend.load(self.source, dtype=self.dtype, device=self.queue.ranks.device)
         warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=min(4, self.sampler.sampling.max_new_tokens))
         guided_search.search(model, self.batch.ids[:1], Search(2, 2, 2), warm, [])
@@ -97,7 +97,7 @@ class Comparison:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the results depend on besides the method."""
+        """Everything besides the method that the results depend on."""
         sampling, tokenizer = self.sampler.sampling, self.sampler.tokenizer
         return {
             "origin": asdict(Provenance.of(self.source, tokenizer, self.dtype, sampling)),
@@ -106,10 +106,7 @@ class Comparison:
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},
             "seed": self.sampler.seed,
             "choose": self.options.choose,
-            "costs": [
-                self.sampler.max_rows,
-                machine(self.queue.ranks.device),
-            ],  # what time and memory depend on besides
+            "costs": [self.sampler.max_rows, machine(self.queue.ranks.device)],  # they change time and memory
         }
 
     @cached_property
@@ -123,18 +120,18 @@ class Comparison:
         return [guided_responses.digest_of_value(path) for path in self.paths]
 
     def file(self, method: DecodingMethod) -> Path:
-        """File of a method. Two names of one method, such as "iro" and "iro:3" with three values, share it."""
+        """Results file of a method. Equal methods, such as "iro" and "iro:3" with three value models, share it."""
         guides = [[self.digests[i], self.betas[i]] for i in method.values]
-        what = {"values": guides, "budget": method.budget, "search": asdict(method.search), "weight": method.weight}
-        whole = json.dumps([self.identity, what], sort_keys=True)
-        return self.folder / "ways" / f"{method.budget}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.json"
+        settings = {"values": guides, "budget": method.budget, "search": asdict(method.search), "weight": method.weight}
+        text = json.dumps([self.identity, settings], sort_keys=True)
+        return self.folder / "ways" / f"{method.budget}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def said_of(self, i: int) -> str:
-        """Describe a value model and its beta."""
+        """Description of value model ``i`` and its beta."""
         folder = guided_responses.folder_of(self.paths[i])
         note = guided_responses.note(folder, self.sampler.tokenizer)
-        gone = " (its rollouts are gone: it may have learned from these prompts)"
-        return f"{self.paths[i]} / {self.betas[i]:g}{note}{gone * (value_dataset.learned_from(folder) is None)}"
+        missing = " (its rollouts are missing: it may be trained on these prompts)"
+        return f"{self.paths[i]} / {self.betas[i]:g}{note}{missing * (value_dataset.learned_from(folder) is None)}"
 
     def values(self, method: DecodingMethod) -> list[tuple[Value, float]]:
         if method.weight is not None:
@@ -146,25 +143,25 @@ class Comparison:
         )
 
     def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
-        """Return the weighted sums of the rewards (P, samples), NaN if one abstains. Raises ValueError if one fails."""
+        """Return weighted sums of the rewards, (P, samples); NaN if one abstains. Raises ValueError if one fails."""
         sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in self.scorers])
         try:
-            found = sampler.score(
+            scored = sampler.score(
                 batch, guided_responses.padded(batch.ids, completions, samples), first_prompt=batch.index[0]
             )
         except RewardError as error:
             raise ValueError(str(error)) from error
-        return torch.stack([self.cfg.rewards[name].weight * x for name, x in found.values.items()]).sum(0)
+        return torch.stack([self.cfg.rewards[name].weight * x for name, x in scored.values.items()]).sum(0)
 
 
 class RewardOfPrefixes(Prefixes):
-    """The rewards of prefixes, scored like complete responses, times a weight: the value function of ARGS."""
+    """Value function of ARGS: a weight times the reward of each prefix, scored like a complete response."""
 
     name = "the reward of a prefix"
 
     def __init__(self, comparison: Comparison, weight: float) -> None:
         self.comparison, self.weight = comparison, weight
-        self.place = {tuple(ids): i for i, ids in enumerate(comparison.batch.ids)}  # all are different
+        self.place = {tuple(ids): i for i, ids in enumerate(comparison.batch.ids)}  # unique
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         super().begin(prompts)
@@ -178,39 +175,42 @@ class RewardOfPrefixes(Prefixes):
 
 
 def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) -> PromptSet:
-    """Return the held-out prompts that neither runs nor the value models learned from. Raises ValueError if none."""
+    """Return the held-out prompts that neither runs nor value models are trained on. Raises ValueError if none."""
     learned = set[str]().union(*(value_dataset.learned_from(guided_responses.folder_of(path)) or () for path in values))
     different = held_out.distinct(training.ids)
     unseen = different.only([i for i, ids in enumerate(different.ids) if digest_of_prompt(ids) not in learned])
     if not len(unseen):
         raise ValueError(
-            "every prompt that is held out is among those of training, or of the rollouts of the value models: name "
-            "others in data.evaluation"
+            "every held-out prompt is also a training prompt or in the rollouts of the value models: set other "
+            "prompts in data.evaluation"
         )
     return unseen
 
 
 def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
-    """Read tokenizer, prompts and rewards. Raises ValueError for a configuration that cannot be run."""
+    """Load tokenizer, prompts and rewards. Raises ValueError for a configuration that cannot be run."""
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
     limits = transformers_backend.limits_of(decoder.read_config(source))
-    in_one_order = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))  # for every seed of draws
-    training, held_out = load_prompts(in_one_order, tokenizer, limits)
+    # Load with seed 0, for the same prompts in the same order with every sampling seed.
+    seed_0 = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))
+    training, held_out = load_prompts(seed_0, tokenizer, limits)
     objectives, loaded = load_rewards(cfg, queue.ranks.device)
-    counting = [reward for reward in loaded if cfg.rewards[reward.name].weight != 0]
-    reward_functions.check_columns(counting, held_out.names)
-    judges = scorers(cfg.rewards, objectives, counting)
-    refuse_pairwise(judges)
+    weighted = [reward for reward in loaded if cfg.rewards[reward.name].weight != 0]
+    reward_functions.check_columns(weighted, held_out.names)
+    reward_scorers = scorers(cfg.rewards, objectives, weighted)
+    refuse_pairwise(reward_scorers)
     learned = guided_responses.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
     if len(betas) != len(paths):
-        raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
+        raise ValueError(
+            f"{len(betas)} betas for {len(paths)} value models: give one beta per model, or none for 1 each"
+        )
     search = learned.search if learned else Search()
     search = dataclasses.replace(search, chunk=options.chunk or search.chunk)
-    whole = [*paths, *([compressed] if compressed else [])]
-    unseen = held_out.distinct() if held_out is training else _unseen(held_out, training, whole)
+    value_paths = [*paths, *([compressed] if compressed else [])]
+    unseen = held_out.distinct() if held_out is training else _unseen(held_out, training, value_paths)
     sampling = sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
     return Comparison(
@@ -223,8 +223,8 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
         held_out=held_out is not training,
         left_out=len(held_out) - len(unseen),
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
-        scorers=judges,
-        paths=whole,
+        scorers=reward_scorers,
+        paths=value_paths,
         betas=[*betas, *([1.0] if compressed else [])],
         methods=[
             decoding_method(
@@ -238,7 +238,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
 
 
 def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
-    """Return the rewards of a method's responses and their total cost, including the choice among candidates."""
+    """Decode with a method. Returns the rewards of its responses and the total cost, including their choice."""
     model, values, device, by_reward = c.model, c.values(method), c.queue.ranks.device, c.options.choose == "reward"
     peak, began = PeakMemory(device), perf_counter()
     found, cost = guided_search.search(
@@ -267,15 +267,17 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
 
 
 def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """The candidate of each prompt with the largest reward."""
-    most = max(map(len, found))  # fewer where a beam ended early, or ARGS has fewer tokens: the last one fills its row
-    rows = [[*own, *[own[-1]] * (most - len(own))] for own in found]
-    rewards = _without_abstentions(c, c.final_rewards(c.batch, [one.tokens for own in rows for one in own], most))
-    return [own[i] for own, i in zip(rows, rewards.argmax(1).tolist(), strict=True)]
+    """Candidate with the largest reward, per prompt."""
+    # Prompts can have fewer candidates, if a beam ends early or ARGS has fewer tokens: repeat the last candidate.
+    most = max(map(len, found))
+    rows = [[*candidates, *[candidates[-1]] * (most - len(candidates))] for candidates in found]
+    tokens = [candidate.tokens for row in rows for candidate in row]
+    rewards = _without_abstentions(c, c.final_rewards(c.batch, tokens, most))
+    return [row[i] for row, i in zip(rows, rewards.argmax(1).tolist(), strict=True)]
 
 
 def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """The candidate of each prompt that its value, or the majority, chooses."""
+    """Candidate with the largest value, or chosen by majority, per prompt."""
     chooser = guided_responses.Chooser(c.options.choose)
     pairs = zip(c.batch.ids, found, strict=True)
     rollouts = [guided_responses.padded([ids], [one.tokens for one in own], len(own)) for ids, own in pairs]
@@ -308,7 +310,7 @@ def run(c: Comparison) -> bool:
 
 
 def results(c: Comparison) -> list[dict[str, Any]]:
-    """Return for every method the mean reward and the difference to best-of-N, with intervals over prompts."""
+    """Return the mean reward of each method and its difference to best-of-N, with intervals over prompts."""
     found = [
         {"method": method.name, "budget": method.budget} | json.loads(c.file(method).read_text("utf-8"))
         for method in c.methods

@@ -1,6 +1,6 @@
-"""Decoding methods of `nlgrpo decode` at a budget: the search of each, and its cost by theory.
+"""Decoding methods of `nlgrpo decode`: the search of each at a budget, and its theoretical cost.
 
-A budget is N = K B, the candidates of a prompt at any time; H tokens are the longest response, L those of a chunk.
+Budget: N = K B candidates per prompt at any time. H: tokens of the longest response. L: tokens per chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DecodingMethod:
     budget: int
     search: Search
     values: tuple[int, ...] = ()
-    """Indices of the value models that guide it."""
+    """Indices of the value models that guide the search."""
     weight: float | None = None
     """Weight of the reward of prefixes. None: not used."""
 
@@ -27,23 +27,28 @@ class DecodingMethod:
 def decoding_method(
     method: str, budget: int, like: Search, longest: int, values: int, compressed: bool = False, by_value: bool = False
 ) -> DecodingMethod:
-    """Raises ValueError for a method that is none, or that needs other value models than there are.
+    """Return the decoding method named ``method``, such as "bon" or "iro:3", at a budget.
 
-    Those are ``values`` of them and, behind them, where there is one, the ``compressed`` one. They guide searches
-    ``like`` this one, in all but K and B. ``by_value``: they choose the response, so that best-of-N needs them too.
+    ``values``: number of value models. ``compressed``: there is also a compressed one, after them. ``like``: the search
+    whose settings apart from K and B are used. ``longest``: H. ``by_value``: the response is chosen by value, so that
+    best-of-N needs value models too.
+
+    Raises ValueError for an unknown method, and if value models that it needs are missing.
     """
     name, _, detail = method.partition(":")
     beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
     wide = replace(like, beams=beams, successors=budget // beams)
     if method == "bon":
         if by_value and not values:
-            raise ValueError(f"method {method!r} needs a value model to choose by: name it with --guide")
+            raise ValueError(f"method {method!r} with --choose value needs a value model: set --guide")
         return DecodingMethod(method, budget, Search(1, budget, longest), tuple(range(values)) if by_value else ())
     if method == "cd":
         return _guided(method, budget, Search(1, budget, like.chunk, diverse=False), 1, values)
     if method == "compressed":
         if not compressed:
-            raise ValueError("method 'compressed': --guide is to be the folder of an `nlgrpo iro` that compressed")
+            raise ValueError(
+                "method 'compressed' needs a compressed value model: set --guide to a folder of `nlgrpo iro` with one"
+            )
         return DecodingMethod(method, budget, wide, (values,))
     if name == "args":
         weight = _number(method, detail or "1")
@@ -55,13 +60,12 @@ def decoding_method(
 
 
 def _guided(method: str, budget: int, search: Search, count: float, there: int) -> DecodingMethod:
-    """By the first ``count`` value models."""
+    """Method guided by the first ``count`` value models."""
     if count != int(count):
         raise ValueError(_unknown(method))
     if not 1 <= count <= there:
         raise ValueError(
-            f"method {method!r} is guided by {count:g} value models: allowed are 1 to those of --guide, which are "
-            f"{there}"
+            f"method {method!r} needs {count:g} value models: expected 1 to {there}, the number given with --guide"
         )
     return DecodingMethod(method, budget, search, tuple(range(int(count))))
 
@@ -81,15 +85,15 @@ def _unknown(method: str) -> str:
 
 
 def theory(method: DecodingMethod, length: int) -> dict[str, float]:
-    """Return the cost per prompt by Proposition 1 of IRO, for responses of H tokens.
+    """Return the cost per prompt by Proposition 1 of IRO, for responses of H = ``length`` tokens.
 
-    Best-of-N: N H tokens and N queries of the reward (Eq. 36). A search of U = N candidates with I values: U H tokens
-    and I U H / L queries (Eq. 44); with exact values it equals best-of-N with U^(H / L) samples (Eq. 43), whose
-    base-10 logarithm is returned; Eq. 45 has the ratios of the costs. ARGS is a search by the reward, U = N. Best-of-N
-    by value is a search with L = H.
+    Best-of-N: N H tokens and N reward queries (Eq. 36). A search with U = N candidates and I value models: U H tokens
+    and I U H / L value queries (Eq. 44). With exact values it equals best-of-N with U^(H / L) samples (Eq. 43);
+    "log10_samples" is the base-10 logarithm of that number. Eq. 45 has the ratios of the costs. ARGS is a search by the
+    reward with U = N. Best-of-N by value is a search with L = H.
     """
     tokens, queries = float(method.budget * length), float(method.budget * length / method.search.chunk)
-    if not method.values:  # best-of-N, or ARGS, which asks for the reward at every token
+    if not method.values:  # best-of-N, or ARGS, which queries the reward at every token
         return {"tokens": tokens, "reward_queries": float(method.budget) if method.weight is None else queries}
     samples = max(1.0, length / method.search.chunk) * math.log10(method.budget)
     return {"tokens": tokens, "value_queries": len(method.values) * queries, "log10_samples": samples}

@@ -1,6 +1,6 @@
-"""Value of a model under best-of-N: unbiased estimates from n samples per prompt, with intervals over prompts.
+"""Estimate a model's value under best-of-N and other procedures from n samples per prompt, with intervals over prompts.
 
-Plain tensors in, float64 out. Shapes: P prompts, n samples per prompt.
+Inputs are tensors, results float64. Legend: P prompts, n samples per prompt.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def best_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
 
         sum_k r_(k) C(k-1, N-1) / C(n, N),   r_(1) <= ... <= r_(n)
 
-    The mean over all subsets of N of the n samples, so unbiased for independent samples. N = 1 is the mean, N = n the
-    maximum.
+    This is the mean over all subsets of N of the n samples, hence unbiased for independent samples. N = 1 gives the
+    mean, N = n the maximum.
 
-    Raises ValueError for rewards that are not (P, n), not finite, and for N < 1 or N > n.
+    Raises ValueError for rewards that are not (P, n) or not finite, and for N < 1 or N > n.
     """
     rewards = _group(rewards, "rewards")
     if not rewards.isfinite().all():
         raise ValueError(
-            f"rewards hold {rewards.isinf().sum()} infinite values, which have no average; clamp them first"
+            f"rewards contain {rewards.isinf().sum()} infinite values, which have no mean; clamp them first"
         )
     n = rewards.shape[1]
     weights = torch.stack([order_weights(n, _checked_n(best_of, n)) for best_of in _sequence(ns)])
@@ -42,20 +42,20 @@ def best_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
 
 
 def worst_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
-    """Expected reward of the worst of N samples: ``worst(r) = -best(-r)``. Shapes and errors as in `best_of_n`."""
+    """Expected reward of the worst of N samples, ``-best_of_n(-rewards, ns)``. Shapes and errors as `best_of_n`."""
     return -best_of_n(-rewards, ns)
 
 
 def win_rate(a: Tensor, b: Tensor, n: int, worst: bool = False) -> Tensor:
-    """Rate at which best-of-n of A beats best-of-n of B: samples' rewards a (P, n_a), b (P, n_b) -> (P,) float64.
+    """Rate at which best-of-n of A beats best-of-n of B, ties counting 1/2: rewards a (P, n_a), b (P, n_b) -> (P,).
 
         P(max A > max B) + 1/2 P(max A = max B) = sum_i w_i (G(a_(i)-) + G(a_(i))) / 2,   G the CDF of max B
 
-    Exact over all pairs of subsets of n samples of each side, in O(n log n). Equal rewards share the tie whatever their
-    order, because G jumps at a value by the weight of all samples that have it. ``worst`` compares minima instead.
-    Against itself a model gets 1/2; best-of-n against one sample of the same continuous distribution would be n/(n+1).
+    Exact over all pairs of subsets of n samples of each side, in O(n log n), float64. The order of equal rewards does
+    not matter, because G jumps at a value by the weight of all samples that have it. ``worst`` compares minima instead.
+    A model against itself has 1/2; best-of-n against one sample of the same continuous distribution has n/(n+1).
 
-    Raises ValueError for NaN, shapes that do not agree, and n below 1 or above n_a or n_b. Infinities are ordered.
+    Raises ValueError for NaN, shapes that do not match, and n < 1 or above n_a or n_b. Infinite rewards are allowed.
     """
     a, b = _both(a, b)
     for samples in (a, b):
@@ -64,9 +64,9 @@ def win_rate(a: Tensor, b: Tensor, n: int, worst: bool = False) -> Tensor:
 
 
 def procedure_win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
-    """`win_rate` when both sides choose a response as ``objective`` does, (P,) float64; ties count one half.
+    """`win_rate` if both sides choose their response by the procedure of ``objective``, (P,) float64.
 
-    A response is chosen with the probability that `chosen_weights` gives it. Raises ValueError as that and `win_rate`.
+    The probability of each sample is that of `chosen_weights`. Raises ValueError as `chosen_weights` and `win_rate`.
     """
     return _win_rate(*_both(a, b), objective)
 
@@ -77,33 +77,35 @@ def _win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
 
 
 def weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor) -> Tensor:
-    """`win_rate` where each sample of A (P, n_a) and B (P, n_b) is the response with a given chance: (P,).
+    """`win_rate` if each sample of A (P, n_a) and B (P, n_b) is the response with the given probability: (P,).
 
-    Raises ValueError for NaN and shapes that do not agree.
+    Raises ValueError for NaN and shapes that do not match.
     """
     a, b = _both(a, b)
     if weights_a.shape != a.shape or weights_b.shape != b.shape:
         raise ValueError(
-            f"expected a chance for each sample, got {tuple(weights_a.shape)} and {tuple(weights_b.shape)}"
+            f"expected a probability per sample, {tuple(a.shape)} and {tuple(b.shape)}, "
+            f"got {tuple(weights_a.shape)} and {tuple(weights_b.shape)}"
         )
     order_b = b.argsort(dim=1)
     return _weighted_win_rate(a, weights_a, b.gather(1, order_b), weights_b.gather(1, order_b))
 
 
 def _weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor) -> Tensor:
-    """With ``b`` in ascending order."""
+    """As `weighted_win_rate`, with ``b`` in ascending order."""
     cdf = torch.nn.functional.pad(weights_b.cumsum(1), (1, 0))
     below, upto = torch.searchsorted(b, a), torch.searchsorted(b, a, right=True)
     return (weights_a * (cdf.gather(1, below) + cdf.gather(1, upto)) / 2).sum(1)
 
 
 def chosen_weights(ordered: Tensor, objective: Objective) -> Tensor:
-    """Probability with which each of n samples is the response, for rewards (P, n) in ascending order: (P, n) float64.
+    """Probability that each of n samples is the response, for rewards (P, n) in ascending order: (P, n) float64.
 
-    For "bon:N" and "wor:N" over all subsets of N (without bias); for other rank-based objectives what F gives the k-th
-    of n, divided by its sum where that is below 1 (no draw of `BestOfPoisson`); for soft best-of-N e^{r/tau} / sum.
+    "bon:N" and "wor:N": over all subsets of N (unbiased). Other rank-based objectives: F(k/n) - F((k-1)/n), normalised
+    if the sum is below 1 (`BestOfPoisson` may draw nothing). Soft best-of-N: softmax of r/tau.
 
-    Raises ValueError for an objective that chooses no response: entropic risk, diversity, and distortions f < 0.
+    Raises ValueError for an objective that is not a selection procedure: entropic risk, diversity, and distortions
+    with f < 0.
     """
     P, n = ordered.shape
     match objective:
@@ -114,16 +116,17 @@ def chosen_weights(ordered: Tensor, objective: Objective) -> Tensor:
         case RankBased():
             weights = objective.masses(n)
         case _:
-            raise ValueError(f"{objective} chooses no response; expected best-of-N or another procedure.")
+            raise ValueError(f"{objective} chooses no response; expected best-of-N or another selection procedure.")
     if (weights < 0).any() or not weights.sum() > 0:
-        raise ValueError(f"{objective} has negative weights, so that it chooses no response.")
+        raise ValueError(f"{objective} chooses no response, because it has negative weights; expected f >= 0.")
     return (weights / weights.sum()).to(ordered.device).expand(P, n)
 
 
 def procedure_value(rewards: Tensor, objective: Objective) -> Tensor:
-    """Value of the responses' rewards (P, n) under ``objective``, (P,) float64.
+    """Value of ``objective`` at each prompt from the rewards (P, n) of samples, (P,) float64.
 
-    Best-of-N and worst-of-N are without bias (`best_of_n`), the others plug-in estimates. Raises ValueError as they do.
+    Best-of-N and worst-of-N are unbiased (`best_of_n`), the others plug-in estimates. Raises ValueError as `best_of_n`
+    and `Objective.value`.
     """
     if isinstance(objective, BestOfN | WorstOfN):
         return (best_of_n if isinstance(objective, BestOfN) else worst_of_n)(rewards, [objective.n])[0]
@@ -131,19 +134,19 @@ def procedure_value(rewards: Tensor, objective: Objective) -> Tensor:
 
 
 def selected_value(rewards: Tensor, judged: Tensor, objective: Objective) -> Tensor:
-    """Expected ``judged`` (P, n) of the response that ``objective`` chooses by ``rewards`` (P, n): (P,) float64.
+    """Expected reward ``judged`` (P, n) of the response that ``objective`` chooses by ``rewards`` (P, n): (P,) float64.
 
-    What users get who choose by a proxy: above some N it falls while the proxy's own value rises, which is
-    over-optimisation (Gao et al. 2023). Samples of equal reward are chosen equally often.
+    With a proxy as ``rewards`` this measures over-optimisation: above some N it falls while the value of the proxy
+    itself rises (Gao et al. 2023). Samples of equal reward are chosen with equal probability.
 
     Raises ValueError as `chosen_weights` and `win_rate`.
     """
     rewards, judged = _both(rewards, judged)
     if judged.shape != rewards.shape:
-        raise ValueError(f"expected judged {tuple(rewards.shape)}, as rewards, got {tuple(judged.shape)}")
+        raise ValueError(f"expected judged of the shape of rewards {tuple(rewards.shape)}, got {tuple(judged.shape)}")
     ordered, order = rewards.sort(dim=1)
     weights, judged = chosen_weights(ordered, objective), judged.gather(1, order)
-    first = torch.searchsorted(ordered, ordered)  # of equal rewards all share the weight
+    first = torch.searchsorted(ordered, ordered)  # equal rewards share their weight
     last = torch.searchsorted(ordered, ordered, right=True)
     total = torch.nn.functional.pad(weights.cumsum(1), (1, 0))
     shared = (total.gather(1, last) - total.gather(1, first)) / (last - first)
@@ -151,9 +154,11 @@ def selected_value(rewards: Tensor, judged: Tensor, objective: Objective) -> Ten
 
 
 def pass_at_k(correct: Tensor, ks: Sequence[int]) -> Tensor:
-    """Chance that one of k samples is correct, for every k in ``ks``: (P, n) of 0 and 1 -> (len(ks), P) float64.
+    """Probability that one of k samples is correct, for every k in ``ks``: (P, n) of 0 and 1 -> (len(ks), P) float64.
 
-        1 - C(n - c, k) / C(n, k),   c of the n are correct      (Chen et al. 2021, Eq. 1), the best-of-k of 0 and 1
+        1 - C(n - c, k) / C(n, k),   c of the n are correct      (Chen et al. 2021, Eq. 1)
+
+    This is `best_of_n` of rewards 0 and 1.
 
     Raises ValueError as `best_of_n`, and for values other than 0 and 1.
     """
@@ -161,15 +166,14 @@ def pass_at_k(correct: Tensor, ks: Sequence[int]) -> Tensor:
 
 
 def maj_at_k(correct: Tensor, answers: Tensor, ks: Sequence[int]) -> Tensor:
-    """Chance that the most frequent answer among k samples is correct: (P, n), (P, n) -> (len(ks), P) float64.
+    """Probability that the majority answer of k samples is correct: (P, n), (P, n) -> (len(ks), P) float64.
 
-    ``answers`` holds integers, equal where two samples of a prompt gave the same answer, and -1 where one gave none: it
-    then votes for nothing. ``correct`` is 0 or 1. Of several most frequent answers each is taken as often; where no one
-    votes, the answer is wrong. Exact over all subsets of k of the n samples, by counting (self-consistency, Wang et
-    al. 2023).
+    ``answers`` are integers that identify the answers to a prompt; -1 means no answer and no vote. ``correct`` is 0 or
+    1. Ties between the most frequent answers are broken at random; without any vote the result is wrong. Exact over all
+    subsets of k of the n samples, by counting (self-consistency, Wang et al. 2023).
 
-    Raises ValueError for shapes that do not agree, another ``correct``, an answer that is correct in one sample and
-    wrong in another, and k < 1 or > n.
+    Raises ValueError for shapes that do not match, another ``correct``, an answer that is correct in one sample and
+    wrong in another, and k < 1 or k > n.
     """
     correct = _zero_one(correct)
     if answers.shape != correct.shape or answers.is_floating_point():
@@ -177,13 +181,14 @@ def maj_at_k(correct: Tensor, answers: Tensor, ks: Sequence[int]) -> Tensor:
     n = correct.shape[1]
     rows = [_votes(c, a) for c, a in zip(correct.tolist(), answers.tolist(), strict=True)]
     table = [
-        [_majority(right, wrong, silent, _checked_n(k, n)) for right, wrong, silent in rows] for k in _sequence(ks)
+        [_majority(right, wrong, unanswered, _checked_n(k, n)) for right, wrong, unanswered in rows]
+        for k in _sequence(ks)
     ]
     return torch.tensor(table, dtype=torch.float64)
 
 
 def _votes(correct: list[float], answers: list[int]) -> tuple[list[int], list[int], int]:
-    """How often each correct answer and each wrong one was given, and how many gave none."""
+    """Return the counts of each correct answer and of each wrong answer, and the number of samples without one."""
     verdicts: dict[int, float] = {}
     for verdict, answer in zip(correct, answers, strict=True):
         if answer >= 0 and verdicts.setdefault(answer, verdict) != verdict:
@@ -194,13 +199,13 @@ def _votes(correct: list[float], answers: list[int]) -> tuple[list[int], list[in
     return right, wrong, len(answers) - sum(counts.values())
 
 
-def _majority(right: list[int], wrong: list[int], silent: int, k: int) -> float:
-    """Share of the subsets of k in which a correct answer wins the vote, a tie counting by its share."""
-    n = sum(right) + sum(wrong) + silent
+def _majority(right: list[int], wrong: list[int], unanswered: int, k: int) -> float:
+    """Fraction of the subsets of k in which a correct answer wins the vote; ties count fractionally."""
+    n = sum(right) + sum(wrong) + unanswered
     won = 0.0
     for most in range(1, k + 1):  # votes of the winner
         # ways[t, u][j]: ways to draw j samples so that t correct and u wrong answers have ``most`` votes, none has more
-        ways = {(0, 0): np.array([float(math.comb(silent, j)) for j in range(k + 1)])}
+        ways = {(0, 0): np.array([float(math.comb(unanswered, j)) for j in range(k + 1)])}
         for count, is_right in [*((c, True) for c in right), *((c, False) for c in wrong)]:
             fewer = np.array([float(math.comb(count, j)) if j < most else 0.0 for j in range(k + 1)])
             grown: dict[tuple[int, int], np.ndarray] = {}
@@ -219,28 +224,30 @@ def _add(table: dict[tuple[int, int], np.ndarray], key: tuple[int, int], row: np
 
 
 def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
-    """Share of different ones among all runs of ``n`` tokens in the samples of a prompt (Li et al. 2016), in (0, 1].
+    """Fraction of distinct n-grams among all n-grams of tokens in the samples of a prompt (Li et al. 2016), in (0, 1].
 
-    NaN where no sample has n tokens. Raises ValueError for n < 1.
+    NaN if no sample has n tokens. Raises ValueError for n < 1.
     """
     if n < 1:
         raise ValueError(f"distinct-n needs n >= 1, got {n}")
-    runs = [tuple(row[i : i + n]) for row in sequences for i in range(len(row) - n + 1)]
-    return len(set(runs)) / len(runs) if runs else math.nan
+    ngrams = [tuple(row[i : i + n]) for row in sequences for i in range(len(row) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
 
 
 def paired_test(
     a: Tensor, b: Tensor, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float, float, float]:
-    """Mean of a - b over prompts, (P,) each, its bootstrap interval, and the p-value of no difference (two-sided).
+    """Paired permutation test of a and b, (P,) each. Returns mean, low, high, p: mean of a - b, interval and p-value.
 
-    The p-value is that of the permutation test in which the two values of each prompt may change places: the share of
-    random signs with which the mean difference is as large, the observed one counted in. NaN for one prompt.
+    The interval is that of `bootstrap`. The two-sided p-value is the fraction of random sign flips of the differences
+    with a mean at least as large, including the observed one. NaN for one prompt.
 
-    Raises ValueError for shapes that do not agree, and as `bootstrap`.
+    Raises ValueError for shapes that do not match, and as `bootstrap`.
     """
     if a.shape != b.shape or a.dim() != 1:
-        raise ValueError(f"expected one value per prompt of both, (P,), got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(
+            f"expected one value per prompt on both sides, (P,), got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     difference = a.double().cpu() - b.double().cpu()
     mean, low, high = (x.item() for x in bootstrap(difference, level=level, seed=seed))
     if len(difference) == 1:
@@ -257,9 +264,9 @@ def bootstrap(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean over prompts and its bootstrap interval (`_tails`): (..., P) -> mean, low, high, each (...).
 
-    Prompts are drawn with replacement, the same ones for every leading index, so that rows stay paired. One prompt
-    alone has no interval: low and high are NaN. Values that are all equal have one of no width, however few they are,
-    because no resample knows of others. The same seed gives the same interval.
+    Prompts are resampled with replacement, the same ones for every leading index, so that rows stay paired. For a
+    single prompt low and high are NaN. If all values are equal, the interval has width 0, even for few prompts. The
+    same seed gives the same interval.
 
     Raises ValueError for no prompts, NaN or infinite values, resamples < 1 and a level outside (0, 1).
     """
@@ -268,40 +275,40 @@ def bootstrap(
         raise ValueError(f"per_prompt must have shape (..., P) with P >= 1, got {tuple(values.shape)}")
     if not values.isfinite().all():
         raise ValueError(
-            f"per_prompt holds {(~values.isfinite()).sum()} NaN or infinite values; leave those prompts out"
+            f"per_prompt contains {(~values.isfinite()).sum()} NaN or infinite values; leave those prompts out"
         )
     if resamples < 1 or not 0 < level < 1:
-        raise ValueError(f"need resamples >= 1 and 0 < level < 1, got resamples={resamples}, level={level}")
+        raise ValueError(f"expected resamples >= 1 and 0 < level < 1, got resamples={resamples}, level={level}")
     mean = values.mean(-1)
     if values.shape[-1] == 1:
         return mean, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
     differ = values.amax(-1) > values.amin(-1)
-    centred = (values - mean[..., None]) * differ[..., None]  # the mean of equal values may be off by a rounding
-    moved = _resampled_means(centred, resamples, seed).sort(dim=0).values
-    low, high = (mean + _quantile(moved, share) for share in _tails(centred, moved, level))
+    centred = (values - mean[..., None]) * differ[..., None]  # exactly 0 for equal values despite rounding of the mean
+    resampled = _resampled_means(centred, resamples, seed).sort(dim=0).values
+    low, high = (mean + _quantile(resampled, share) for share in _tails(centred, resampled, level))
     return mean, low, high
 
 
-def _tails(centred: Tensor, moved: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Which quantiles of the resampled means, less the mean, (B, ...) end the interval: shares in [0, 1], (...) each.
+def _tails(centred: Tensor, resampled: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    """Return the two probabilities whose quantiles of the ``resampled`` means (B, ...) bound the interval, (...) each.
 
-    Each end is the further one of two: the percentile Phi(z), and that of BCa (Efron 1987),
+    Each bound is the outer one of two: the percentile Phi(z), and that of BCa (Efron 1987),
 
         Phi(z0 + (z0 + z) / (1 - a (z0 + z))),   z = -+ sqrt(P / (P - 1)) t_{P-1}((1 + level) / 2)
 
-    z0 is the normal quantile of the share of resampled means below the mean, a = sum d^3 / (6 (sum d^2)^1.5) for the
-    deviations d (..., P). Percentiles alone hold the truth too rarely where values are skewed or rarely 1, BCa alone
-    where most prompts are tied and a is noise. The z, in place of the normal quantile, undoes that the deviations of
-    resampled means lack a factor sqrt((P - 1) / P), and widens them as Student's t does (Hesterberg 2015, "What
+    z0 is the normal quantile of the fraction of resampled means below the mean, and a = sum d^3 / (6 (sum d^2)^1.5) for
+    the differences d from the mean, ``centred`` (..., P). Percentiles alone cover too rarely for skewed values and rare
+    events, BCa alone if most prompts are tied and a is noise. z replaces the normal quantile: it corrects the factor
+    sqrt((P - 1) / P) in the std of resampled means, and widens the interval as Student's t does (Hesterberg 2015, "What
     teachers should know about the bootstrap").
     """
     prompts = centred.shape[-1]
-    spread = centred.square().mean(-1).sqrt()
-    spread = torch.where(spread > 0, spread, 1.0)
-    acceleration = (centred / spread[..., None]).pow(3).mean(-1) / (6 * math.sqrt(prompts))
-    tie = 1e-9 * spread  # the same values, summed in another order
-    below = ((moved < -tie).double() + (moved <= tie).double()).mean(0) / 2
-    least = 0.5 / len(moved)  # finite for any number of resamples
+    std = centred.square().mean(-1).sqrt()
+    std = torch.where(std > 0, std, 1.0)
+    acceleration = (centred / std[..., None]).pow(3).mean(-1) / (6 * math.sqrt(prompts))
+    tie = 1e-9 * std  # tolerance for equal sums computed in another order
+    below = ((resampled < -tie).double() + (resampled <= tie).double()).mean(0) / 2
+    least = 0.5 / len(resampled)  # keeps the normal quantile finite
     bias = torch.special.ndtri(below.clamp(least, 1 - least))
     z = math.sqrt(prompts / (prompts - 1)) * float(stdtrit(prompts - 1, (1 + level) / 2))
     low, high = (_corrected(edge, bias, acceleration) for edge in (-z, z))
@@ -310,13 +317,13 @@ def _tails(centred: Tensor, moved: Tensor, level: float) -> tuple[Tensor, Tensor
 
 
 def _corrected(z: float, bias: Tensor, acceleration: Tensor) -> Tensor:
-    """The share that BCa takes in place of Phi(z)."""
-    slope = (1 - acceleration * (bias + z)).clamp(min=1e-12)  # where it is 0, the outermost resample
+    """Return the probability that BCa uses in place of Phi(z)."""
+    slope = (1 - acceleration * (bias + z)).clamp(min=1e-12)  # near 0 the bound is the outermost resample
     return torch.special.ndtr(bias + (bias + z) / slope)
 
 
 def _quantile(ordered: Tensor, share: Tensor) -> Tensor:
-    """Of (B, ...) in ascending order, linear between neighbours, at a share of its own for every index: (...)."""
+    """Return quantiles of (B, ...) in ascending order, at a probability ``share`` per index, interpolated: (...)."""
     place = share * (len(ordered) - 1)
     below = place.long()
     above = (below + 1).clamp(max=len(ordered) - 1)
@@ -335,15 +342,15 @@ def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
 
 
 def _rows_at_a_time(prompts: int) -> int:
-    return max(1, 2**22 // prompts)  # 32 MiB, however many prompts
+    return max(1, 2**22 // prompts)  # at most 32 MiB
 
 
-# A table of results asks for the same draws hundreds of times, and they take longer than what is done with them.
+# Cached, as a table of results uses the same draws hundreds of times, and drawing takes longer than the rest.
 
 
 @functools.lru_cache(maxsize=2)
 def _counts(prompts: int, rows: int, seed: int) -> Tensor:
-    """How often each prompt is drawn, (rows, prompts)."""
+    """Number of times each prompt is drawn in each resample, (rows, prompts)."""
     drawn = torch.randint(prompts, (rows, prompts), generator=torch.Generator().manual_seed(seed))
     return torch.zeros(rows, prompts, dtype=torch.float64).scatter_add_(
         1, drawn, torch.ones_like(drawn, dtype=torch.float64)
@@ -365,20 +372,20 @@ def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _zero_one(correct: Tensor) -> Tensor:
     correct = _group(correct, "correct")
     if not ((correct == 0) | (correct == 1)).all():
-        raise ValueError("expected 0 for wrong and 1 for correct samples; other rewards have best-of-N instead")
+        raise ValueError("expected 0 for wrong and 1 for correct samples; use best_of_n for other rewards")
     return correct
 
 
 def _group(rewards: Tensor, name: str) -> Tensor:
-    """``rewards`` in float64, refused unless (P, n) with n >= 1 and without NaN."""
+    """Return ``rewards`` in float64. Raises ValueError unless they are (P, n) with n >= 1 and without NaN."""
     if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.shape[1] == 0:
-        came = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise ValueError(f"{name} must be a tensor (P prompts, n >= 1 samples), got {came}")
+        got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise ValueError(f"{name} must be a tensor (P prompts, n >= 1 samples), got {got}")
     rewards = rewards.double()
     if rewards.isnan().any():
         prompt, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(
-            f"{name} holds {rewards.isnan().sum()} NaN, the first at prompt {prompt}, sample {sample}; "
+            f"{name} contains {rewards.isnan().sum()} NaN, the first at prompt {prompt}, sample {sample}; "
             "leave out the prompts on which a reward abstains"
         )
     return rewards
@@ -386,11 +393,14 @@ def _group(rewards: Tensor, name: str) -> Tensor:
 
 def _sequence(ns: Sequence[int]) -> list[int]:
     if isinstance(ns, Integral) or len(ns) == 0:
-        raise ValueError(f"ns must be a sequence of one or more N, such as [1, 4], got {ns!r}")
+        raise ValueError(f"ns must be a non-empty sequence of integers, such as [1, 4], got {ns!r}")
     return list(ns)
 
 
 def _checked_n(best_of: int, n: int) -> int:
     if not isinstance(best_of, Integral) or not 1 <= best_of <= n:
-        raise ValueError(f"N must be an integer from 1 to {n}, the samples per prompt, got {best_of!r}; use more")
+        raise ValueError(
+            f"N must be an integer from 1 to {n}, the number of samples per prompt, got {best_of!r}; "
+            "draw more samples or use a smaller N"
+        )
     return int(best_of)

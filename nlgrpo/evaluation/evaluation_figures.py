@@ -1,6 +1,6 @@
-"""Figures of evaluation results: value against N, against KL, and one reward against another, with intervals.
+"""Figures of evaluation results, with intervals: rewards over N, win rates over KL, and one reward over another.
 
-All take the entries that a report has in its table (`evaluation_tables`), so that a picture shows what the table says.
+All figures are drawn from the entries of the report's table, so that figures and table agree.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from matplotlib.ticker import MaxNLocator
 from nlgrpo.evaluation.figures import GREY, NAMED, Style, figure_of, legend, shortened
 from nlgrpo.evaluation.results import Entry, Estimate
 
-KLS = ("kl/k1", "kl/k3", "kl/training")  # what the distance is taken from, the best first
+KLS = ("kl/k1", "kl/k3", "kl/training")  # estimates of the KL, the best first
 KIND = re.compile(r"(bon|wor|maj@):?(\d+)(?::unbiased)?")
-KINDS = {"bon": "best of N", "wor": "worst of N", "maj@": "majority of N"}
+KINDS = {"bon": "best-of-N", "wor": "worst-of-N", "maj@": "majority of N"}
 PANELS = 12
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model stands in a family of models: on which line, how far along it, and what it is called there."""
+    """Place of a model on a line that joins models: the line's name, the model's order on it, and the point's text."""
 
     line: str
     along: float = math.nan
@@ -35,7 +35,7 @@ class Place:
 
 
 def kind_and_n(procedure: str) -> tuple[str, int]:
-    """``"bon:4"`` -> ("bon", 4), also "wor" and "maj@"; N = 1 is the mean, which is in all; ("", 0) for others."""
+    """``"bon:4"`` -> ("bon", 4); also for "wor" and "maj@". "mean" is ("bon", 1), other procedures are ("", 0)."""
     if procedure == "mean":
         return "bon", 1
     found = KIND.fullmatch(procedure)
@@ -53,14 +53,14 @@ class Table:
         self.models = list(dict.fromkeys(model for model, _ in self.rows))
 
     def quantities(self) -> list[str]:
-        """Those with a value under best-of-N for several N; what is judged by another's choice goes behind that."""
+        """Quantities with best-of-N values for several N; "B by choice of A" comes directly after A."""
         found = [q for (_, q), row in self.rows.items() if sum(kind == "bon" for kind, _ in row) > 1]
         by_choice = {name: name.rpartition(" by choice of ")[2] for name in found}
         first = {name: i for i, name in reversed(list(enumerate(found)))}
         return sorted(first, key=lambda name: (first.get(by_choice[name], first[name]), first[name]))
 
     def points(self, model: str, quantity: str, kind: str) -> list[tuple[int, Estimate]]:
-        """Value against N; worst-of-1 and the majority of one are the mean too."""
+        """Pairs (N, value) of a procedure; the mean is its value at N = 1. Empty for fewer than two N."""
         row = self.rows.get((model, quantity), {})
         found = [(n, entry.estimate) for (its, n), entry in row.items() if its == kind or (n == 1 and its == "bon")]
         return sorted(dict(found).items()) if len(dict(found)) > 1 else []
@@ -70,7 +70,7 @@ class Table:
         return {model: points for model, points in found.items() if points}
 
     def at(self, model: str, quantity: str, n: int) -> Entry | None:
-        """Best-of-n, or for diversity, of which nothing is chosen, its only entry."""
+        """Best-of-n entry, or for diversity, which has no best-of-n, its only entry."""
         row = self.rows.get((model, quantity), {})
         return row.get(("bon", n)) or (row.get(("bon", 1)) if len(row) == 1 else None)
 
@@ -81,18 +81,18 @@ class Table:
         return None
 
     def chosen_from(self) -> list[int]:
-        """1, and the N nearest to 4 that all have."""
+        """[1, N], with the N nearest to 4 that all models have; [1] if they have none in common."""
         ns = [{n for kind, n in row if kind == "bon"} for row in self.rows.values()]
         ns = [several for several in ns if len(several) > 1]
         common = set.intersection(*ns) - {1} if ns else set()
         return [1, *([min(common, key=lambda n: abs(n - 4))] if common else [])]
 
 
-# --- against N --------------------------------------------------------------------------------------------------------
+# --- rewards over N ---------------------------------------------------------------------------------------------------
 
 
 def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
-    """Every reward against N with intervals, under best-of-N, and where it was evaluated worst-of-N and majority."""
+    """Draw each reward over N, with intervals: best-of-N and, if evaluated, worst-of-N and majority."""
     wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.of_kind(name, kind)][:PANELS]
     figure, panels = _grid(len(wanted), narrow)
     for axes, (name, kind) in zip(panels, wanted, strict=True):
@@ -104,17 +104,17 @@ def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False)
         axes.set_xticks(ns, [str(n) for n in ns])
         axes.minorticks_off()
         axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}")
-        axes.set_xlabel("N (samples to choose from)")
+        axes.set_xlabel("N (number of samples)")
         axes.set_ylabel("value")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
     return figure
 
 
-def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], own: Style, label: str) -> None:
+def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], look: Style, label: str) -> None:
     ns = [n for n, _ in points]
     value, low, high = np.array([[e.value, e.low, e.high] for _, e in points]).T
-    axes.fill_between(ns, low, high, color=own.colour, alpha=0.13, linewidth=0)
-    axes.plot(ns, value, **own.line, marker=own.marker, markersize=5, label=label)
+    axes.fill_between(ns, low, high, color=look.colour, alpha=0.13, linewidth=0)
+    axes.plot(ns, value, **look.line, marker=look.marker, markersize=5, label=label)
 
 
 def _grid(count: int, narrow: bool, columns: int = 2, height: float = 3.3) -> tuple[Figure, list[Axes]]:
@@ -128,16 +128,16 @@ def _grid(count: int, narrow: bool, columns: int = 2, height: float = 3.3) -> tu
     return figure, panels[:count]
 
 
-# --- against KL -------------------------------------------------------------------------------------------------------
+# --- win rates over KL ------------------------------------------------------------------------------------------------
 
 
 def has_win_rates(table: Table) -> bool:
-    """Whether a model has both a win rate and a distance."""
+    """Whether some model has both a win rate and a KL."""
     return bool(_won(table))
 
 
 def _won(table: Table) -> list[tuple[str, int]]:
-    """Rewards and N under which some model has a win rate and a distance; N = 1 and another, three rewards."""
+    """Pairs (reward, N) for which some model has a win rate and a KL: at most three rewards, N = 1 and one more."""
     known = [model for model in table.models if table.distance(model) is not None]
     names = [q for q in table.quantities() if any(_win_rate(table, m, q, 1) for m in known)][:3]
     pairs = [(name, n) for n in table.chosen_from() for name in names]
@@ -150,10 +150,10 @@ def _win_rate(table: Table, model: str, quantity: str, n: int) -> Estimate | Non
 
 
 def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Place], *, narrow: bool = False) -> Figure:
-    """Win rate against the reference over the KL to it, with intervals; lines join models of one family.
+    """Draw win rates against the reference over the KL to it, with intervals; lines join models of one family.
 
-    In the panels of single completions, what best-of-N of the reference itself would reach (dashed): N/(N+1) at a KL of
-    log N - (N-1)/N, for rewards without ties.
+    The dashed line in panels of single completions is best-of-N of the reference: a win rate of N / (N + 1) at a KL of
+    log N - (N - 1) / N, for rewards without ties.
     """
     wanted = _won(table)
     figure, panels = _grid(len(wanted), narrow, columns=max(2, len({name for name, _ in wanted})))
@@ -167,7 +167,7 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
             _reference_curve(axes, max(distance.value for distance, _ in found.values()))
         _scatter(axes, found, looks, places, percent=True)
         axes.axhline(50, color=GREY, linewidth=0.8)
-        axes.set_title(f"{name}: {'single completions' if n == 1 else f'best of {n} each'}")
+        axes.set_title(f"{name}: {'single completions' if n == 1 else f'best-of-{n}'}")
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_ylabel("win rate (%)")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -191,24 +191,26 @@ def _scatter(
     percent: bool = False,
     hollow: Iterable[str] = (),
 ) -> None:
-    """Points with intervals in both directions; those of one family are joined in their order and have their text."""
+    """Draw points with text and intervals in both directions; lines join the models of a family in order."""
     scale, hollow = (100 if percent else 1), set(hollow)
     families: dict[str, list[tuple[float, float, float]]] = {}
     for model, (x, y) in found.items():
-        own, place = looks[model], places.get(model, Place(""))
+        look, place = looks[model], places.get(model, Place(""))
         (point, *_) = axes.errorbar(
             x.value,
             scale * y.value,
             xerr=_reach(x),
             yerr=_reach(y, scale),
-            color=own.colour,
-            marker=own.marker,
+            color=look.colour,
+            marker=look.marker,
             linestyle="none",
             capsize=2,
             elinewidth=1,
             zorder=3,
         )
-        axes.plot([], [], color=own.colour, marker=own.marker, linestyle="none", label=model)  # filled, in the legend
+        axes.plot(
+            [], [], color=look.colour, marker=look.marker, linestyle="none", label=model
+        )  # filled, for the legend
         if model in hollow:
             point.set_markerfacecolor("none")
         if place.text and len(found) <= 3 * NAMED:
@@ -218,7 +220,7 @@ def _scatter(
                 textcoords="offset points",
                 xytext=(6, 5),
                 fontsize=7.5,
-                color=own.colour,
+                color=look.colour,
             )
         if not math.isnan(place.along):
             families.setdefault(place.line, []).append((place.along, x.value, scale * y.value))
@@ -231,18 +233,18 @@ def _scatter(
 
 
 def _reach(estimate: Estimate, scale: float = 1) -> list[list[float]] | None:
-    """Of an error bar; none where there is no interval."""
+    """Lengths of an error bar; None if there is no interval."""
     if math.isnan(estimate.low):
         return None
     low, high = estimate.value - estimate.low, estimate.high - estimate.value
     return [[scale * max(0.0, low)], [scale * max(0.0, high)]]
 
 
-# --- one reward against another ---------------------------------------------------------------------------------------
+# --- one reward over another ------------------------------------------------------------------------------------------
 
 
 def fronts_of(table: Table, without: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of rewards, three at most, that three or more have in common, the reference among them."""
+    """At most three pairs of rewards that at least three models, including the reference, have in common."""
     names = [q for q in dict.fromkeys(q for _, q in table.rows) if q not in set(without) and _is_reward(table, q)]
     both = {
         (a, b): [m for m in table.models if table.at(m, a, 1) and table.at(m, b, 1)] for a, b in combinations(names, 2)
@@ -263,9 +265,9 @@ def fronts(
     *,
     narrow: bool = False,
 ) -> Figure:
-    """Two rewards against each other, each as its own best of N: of single completions, and of N.
+    """Draw two rewards over each other: of single completions, and best-of-N of each reward.
 
-    A hollow point is below another one in both.
+    A point is hollow if another point is higher in both rewards.
     """
     ns = table.chosen_from()
     figure, panels = _grid(len(pairs) * len(ns), narrow, height=4.0)
@@ -276,7 +278,7 @@ def fronts(
             if x is not None and y is not None:
                 found[model] = x.estimate, y.estimate
         _scatter(axes, found, looks, places, hollow=beaten(found))
-        axes.set_title("single completions" if n == 1 else f"best of {n}")
+        axes.set_title("single completions" if n == 1 else f"best-of-{n}")
         axes.set_xlabel(shortened(a, 40))
         axes.set_ylabel(shortened(b, 40))
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -284,7 +286,7 @@ def fronts(
 
 
 def beaten(found: Mapping[str, tuple[Estimate, Estimate]]) -> list[str]:
-    """Models of which another one is higher in both."""
+    """Return the models for which another model is higher in both rewards."""
     return [
         model
         for model, (x, y) in found.items()

@@ -1,4 +1,4 @@
-"""Figures of lengths, rewards and curves of one or several runs, with matplotlib."""
+"""Matplotlib figures of one or several runs: completion lengths, rewards and training curves."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from torch import Tensor
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 
 DPI = 150
-# Okabe and Ito's palette: told apart by colour-blind readers, and on white as on black
+# Okabe and Ito's palette: distinguishable for colour-blind readers, on white and on black
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A08000")
 MARKERS = "osD^vPh"
 DASHES = ((), (5, 2), (1, 1.5), (6, 2, 1, 2))
 GREY = "#8a929c"
-OVERLAID = 3  # histograms beside a reference; more have a row each
-NAMED = 8  # more models than this are named in no legend: the page has a table of them
-NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")  # which a name may hold, and a file of SVG must not
-POINTS = 400  # of a curve; no picture shows more
-POINTS_IN_ALL = 6000  # of all runs' curves in a panel, by which the page of many stays small
+OVERLAID = 3  # trained models whose histograms overlap the reference's; more models get one row each
+NAMED = 8  # with more models than this there is no legend: the page has a table of the models
+NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")  # characters that a name may contain, but not an SVG file
+POINTS = 400  # most points of a curve
+POINTS_IN_ALL = 6000  # most points of all curves in a panel, to keep a page of many runs small
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a model looks in all pictures."""
+    """Colour, marker and dashes of a model in all pictures."""
 
     colour: str = GREY
     marker: str = "x"
@@ -50,7 +50,7 @@ class Style:
 
 
 def series_style(place: int, again: int = 0) -> Style:
-    """Return the style of the model at ``place``; ``again`` counts other evaluations of it, which share its colour."""
+    """Style of the model with index ``place``. Evaluation ``again`` of the same model keeps its colour."""
     turn = place // len(COLOURS) + again
     return Style(COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)])
 
@@ -65,9 +65,9 @@ def lengths(
     *,
     narrow: bool = False,
 ) -> Figure:
-    """Length histograms of references and trained models, with the targets of length rewards."""
+    """Draw length histograms of references and trained models, with the targets of length rewards."""
     longest = max(s.max_length for s in sampled.values())
-    values = {label: s.lengths.flatten().clamp(1, longest).numpy() for label, s in sampled.items()}  # 0 goes with 1
+    values = {label: s.lengths.flatten().clamp(1, longest).numpy() for label, s in sampled.items()}  # 0 counts as 1
     figure, (axes,) = _panels(1, len(values), narrow)
     _distribution(axes, values, looks, _edges(longest), per_bin=False)
     _length_axes(axes, longest, targets, legend=len(values) <= 2)
@@ -80,7 +80,7 @@ def lengths(
 
 
 def rewards(sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
-    """A histogram of every reward, up to six, of references and trained models."""
+    """Draw a histogram of each reward (at most six) of references and trained models."""
     names = list(dict.fromkeys(name for s in sampled.values() for name in s.rewards))[:6]
     figure, panels = _panels(len(names), len(sampled), narrow)
     for axes, name in zip(panels, names, strict=True):
@@ -108,12 +108,11 @@ def _panels(count: int, rows: int, narrow: bool) -> tuple[Figure, list[Axes]]:
 
 
 def _known(values: Tensor) -> np.ndarray:
-    known: np.ndarray = values[~values.isnan()].double().numpy()
-    return known
+    return np.asarray(values[~values.isnan()].double())
 
 
 def _edges_of(values: np.ndarray) -> np.ndarray:
-    """Edges of bins: one for each value where these are few, as of a reward of 0 and 1, else 40 of equal width."""
+    """Bin edges: one bin per value for up to 12 distinct values, such as a 0/1 reward, else 40 equal bins."""
     different = np.unique(values)
     if len(different) < 2:
         middle = different[0] if len(different) else 0.0
@@ -127,15 +126,15 @@ def _edges_of(values: np.ndarray) -> np.ndarray:
 def _distribution(
     axes: Axes, values: Mapping[str, np.ndarray], looks: Mapping[str, Style], edges: np.ndarray, *, per_bin: bool
 ) -> None:
-    """Histograms over each other, or where they are many a row for each, the darker the more."""
+    """Draw overlapping histograms, or for many models one row each, darker where there are more completions."""
     heights = {label: _percent(x, edges, per_bin) for label, x in values.items()}
     if len(values) > OVERLAID + 1:
         _rows(axes, heights, looks, edges)
         return
     for label, percent in heights.items():
-        own = looks[label]
-        axes.stairs(percent, edges, fill=True, color=own.colour, alpha=0.35 if own == Style() else 0.25, linewidth=0)
-        axes.stairs(percent, edges, color=own.colour, linewidth=1.6, linestyle=own.line["linestyle"], label=label)
+        look = looks[label]
+        axes.stairs(percent, edges, fill=True, color=look.colour, alpha=0.35 if look == Style() else 0.25, linewidth=0)
+        axes.stairs(percent, edges, color=look.colour, linewidth=1.6, linestyle=look.line["linestyle"], label=label)
 
 
 def _percent(values: np.ndarray, edges: np.ndarray, per_bin: bool) -> np.ndarray:
@@ -147,7 +146,7 @@ def _rows(axes: Axes, heights: Mapping[str, np.ndarray], looks: Mapping[str, Sty
     most = max(float(h.max()) for h in heights.values()) or 1.0
     for i, (label, percent) in enumerate(heights.items()):
         colours = np.array([[to_rgba(looks[label].colour)] * len(percent)])
-        colours[..., 3] = np.sqrt(percent / most)  # transparent, so that the page is seen, be it white or black
+        colours[..., 3] = np.sqrt(percent / most)  # transparent, to fit a white and a black page
         axes.pcolormesh(edges, [i - 0.45, i + 0.45], colours, rasterized=True)
     axes.set_ylim(len(heights) - 0.4, -0.6)
     axes.set_xlim(edges[0], edges[-1])
@@ -165,7 +164,7 @@ def figure_of(size: tuple[float, float]) -> Figure:
 
 
 def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) -> None:
-    """One legend under all panels, of what is named in these."""
+    """Draw one legend under all panels; labels in ``order`` come first."""
     named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if 1 < len(named) <= NAMED + 3:
         named = {label: named[label] for label in dict.fromkeys([*order, *named]) if label in named}
@@ -176,13 +175,13 @@ def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) ->
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
-Series = tuple[Sequence[Mapping[str, Any]], str, str, Style]  # what was logged, the metric, its name, its look
+Series = tuple[Sequence[Mapping[str, Any]], str, str, Style]  # log entries, metric, label, style
 
 
 def curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Style], *, narrow: bool = False
 ) -> Figure:
-    """Rewards, objectives, KL, beta where it changes, and length over the steps, or `CHOICES`; of one or several."""
+    """Draw rewards, objectives, KL, beta (if it changes) and length over the steps; `CHOICES` for preference pairs."""
     wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
     columns = 1 if narrow else 2
     lines = math.ceil(len(wanted) / columns)
@@ -199,7 +198,7 @@ def curves(
             axes.legend()
     for axes in panels[: len(wanted)][-columns:]:
         axes.set_xlabel("step")
-        axes.tick_params(labelbottom=True)  # also of a panel above an empty place
+        axes.tick_params(labelbottom=True)  # also for a panel above an empty one
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[len(wanted) :]:
         axes.set_axis_off()
@@ -208,30 +207,30 @@ def curves(
     return figure
 
 
-CHOICES: list[tuple[str, str, dict[str, str]]] = [  # what runs on pairs and winners log, which draw no completions
+CHOICES: list[tuple[str, str, dict[str, str]]] = [  # metrics of runs on preference pairs and winners
     ("Loss", "loss", {"loss": "loss"}),
-    ("Log-probs of completions", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
-    ("Margin of the implicit reward", "margin", {"rewards/margins": "margin"}),
-    ("Pairs in the right order", "share", {"rewards/accuracies": "share"}),
+    ("Completion log-probs", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    ("Implicit reward margin", "margin", {"rewards/margins": "margin"}),
+    ("Preference accuracy", "accuracy", {"rewards/accuracies": "accuracy"}),
 ]
 
 
 def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Series]]]:
-    """Panels by what is measured; a reward has one colour in all."""
+    """Panels of one run: title, y label and series. A reward has the same colour in all panels."""
     names = sorted({name for entry in logged for name in entry})
-    found = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if re.match(r"rewards/.+/mean$", n)}
+    rewards = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if re.match(r"rewards/.+/mean$", n)}
     objectives = {n: n.removeprefix("objective/") for n in names if n.startswith("objective/")}
-    colours = {name: Style(COLOURS[i % len(COLOURS)]) for i, name in enumerate(found.values())}
+    colours = {name: Style(COLOURS[i % len(COLOURS)]) for i, name in enumerate(rewards.values())}
     betas = {entry["beta"] for entry in logged if isinstance(entry.get("beta"), int | float)}
     fixed = f", beta = {next(iter(betas)):g}" if len(betas) == 1 else ""
     panels = [
-        ("Mean reward", "reward", found),
-        ("Objective (estimate of the batch)", "objective value", objectives),
+        ("Mean reward", "reward", rewards),
+        ("Objective (batch estimate)", "objective value", objectives),
         (f"KL to the reference{fixed}", "KL (nats per token)", {"kl": "KL"}),
         ("Completion length", "mean length (tokens)", {"completions/mean_length": "mean length"}),
     ]
     if len(betas) > 1:
-        panels.append(("Weight of the KL", "beta", {"beta": "beta"}))
+        panels.append(("KL weight", "beta", {"beta": "beta"}))
     if "logps/chosen" in names:
         panels, colours = CHOICES[: 4 if "rewards/margins" in names else 2], {"rejected": Style(COLOURS[1])}
     return [
@@ -243,14 +242,14 @@ def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Se
 def _of_several(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Style]
 ) -> list[tuple[str, str, list[Series]]]:
-    """A panel for each metric; rewards up to six."""
+    """Panels of several runs: one per metric, at most six rewards."""
     names = {name for logged in runs.values() for entry in logged[-50:] for name in entry}
     found = sorted(name for name in names if re.match(r"rewards/.+/mean$", name))[:6]
     wanted = [(f"Mean reward: {name[8:-5]}", "reward", name) for name in found]
-    wanted.append(("Objective (estimate of the batch)", "objective value", "objective/aggregate"))
+    wanted.append(("Objective (batch estimate)", "objective value", "objective/aggregate"))
     wanted.append(("KL to the reference", "KL (nats per token)", "kl"))
     betas = {entry["beta"] for its in runs.values() for entry in its if isinstance(entry.get("beta"), int | float)}
-    wanted += [("Weight of the KL", "beta", "beta")] * (len(betas) > 1)
+    wanted += [("KL weight", "beta", "beta")] * (len(betas) > 1)
     wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
     if "logps/chosen" in names and not found:
         wanted = [(title, ylabel, next(iter(series))) for title, ylabel, series in CHOICES]
@@ -263,7 +262,7 @@ def _of_several(
 def _curve(
     axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, its: Style, *, most: int, faint: bool
 ) -> bool:
-    """Draw one metric as a moving average, at ``most`` points, and ``faint`` as logged; false where it never was."""
+    """Draw a metric's moving average at ``most`` points, ``faint``: and its values. False if it was never logged."""
     points = [(entry["step"], entry[name]) for entry in logged if isinstance(entry.get(name), int | float)]
     if not points:
         return False
@@ -274,7 +273,7 @@ def _curve(
         return True
     if faint:
         axes.plot(*_extremes(steps, values), color=its.colour, alpha=0.25, linewidth=0.8)
-    # Divided by how many points each window holds, so that the ends are averages too.
+    # Divide by the number of points in each window, which is smaller at the ends.
     smooth, count = (np.convolve(x, np.ones(width), mode="same") for x in (values, np.ones_like(values)))
     some = np.unique(np.linspace(0, len(points) - 1, min(len(points), most)).round().astype(int))
     axes.plot(steps[some], (smooth / count)[some], **its.line, label=label)
@@ -282,7 +281,7 @@ def _curve(
 
 
 def _extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `POINTS` of them: the lowest and the highest of every stretch, so that no spike is lost."""
+    """Reduce a curve to at most `POINTS` points: the minimum and the maximum of each segment, which keeps spikes."""
     if len(values) <= POINTS:
         return steps, values
     borders = np.linspace(0, len(values), POINTS // 2 + 1).round().astype(int)
@@ -305,9 +304,9 @@ def comparison(
     ns: Sequence[int],
     targets: Sequence[float],
 ) -> Figure:
-    """Left, length histograms of all models; right, ``values``, their best-of-N rewards against N, with intervals.
+    """Draw length histograms (left) and the best-of-N rewards ``values`` over N, with intervals (right).
 
-    More than three trained models have a strip each, over the reference.
+    With more than three trained models, each has its own panel, with the reference behind it.
     """
     strips = max(1, len(models) - 1) if len(models) > 4 else 1
     figure = Figure(figsize=(11, max(4.2, 0.95 * strips + 0.6)), layout="constrained")
@@ -322,8 +321,8 @@ def comparison(
     right.set_xscale("log", base=2)
     right.set_xticks(ns, [str(best_of) for best_of in ns])
     right.minorticks_off()
-    right.set_xlabel("N (samples to choose from)")
-    right.set_ylabel("best-of-N reward, weighted sum")
+    right.set_xlabel("N (number of samples)")
+    right.set_ylabel("weighted sum of best-of-N rewards")
     right.set_title("Value of best-of-N")
     right.legend()
     return figure
@@ -346,7 +345,7 @@ def _lengths_of_models(
             if axes is not panels[-1]:
                 axes.set_xlabel("")
                 axes.tick_params(labelbottom=False)
-    panels[0].set_title("Completion length" + " (% per token of length; grey: reference)" * (len(panels) > 1))
+    panels[0].set_title("Completion length" + " (% per token; grey: reference)" * (len(panels) > 1))
 
 
 def _colour(model: int) -> str:
@@ -355,7 +354,7 @@ def _colour(model: int) -> str:
 
 
 def _edges(max_length: int) -> np.ndarray:
-    """Edges of about 40 bins of 1 to ``max_length`` tokens, halfway between whole lengths; the last may be narrower."""
+    """Edges of about 40 bins of 1 to ``max_length`` tokens, between the integers; the last may be narrower."""
     width = max(1, math.ceil(max_length / 40))
     return np.append(np.arange(0.5, max_length, width), max_length + 0.5)
 
@@ -363,7 +362,7 @@ def _edges(max_length: int) -> np.ndarray:
 def _histogram(
     axes: Axes, sampled: EvaluationSamples, edges: np.ndarray, colour: str, label: str, *, alpha: float
 ) -> None:
-    counted = sampled.lengths.flatten().clamp(1, sampled.max_length).numpy()  # an empty one goes to the first bin
+    counted = sampled.lengths.flatten().clamp(1, sampled.max_length).numpy()  # length 0 counts as 1
     percent = 100 * np.histogram(counted, bins=edges, density=True)[0]
     axes.stairs(percent, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
     axes.stairs(percent, edges, color=colour, linewidth=1.6, label=label)
@@ -375,13 +374,13 @@ def _length_axes(axes: Axes, max_length: int, targets: Sequence[float], *, legen
         axes.axvline(target, color=mpl.rcParams["text.color"], linestyle="--", linewidth=1, label=label)
     axes.set_xlim(0, max_length + 0.5)
     axes.set_xlabel("completion length (tokens)")
-    axes.set_ylabel("completions (% per token of length)")
+    axes.set_ylabel("completions (% per token)")
     if legend:
         axes.legend()
 
 
 def objective_label(sampled: EvaluationSamples) -> str:
-    """Name a run in a legend by its objective, such as ``"bon:4"`` or ``"mean (GRPO)"``, or by that of each reward."""
+    """Legend label of a run: its objective, such as ``"bon:4"`` or ``"mean (GRPO)"``, or that of each reward."""
     objectives = sampled.objectives
     if len(set(objectives.values())) > 1:
         return ", ".join(f"{name} {objective}" for name, objective in objectives.items())
@@ -403,20 +402,20 @@ def _theme(dark: bool) -> Any:
         "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
         "legend.fontsize": 9, "legend.framealpha": 0.9, "legend.edgecolor": "none",
         "font.size": 10, "lines.linewidth": 1.8, "svg.hashsalt": "nlgrpo",
-        "text.parse_math": False,  # a run or a reward may have a dollar in its name
+        "text.parse_math": False,  # the name of a run or a reward may contain a dollar sign
     }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure in all its forms: a file for a light page, and SVG for screens, wide and narrow."""
+    """One figure as PNG, and as SVG for wide and narrow screens."""
 
     png: bytes
     wide: str
     narrow: str
 
     def url(self, *, narrow: bool, dark: bool) -> str:
-        """As a data URL; the dark one differs in the colours of the theme alone."""
+        """Data URL of the SVG. The dark variant differs only in the theme's colours."""
         svg = self.narrow if narrow else self.wide
         for light, other in zip(*(_PAGE[theme] for theme in (False, True)), strict=True) if dark else ():
             svg = svg.replace(light, other)
@@ -424,12 +423,12 @@ class Picture:
 
 
 def picture(draw: Callable[..., Figure]) -> Picture:
-    """Of the figures that ``draw()`` and ``draw(narrow=True)`` make."""
+    """Render the figures returned by ``draw()`` and ``draw(narrow=True)``."""
     with mpl.rc_context(_theme(False)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script, which the page has as text
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # for names in other scripts; the page shows them as text
         figure = draw()
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # it is laid out once for both forms, which is half of the work
+        figure.set_layout_engine("none")  # reuse the layout for PNG and SVG: half of the time
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=DPI)
         return Picture(png.getvalue(), _svg(figure), _svg(draw(narrow=True)))
@@ -442,7 +441,7 @@ def _svg(figure: Figure) -> str:
 
 
 def render(draw: Callable[[], Figure], *, form: str = "png", dark: bool = False) -> bytes:
-    """The figure that ``draw`` makes, as a file of this ``form`` ("png", "pdf", "svg"), for a light or a dark page."""
+    """Render the figure returned by ``draw`` as "png", "pdf" or "svg" bytes, in the light or dark theme."""
     buffer = io.BytesIO()
     with mpl.rc_context(_theme(dark)):
         draw().savefig(buffer, format=form, dpi=DPI)

@@ -1,6 +1,6 @@
-"""One HTML file that needs nothing else: its style, the script that sorts and filters tables, and their parts.
+"""Building blocks of a self-contained HTML page: style, a script that sorts and filters tables, sections and tables.
 
-All text goes through `html.escape` here. A policy in the page lets no request leave it, and only this script run.
+All text is escaped here with `html.escape`. The page's content security policy allows no requests and only this script.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ summary { cursor: pointer; padding: .2rem 0; overflow-wrap: anywhere }
 pre { background: var(--card); border-radius: 8px; padding: .8rem; overflow-x: auto; font-size: .85rem }
 """
 
-# Without it, tables are there in the order in which they were written.
+# Without scripts, tables are shown in their original order.
 SCRIPT = """
 "use strict";
 for (const table of document.querySelectorAll("table.sorts")) {
@@ -96,7 +96,7 @@ for (const table of document.querySelectorAll("table.sorts")) {
 
 
 def page(title: str, facts: Sequence[str], parts: Sequence[str], contents: Sequence[str] = ()) -> str:
-    """The whole file; ``contents`` are the titles of those sections that are linked to at its top."""
+    """The complete page. ``contents``: titles of the sections that are linked at its top."""
     script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{script}'"
     links = "".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a> ' for name in contents)
@@ -112,7 +112,7 @@ def page(title: str, facts: Sequence[str], parts: Sequence[str], contents: Seque
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading with what is under it; nothing where that is empty."""
+    """A heading with its content; empty if there is no content."""
     content = "".join(parts)
     return f'<h2 id="{_anchor(title)}">{html.escape(title)}</h2>{content}' if content else ""
 
@@ -130,7 +130,7 @@ def soft(text: str) -> str:
 
 
 def picture(drawn: Picture, title: str) -> str:
-    """One picture in the variant that fits the screen."""
+    """A picture element that chooses between wide and narrow, light and dark."""
     sources = "".join(
         f'<source media="{query}" srcset="{drawn.url(narrow=narrow, dark=dark)}">'
         for query, narrow, dark in (
@@ -160,7 +160,7 @@ def sample(completion: str, scores: str) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a cell, as HTML, and what it is sorted by."""
+    """Content of a table cell as HTML, and its sort key."""
 
     content: str
     sort: str = ""
@@ -172,17 +172,17 @@ def text(value: str) -> Cell:
 
 
 def number(value: float, shown: str, under: str = "") -> Cell:
-    """A number that sorts as such, NaN last."""
+    """Cell that sorts by ``value``, NaN last."""
     return Cell(stacked(shown, under) if under else html.escape(shown), "" if math.isnan(value) else repr(value), True)
 
 
 def stacked(first: str, second: str = "") -> str:
-    """Two texts side by side, one under the other on a narrow screen."""
+    """Two texts side by side; on a narrow screen the second one is below."""
     return f'{html.escape(first)} <span class="under">{html.escape(second)}</span>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], *, filters: Sequence[str] = (), kind: str = "") -> str:
-    """A table in a box in which it may scroll; it sorts where ``kind`` is "sorts"."""
+    """A scrollable table, sortable if ``kind`` is "sorts"; ``filters`` are columns with a selection box."""
     lines, numbers = [], set[int]()
     for row in rows:
         numbers |= {i for i, cell in enumerate(row) if cell.number}
@@ -200,7 +200,7 @@ def _cell(cell: Cell) -> str:
     return f"<td{' class=n' * cell.number}{by}>{cell.content}"
 
 
-SHAPES = {  # of matplotlib's markers, around (18, 7)
+SHAPES = {  # SVG of matplotlib's markers, centred at (18, 7)
     "o": '<circle cx="18" cy="7" r="4"/>',
     "s": '<path d="M14 3h8v8h-8z"/>',
     "D": '<path d="M18 2l5 5-5 5-5-5z"/>',
@@ -213,7 +213,7 @@ SHAPES = {  # of matplotlib's markers, around (18, 7)
 
 
 def swatch(series_style: Style) -> str:
-    """The line and the marker by which the pictures show a model."""
+    """SVG of the line and the marker of a model in the figures."""
     dash = f' stroke-dasharray="{" ".join(str(2 * d) for d in series_style.dash)}"' if series_style.dash else ""
     return (
         f'<svg width="36" height="14" aria-hidden="true" stroke="{series_style.colour}" fill="{series_style.colour}">'

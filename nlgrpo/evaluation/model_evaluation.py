@@ -1,4 +1,4 @@
-"""Evaluates models on held-out prompts: samples completions, scores them, and measures the KL to the reference."""
+"""Evaluation of models on held-out prompts: sample completions, score them, and measure the KL to the reference."""
 
 from __future__ import annotations
 
@@ -35,14 +35,12 @@ from nlgrpo.training.build import load_prompts, load_rewards, sampling_of
 from nlgrpo.training.losses import kl
 
 REFERENCE = "reference"
-
-
-CHUNK = 4  # prompts in a file of completions
+CHUNK = 4  # prompts per file of completions
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is asked for beside the configuration."""
+    """Options in addition to the configuration."""
 
     models: tuple[str, ...]
     reference: str
@@ -54,12 +52,12 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that an evaluation needs."""
+    """Prompts, models, rewards and options of an evaluation."""
 
     cfg: Config
     options: EvaluationOptions
     ranks: Ranks
-    candidates: list[RolloutCollector]  # the reference first; each has its own tokens of the prompts
+    candidates: list[RolloutCollector]  # the reference first; each has the prompts in its own tokens
     objectives: dict[str, Objective]
     scorers: list[Scorer]
     console: Console = field(default_factory=Console)
@@ -87,18 +85,18 @@ def _label(name: str) -> str:
 
 
 def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
-    """Read tokenizers, prompts and rewards; weights are read one model at a time, by `draw`."""
+    """Load tokenizers, prompts and rewards; `draw` loads the weights, one model at a time."""
     labels = [REFERENCE, *map(_label, options.models)]
     if len(set(labels)) < len(labels):
-        raise ValueError(f"models need different labels, got {', '.join(labels)}; give one as LABEL=PATH")
+        raise ValueError(f"models need different labels, got {', '.join(labels)}; set a label with LABEL=PATH")
     named = [options.reference, *options.models]
     candidates = [_candidate(label, name, options, cfg, ranks) for label, name in zip(labels, named, strict=True)]
     first = candidates[0]
     for other in candidates[1:]:
         if other.batch.prompts != first.batch.prompts:
             raise ValueError(
-                f"{other.label} cannot answer the same prompts as {first.label}: its context or tokenizer leaves out "
-                "others as too long. Lower rollout.max_new_tokens, or choose prompts that fit all models."
+                f"{other.label} and {first.label} have different prompts after the length filter: their contexts or "
+                "tokenizers differ. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
     objectives, loaded = load_rewards(cfg, ranks.device)
     reward_functions.check_columns(loaded, list(first.batch.columns))
@@ -110,10 +108,10 @@ def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, r
     path = path_of(name) if label != REFERENCE else Path(name)
     source = hf_weights.locate(path / "model" if is_run(path) else str(path))
     tokenizer = load_tokenizer(source)
-    here = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
-    _, held_out = load_prompts(here, tokenizer, shape_of(decoder.read_config(source)))
+    model_cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
+    _, held_out = load_prompts(model_cfg, tokenizer, shape_of(decoder.read_config(source)))
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
-    seed = cfg.train.seed ^ (1 << 62)  # that of a run's own evaluation
+    seed = cfg.train.seed ^ (1 << 62)  # the seed of a run's own evaluation
     sampling = sampling_of(cfg, tokenizer, source)
     sampler = Sampler(tokenizer, sampling, cfg.evaluation.samples, cfg.rollout.max_rows, seed, [])
     dtype = compute_dtype(cfg.model.dtype, ranks.device)
@@ -123,19 +121,19 @@ def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, r
 
 
 def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
-    """Whether both have the same tokens, so that one can tell how likely the other's completions are."""
+    """Whether both have the same vocabulary and prompt tokens, which a KL between them requires."""
     return a.batch.ids == b.batch.ids and a.sampler.tokenizer.get_vocab() == b.sampler.tokenizer.get_vocab()
 
 
 def draw(e: Evaluation, candidate: RolloutCollector) -> None:
-    """Draw what is not kept yet."""
+    """Draw the completions that are not saved yet."""
     model = cache(partial(candidate.load, e.ranks.device))
     missing = e.queue.missing(candidate.chunks, candidate.drawn)
     e.queue.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(model(), chunk))
 
 
 def measure_kl(e: Evaluation, candidates: Sequence[RolloutCollector]) -> None:
-    """Log-ratios of the completions to the reference, by its log-probs: "k1" and "k3", summed over tokens, (p, n)."""
+    """Compute and save the KL estimates "k1" and "k3" to the reference, summed over tokens, (p, n) per file."""
     first = e.candidates[0]
     reference = cache(partial(decoder.load, first.source, dtype=first.dtype, device=e.ranks.device))
     pieces = [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks]
@@ -148,10 +146,13 @@ def _measure_kl(e: Evaluation, reference: Decoder, candidate: RolloutCollector, 
     prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
     tokens = micro_batch_tokens(None, device)
     batches = pack(prompts, rollout.completion_ids(), range(len(prompts)), tokens, device)
-    theirs = logprobs.completion_logprobs(reference, rollout, batches, candidate.sampler.sampling.temperature).cpu()
-    ours = rollout.logprobs.flatten(0, 1).to(theirs)
-    found = {kind: kl.estimate(ours, theirs, kind).sum(-1).view(rollout.lengths.shape) for kind in ("k1", "k3")}
-    candidate.store.write(kl_name(e, chunk), found)
+    reference_logprobs = logprobs.completion_logprobs(
+        reference, rollout, batches, candidate.sampler.sampling.temperature
+    ).cpu()
+    own = rollout.logprobs.flatten(0, 1).to(reference_logprobs)
+    shape = rollout.lengths.shape
+    kls = {kind: kl.estimate(own, reference_logprobs, kind).sum(-1).view(shape) for kind in ("k1", "k3")}
+    candidate.store.write(kl_name(e, chunk), kls)
 
 
 def kl_name(e: Evaluation, chunk: Batch) -> str:
@@ -159,13 +160,13 @@ def kl_name(e: Evaluation, chunk: Batch) -> str:
 
 
 def score(e: Evaluation, candidate: RolloutCollector, scorer: Scorer) -> None:
-    """What a reward gives to every completion."""
+    """Score all completions that are not scored yet with one reward."""
     missing = e.queue.missing(candidate.chunks, lambda chunk: candidate.scored(chunk, scorer))
     e.queue.work(f"{candidate.label}: {scorer.name}", missing, lambda chunk: candidate.score(chunk, [scorer]))
 
 
 def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
-    """All chunks of a model, which all ranks have written, in the order of the prompts."""
+    """Load all chunks of a model in the order of the prompts, from all ranks."""
     chunks, read = candidate.chunks, candidate.store.read
     rollouts = [candidate.rollout(chunk) for chunk in chunks]
     texts = [candidate.sampler.texts(c.prompts, rollout) for c, rollout in zip(chunks, rollouts, strict=True)]
@@ -189,9 +190,9 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
 
 
 def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
-    there = [chunk for chunk in chunks if chunk is not None]
-    names = sorted(there[0])  # a file has them in any order
-    return {name: torch.cat([chunk[name] for chunk in there]).double() for name in names}
+    present = [chunk for chunk in chunks if chunk is not None]
+    names = sorted(present[0])  # files have no fixed order of names
+    return {name: torch.cat([chunk[name] for chunk in present]).double() for name in names}
 
 
 def _answers(function: Any, completions: Sequence[Sequence[str]]) -> Tensor:
@@ -204,15 +205,17 @@ def _answers(function: Any, completions: Sequence[Sequence[str]]) -> Tensor:
 
 
 def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
-    """Draw, score and collect; the results by label, on the first rank. Collective.
+    """Draw, score and collect. Returns the samples by label on rank 0, and nothing on other ranks. Collective.
 
-    Raises on every rank what one of them met.
+    An error on one rank is raised on all ranks.
     """
     reference, *others = e.candidates
     alike = [c for c in others if tokenize_alike(reference, c)]
     for c in others:
         if c not in alike:
-            e.console.print(f"{c.label} has another tokenizer than the reference: no KL, and lengths in its own tokens")
+            e.console.print(
+                f"{c.label} has a different tokenizer than the reference: its KL is left out, lengths are in its tokens"
+            )
     for c in e.candidates:
         draw(e, c)
     measure_kl(e, alike)

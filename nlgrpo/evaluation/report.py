@@ -1,7 +1,7 @@
-"""The report of runs, evaluations and sweeps: one HTML file and pictures; and several runs laid over each other.
+"""The HTML report of runs, evaluations and sweeps with its figures, and the figure of `nlgrpo compare`.
 
-Everything is made from the files that a folder holds, so a report can be made again at any time, also of a run that was
-killed: what is missing is said in the report and the rest is shown (`findings`).
+A report is built from the files of a folder alone, so it can be written at any time, also for a run that was killed.
+Missing or damaged files are listed in the report's notes (`run_loader`).
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ PROMPTS = 8
 
 
 def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page and its pictures for one folder or for several; returns the page.
+    """Write the HTML report of one or more folders, and its figures. Returns the path of the report.
 
-    A folder is that of a run, of `nlgrpo evaluate` or of `nlgrpo sweep`. ``out`` is by default ``report.html`` in the
-    folder, for several in the current one. Pictures stand beside it, as ``lengths.png``, ``curves.png``,
-    ``rewards.png``, ``best_of_n.png``, ``win_rates.png`` and ``fronts.png``; beside another name than report.html they
-    begin with that. What is missing or damaged is left out and named in the page.
+    Each folder is a run or the output of `nlgrpo evaluate` or `nlgrpo sweep`. ``out`` is by default ``report.html`` in
+    the folder, or in the current one for several folders. The figures are saved next to it: ``lengths.png``,
+    ``curves.png``, ``rewards.png``, ``best_of_n.png``, ``win_rates.png`` and ``fronts.png``. If ``out`` has another
+    name, that name is their prefix. Missing or damaged files are left out and listed in the report.
 
-    Raises ValueError for a folder that is none of these, and where ``out`` is no name of an HTML file.
+    Raises ValueError for a folder of another kind, and if ``out`` does not end in .html.
     """
     given = [Path(folders)] if isinstance(folders, str | Path) else list(dict.fromkeys(map(Path, folders)))
     if not given:
-        raise ValueError("no folder to report on; give one or more that `nlgrpo train`, `evaluate` or `sweep` wrote")
+        raise ValueError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
     out = Path(out) if out is not None else (given[0] if len(given) == 1 else Path()) / FILE
     out = out / FILE if out.is_dir() else out
     if out.suffix not in (".html", ".htm"):
@@ -75,7 +75,7 @@ def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Pat
 
 
 class _Report:
-    """What has been found, how it looks, and the sections that are made of it."""
+    """Builds the sections of the page from the loaded data."""
 
     def __init__(self, found: ReportData, out: Path) -> None:
         self.found, self.out = found, out
@@ -88,14 +88,14 @@ class _Report:
         self.differing, self.places = config_diff.columns(configs), config_diff.places(configs)
 
     def _names(self) -> dict[str, str]:
-        """How legends call what has a label."""
+        """Legend names by label, for labels with another name in legends."""
         model = self.one
         if model is None or model.sampled is None:
             return {}
         return {model.label: f"trained: {figures.objective_label(model.sampled)}"}
 
     def _looks(self) -> dict[str, figures.Style]:
-        """A model keeps its look in all pictures, and its colour in all evaluations of it."""
+        """Style of each label: the same in all figures; evaluations of one model share its colour."""
         references = dict.fromkeys([*self.found.references, *(e.model for e in self.found.reference_entries)])
         looks = {label: figures.Style(dash=figures.DASHES[i % 4]) for i, label in enumerate(references)}
         places: dict[str, list[str]] = {}
@@ -111,7 +111,7 @@ class _Report:
             "Result": _result(self.one.label, self.found) if self.one else "",
             "Models": "" if self.one else self.models(),
             **pictures,
-            "All numbers": self.numbers(),
+            "All results": self.numbers(),
             "Samples": self.samples(),
             "Settings": self.settings(),
         }
@@ -123,7 +123,7 @@ class _Report:
         if len(models) != 1:
             facts.append(f"{len(models)} models")
         if any(model.logged for model in models) or self.one:
-            facts.append(f"{sum(len(model.logged) for model in models)} steps logged")
+            facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
         shapes = {tuple(s.lengths.shape) for s in self.found.sampled.values()}
         sizes = [f"{p} prompts x {n} samples" for p, n in sorted(shapes)]
         return facts + [f"evaluated on {' and '.join(sizes)}"] * bool(sizes)
@@ -131,7 +131,7 @@ class _Report:
     # --- pictures ---
 
     def pictures(self) -> dict[str, str]:
-        """Those for which there is something to show, by their titles."""
+        """HTML of the figures that have data, by title."""
         found, looks, places = self.found, self._renamed(self.looks), self._renamed(self.places)
         renamed = [replace(entry, model=self.names.get(entry.model, entry.model)) for entry in found.entries]
         table = evaluation_figures.Table(renamed)
@@ -143,23 +143,23 @@ class _Report:
             "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
             "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
             "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
-            "Value under best-of-N": (
+            "Best-of-N rewards": (
                 "best_of_n",
                 bool(table.quantities()),
                 partial(evaluation_figures.best_of_n, table, looks),
                 INTERVALS,
             ),
-            "Win rate against KL": (
+            "Win rate over KL": (
                 "win_rates",
                 evaluation_figures.has_win_rates(table),
                 partial(evaluation_figures.win_rates, table, looks, places),
                 self._about_kl(),
             ),
-            "One reward against another": (
+            "Reward trade-offs": (
                 "fronts",
                 bool(pairs),
                 partial(evaluation_figures.fronts, table, pairs, looks, places),
-                "Hollow: another point is higher in both. " + INTERVALS,
+                "Hollow points: another model is higher in both rewards. " + INTERVALS,
             ),
         }
         return {
@@ -179,13 +179,13 @@ class _Report:
 
     def _about_kl(self) -> str:
         taken = {entry.quantity for entry in self.found.entries if entry.quantity.startswith("kl/")}
-        logged = "KL of runs: a token's in the last tenth of the steps, times the length. " * (TRAINING_KL in taken)
-        return f"{logged}Win rates are against each model's reference under the same procedure. {INTERVALS}"
+        logged = "KL of runs: mean KL per token times length, over the last 10% of the steps. " * (TRAINING_KL in taken)
+        return f"{logged}Win rates: against the model's reference under the same procedure. {INTERVALS}"
 
     # --- tables ---
 
     def models(self) -> str:
-        """What is shown, how the pictures show it, and in what it differs; beyond 12 keys only the first."""
+        """Table of the models: style, state, logged steps, and the first 12 configuration keys that differ."""
         keys = list(self.differing)[:12]
         rows = [
             [self._named(label), html_page.text("reference"), html_page.text(""), *[html_page.text("")] * len(keys)]
@@ -196,8 +196,8 @@ class _Report:
             steps = html_page.number(len(model.logged) or math.nan, str(len(model.logged) or "-"))
             values = [html_page.text(self.differing[key].get(model.label, "")) for key in keys]
             rows.append([self._named(model.label), html_page.text(model.state), steps, *values])
-        about = "In the pictures, the models have these colours, lines and markers" * (len(rows) > figures.NAMED)
-        about += "; beyond 28 they come again" * (len(self.found.models) > 28)
+        about = "Colours, lines and markers are those of the figures" * (len(rows) > figures.NAMED)
+        about += "; they repeat after 28 models" * (len(self.found.models) > 28)
         table = html_page.table(["model", "state", "steps", *keys], rows, kind="sorts")
         return table + (html_page.soft(f"{about}.") if about else "")
 
@@ -206,12 +206,12 @@ class _Report:
         return Cell(html_page.swatch(self.looks[label]) + name.content, label)
 
     def numbers(self) -> str:
-        """Every entry, which sorts by a click on a heading."""
+        """Table of all entries, sortable by a click on a heading."""
         heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
         rows = [self._row(entry) for entry in self.found.entries]
         about = (
-            "Means over prompts; intervals are 95%, by bootstrap over prompts. Win rates and changes are against the "
-            "reference on the same prompts; p is that of no change (permutation test)."
+            "Means over prompts with 95% intervals (bootstrap over prompts). Win rates and changes are relative to the "
+            "reference on the same prompts. p: p-value of no change (permutation test)."
         )
         return html_page.table(heads, rows, filters=heads[:3], kind="sorts") + html_page.soft(about) if rows else ""
 
@@ -231,7 +231,7 @@ class _Report:
     # --- samples and settings ---
 
     def samples(self) -> str:
-        """The completions that were kept, of references and models side by side, with lengths and rewards."""
+        """Saved completions of references and models side by side, with lengths and rewards."""
         shown = {label: s for label, s in self.found.sampled.items() if s.prompts and s.completions}
         each = 4 if len(shown) < 4 else 2 if len(shown) < 9 else 1
         content = ""
@@ -251,26 +251,26 @@ class _Report:
         return f"<div>{name}{''.join(_sample(sampled, prompt, j) for j in range(each))}</div>"
 
     def settings(self) -> str:
-        """Every configuration, with the versions it ran with, and those that made this page."""
+        """All configurations with their library versions, and the versions that created this page."""
         content = ""
         for label, settings in self.found.settings.items():
             versions = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
             if settings.config:
-                whole = json.dumps(settings.config, indent=2, ensure_ascii=False, default=str)
-                content += html_page.details(f"{label}{f' ({versions})' * bool(versions)}", html_page.code(whole))
-        made = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
-        made["Python"] = platform.python_version()
+                text = json.dumps(settings.config, indent=2, ensure_ascii=False, default=str)
+                content += html_page.details(f"{label}{f' ({versions})' * bool(versions)}", html_page.code(text))
+        versions_here = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
+        versions_here["Python"] = platform.python_version()
         return content + html_page.soft(
-            "This page: " + ", ".join(f"{name} {version}" for name, version in made.items())
+            "This page was created with " + ", ".join(f"{name} {version}" for name, version in versions_here.items())
         )
 
 
-SMOOTHED = "Strong: moving average over a twentieth of the steps."
-INTERVALS = "Intervals: 95%, bootstrap over prompts."
+SMOOTHED = "Dark lines: moving average over 5% of the steps."
+INTERVALS = "95% intervals: bootstrap over prompts."
 
 
 def length_targets(config: Any) -> list[float]:
-    """Targets of every ``length(target=..)`` reward that is named anywhere in a config, ascending."""
+    """Targets of all ``length(target=..)`` rewards in a configuration, sorted."""
     if isinstance(config, Mapping):
         config = list(config.values())
     if isinstance(config, list):
@@ -279,7 +279,7 @@ def length_targets(config: Any) -> list[float]:
 
 
 def _result(label: str, found: ReportData) -> str:
-    """Of one run, every reward's mean and best-of-4 (fewer where there are fewer samples), before and after."""
+    """Table of one run: mean and best-of-4 (or of fewer samples) of each reward, before and after training."""
     model = found.models[0]
     sampled = {"before": found.references.get(model.reference), "after": model.sampled}
     known = {when: s for when, s in sampled.items() if s is not None}
@@ -298,7 +298,7 @@ def _result(label: str, found: ReportData) -> str:
         rows.append(row)
     heads = ["reward", "procedure", *summaries, *(["change"] if len(summaries) == 2 else [])]
     return html_page.table(heads, rows, kind="wraps") + html_page.soft(
-        "In brackets: 95% intervals, bootstrap over prompts."
+        "In brackets: 95% intervals (bootstrap over prompts)."
     )
 
 
@@ -307,7 +307,7 @@ def _number(value: float) -> str:
 
 
 def _estimate(estimate: Estimate | None, form: str, scale: float = 1, unit: str = "") -> Cell:
-    """A number with its interval beside it; an empty cell where there is none."""
+    """Cell with a number and its interval; empty if there is none."""
     if estimate is None or math.isnan(estimate.value):
         return html_page.number(math.nan, "")
     value, low, high = (form.format(scale * x) for x in (estimate.value, estimate.low, estimate.high))
@@ -328,19 +328,19 @@ def _sample(sampled: EvaluationSamples, prompt: int, j: int) -> str:
 
 
 def compare(runs: Sequence[Path], out: Path) -> Path:
-    """Lay runs over each other in one picture and print their values; returns the file written (PNG, PDF or SVG).
+    """Draw several runs in one figure and print a table of their rewards. Returns the path of the PNG, PDF or SVG file.
 
-    Left, length histograms of the reference (of the first run) and of each trained model (IAMA, Fig. 3a); right, the
-    weighted sum of best-of-N rewards against N with 95% intervals. ``out`` may be a folder, for ``compare.png`` in it.
+    Left: length histograms of the reference (of the first run) and of each trained model (IAMA, Fig. 3a). Right: the
+    weighted sum of best-of-N rewards over N, with 95% intervals. If ``out`` is a folder, the file is ``compare.png``.
 
-    Raises ValueError for a folder that is no run or has no finished evaluation, where rewards or weights differ, and
-    where a model has no prompt on which no reward abstained.
+    Raises ValueError if a folder is not a run or its evaluation is not finished, if rewards or weights differ, and if
+    the rewards abstain on all prompts of a model.
     """
     out = Path(out) / "compare.png" if Path(out).is_dir() or not Path(out).suffix else Path(out)
     if out.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"cannot draw into {out}: the name must end in .png, .pdf or .svg")
     if not runs:
-        raise ValueError("no run to compare; give one or more folders that `nlgrpo train` wrote")
+        raise ValueError("no runs to compare; give one or more folders written by `nlgrpo train`")
     folders = list({Path(run).resolve(): Path(run) for run in runs}.values())
     evaluated = {run: _evaluated(run) for run in folders}
     configs = {run: run_loader.read_config(run, []) for run in folders}
@@ -360,30 +360,29 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
 def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int]) -> Any:
     per_prompt = weighted_best_of_n(sampled, ns)
     if not per_prompt.shape[-1]:
-        raise ValueError(f"{label}: on every prompt some reward abstained, so there is no sum of rewards to compare")
+        raise ValueError(f"{label}: on every prompt some reward abstained; the weighted sum has no value to compare")
     return bootstrap(per_prompt)
 
 
 def _evaluated(run: Path) -> dict[str, EvaluationSamples]:
     if run_loader.kind_of(run) != "run":
-        raise ValueError(f"{run} is no run; nlgrpo report shows evaluations and sweeps, also several in one page")
+        raise ValueError(f"{run} is not a run; use `nlgrpo report` for evaluations and sweeps")
     if _table(run_loader.read_config(run, []), "evaluation").get("prompts") == 0:
         raise ValueError(
-            f"{run} was trained with evaluation.prompts = 0; `nlgrpo evaluate {run} --evaluation.prompts 64` "
-            "measures its model"
+            f"{run} was trained with evaluation.prompts = 0; run `nlgrpo evaluate {run} --evaluation.prompts 64` to "
+            "evaluate its model"
         )
     sampled = read_evaluation(run)
     if set(sampled) < {"before", "after"}:
-        raise ValueError(
-            f"{run} is evaluated only {', '.join(sampled) or 'never'}; finish it with the command that began it"
-        )
+        missing = " or ".join(when for when in ("before", "after") if when not in sampled)
+        raise ValueError(f"{run} has no evaluation {missing} training; run the command that started it again to resume")
     return sampled
 
 
 def _comparable(
     evaluated: Mapping[Path, Mapping[str, EvaluationSamples]], configs: Mapping[Path, Mapping[str, Any]]
 ) -> dict[str, EvaluationSamples]:
-    """Models by the label of the legend, the reference first; runs of the same objective are named by folder."""
+    """Samples by legend label, the reference first. Labels of runs with the same objective include the folder."""
     first_run, first = next(iter(evaluated.items()))
     models, taken = {REFERENCE: first["before"]}, set[str]()
     labels = [figures.objective_label(sampled["after"]) for sampled in evaluated.values()]
@@ -391,14 +390,14 @@ def _comparable(
         after = sampled["after"]
         if after.weights != first["after"].weights:
             raise ValueError(
-                f"{run} has rewards {after.weights}, {first_run} has {first['after'].weights}; "
+                f"the reward weights of {run} are {after.weights}, those of {first_run} {first['after'].weights}; "
                 "only runs with the same rewards and weights can be compared"
             )
-        own, others = (_table(configs[folder], "rewards") for folder in (run, first_run))
-        for name in own.keys() & others.keys():
-            if _meaning(_table(own, name)) != _meaning(_table(others, name)):
+        ours, theirs = (_table(configs[folder], "rewards") for folder in (run, first_run))
+        for name in ours.keys() & theirs.keys():
+            if _meaning(_table(ours, name)) != _meaning(_table(theirs, name)):
                 raise ValueError(
-                    f"the reward {name!r} of {run} is {_table(own, name)}, that of {first_run} {_table(others, name)}; "
+                    f"reward {name!r} of {run} is {_table(ours, name)}, that of {first_run} {_table(theirs, name)}; "
                     "only runs with the same rewards can be compared"
                 )
         models[label if labels.count(label) == 1 else f"{label} · {run_loader.unique_label(run, taken)}"] = after
@@ -406,7 +405,7 @@ def _comparable(
 
 
 def _meaning(reward: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a reward computes, however it is written: target, arguments and scale, with paths as they are now."""
+    """Parsed specification of a reward: target, arguments and scale, with resolved paths."""
     try:
         target, arguments = parse_spec(reward.get("function", ""))
     except ValueError:
@@ -416,19 +415,19 @@ def _meaning(reward: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _place(value: Any) -> Any:
-    """A path as the file or folder that it names; what names none, or is no text, as it is."""
+    """Resolve a value that is the path of an existing file or folder; return any other value unchanged."""
     path = os.path.expanduser(value) if isinstance(value, str) else ""
     return os.path.realpath(path) if path and os.path.exists(path) else value
 
 
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of a configuration as it stands in a file, whoever wrote that."""
+    """Section of a configuration that was read from a file; empty if it is missing or not a table."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Table:
-    """A column a model, or for more than three trained ones a line each, so that 80 columns are enough."""
+    """Table with a column per model, or for more than three trained models a row per model, to fit 80 columns."""
     table = Table(title="weighted sum of best-of-N rewards, 95% intervals", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("N", justify="right")
     many = len(values) > 4

@@ -1,4 +1,4 @@
-"""Results of an evaluation, as rows with intervals and tests, and as tables.
+"""Results of an evaluation as entries with intervals and tests, and as tables.
 
 Every number is a mean over prompts with a 95% bootstrap interval; models are compared on the same prompts.
 """
@@ -43,7 +43,7 @@ WEIGHTED_SUM = "weighted sum"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and its interval; NaN where nothing was measured."""
+    """A mean over prompts and its 95% interval; NaN if there is none."""
 
     value: float
     low: float
@@ -57,19 +57,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Entry:
-    """One model under one procedure, or one quantity of it (procedure "")."""
+    """One quantity of a model under one procedure; procedure "" for KL, length and diversity."""
 
     model: str
     quantity: str  # a reward's name, "reward by choice of another", "kl/k1", "length", "distinct/2"
     procedure: str
     estimate: Estimate
     win_rate: Estimate | None = None  # against the reference under the same procedure
-    change: Estimate | None = None  # from the reference, prompt by prompt
-    p_value: float = math.nan  # of no change
+    change: Estimate | None = None  # difference to the reference, prompt by prompt
+    p_value: float = math.nan  # of the hypothesis of no change
 
 
 def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> list[Entry]:
-    """Return all numbers of an evaluation, model by model; the first model is the reference."""
+    """Return the entries of all models; the first model is the reference."""
     name, reference = next(iter(found.items()))
     base: dict[tuple[str, str], Tensor] = {}
     rows = []
@@ -86,7 +86,7 @@ def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], g
 def compared(
     label: str, quantity: str, procedure: str, values: Tensor, wins: Tensor | None, base: Tensor | None
 ) -> Entry:
-    """Return the entry of a model, compared with the reference's values ``base`` (P,) if there are any."""
+    """Return the entry of a model, compared with the reference's values ``base`` (P,) unless they are None."""
     estimate, won = Estimate.of(values), None if wins is None else Estimate.of(wins)
     both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
     if base is None or not both.any():
@@ -101,7 +101,7 @@ Measured = Iterator[tuple[str, str, Tensor, Tensor | None]]
 def _measured(
     sampled: EvaluationSamples, reference: EvaluationSamples, procedures: Sequence[str], gold: Sequence[str]
 ) -> Measured:
-    """Yield quantity, procedure, value per prompt (NaN if undefined), and win rate per prompt."""
+    """Yield (quantity, procedure, value per prompt, win rate per prompt); undefined values are NaN."""
     for name, rewards in sampled.rewards.items():
         if is_pairwise(sampled.objectives[name]):
             yield name, "mean", rewards.nanmean(1), None
@@ -125,22 +125,23 @@ def _measured(
         yield f"distinct/{n}", "", values, None
 
 
-def _under(rewards: Tensor, theirs: Tensor, objective: Objective) -> tuple[Tensor, Tensor | None]:
-    there = ~rewards.isnan().any(1)
-    values = _at(there, procedure_value(rewards[there], objective))
-    both = there & ~theirs.isnan().any(1)
+def _under(rewards: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor | None]:
+    """Value and win rate per prompt under an objective; the win rate is None if the objective does not choose."""
+    scored = ~rewards.isnan().any(1)
+    values = _at(scored, procedure_value(rewards[scored], objective))
+    both = scored & ~reference.isnan().any(1)
     try:
-        return values, _at(both, procedure_win_rate(rewards[both], theirs[both], objective))
-    except ValueError:  # the objective chooses no response
+        return values, _at(both, procedure_win_rate(rewards[both], reference[both], objective))
+    except ValueError:
         return values, None
 
 
-def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, theirs: Tensor) -> Measured:
-    """Yield the reward of the answer and the number of draws, on prompts where the reference has rewards too."""
-    both = ~(rewards.isnan().any(1) | theirs.isnan().any(1))
+def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, reference: Tensor) -> Measured:
+    """Yield the reward of the answer and the number of draws, for prompts on which the reference has rewards too."""
+    both = ~(rewards.isnan().any(1) | reference.isnan().any(1))
     if not both.any():
         return
-    ours, base = rewards[both], theirs[both]
+    ours, base = rewards[both], reference[both]
     chances, draws = again.chosen(ours, base)
     won = weighted_win_rate(ours, chances, base, again.chosen(base, base)[0])
     yield name, str(again), _at(both, (chances * ours).sum(1)), _at(both, won)
@@ -148,21 +149,22 @@ def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, theirs: Tensor)
 
 
 def _majorities(name: str, rewards: Tensor, answers: Tensor, procedures: Sequence[str]) -> Measured:
-    there = ~rewards.isnan().any(1)
+    scored = ~rewards.isnan().any(1)
     for text in (text for text in procedures if rewind.parse(text) is None):
         objective = parse(text, user_code.function)
         if isinstance(objective, BestOfN):
             yield (
                 name,
                 f"maj@{objective.n}",
-                _at(there, maj_at_k(rewards[there], answers[there], [objective.n])[0]),
+                _at(scored, maj_at_k(rewards[scored], answers[scored], [objective.n])[0]),
                 None,
             )
 
 
-def _chosen(rewards: Tensor, judged: Tensor, objective: Objective) -> Tensor:
-    there = ~(rewards.isnan() | judged.isnan()).any(1)
-    return _at(there, selected_value(rewards[there], judged[there], objective))
+def _chosen(rewards: Tensor, gold: Tensor, objective: Objective) -> Tensor:
+    """Value per prompt of the gold reward when ``rewards`` chooses the response."""
+    scored = ~(rewards.isnan() | gold.isnan()).any(1)
+    return _at(scored, selected_value(rewards[scored], gold[scored], objective))
 
 
 def _at(where: Tensor, values: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ def _at(where: Tensor, values: Tensor) -> Tensor:
 def write(
     found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str], cfg: Config, folder: Path
 ) -> None:
-    """Write ``results.json``: every entry, the configuration and the versions."""
+    """Write ``results.json``: all entries, the configuration and the versions."""
     rows = [asdict(entry) for entry in entries(found, procedures, gold)]
     content = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg), "results": rows}
     atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
@@ -227,7 +229,7 @@ def _cell(entry: Entry | None) -> str:
 
 
 def _stars(p: float) -> str:
-    """Mark the significance of the difference."""
+    """Text of the p-value; empty for NaN."""
     return "" if math.isnan(p) else f", p {p:.2g}" if p >= 0.001 else ", p < 0.001"
 
 
@@ -246,22 +248,22 @@ class Row:
 
 
 def weighted_best_of_n(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
-    """``sum_i w_i BoN_i`` of each prompt: (len(ns), P'), over the P' prompts on which no reward abstains.
+    """Weighted sum ``sum_i w_i BoN_i`` per prompt, (len(ns), P'), for the P' prompts on which no reward abstains.
 
-    Each reward picks its own best of N, as in the training objective ``sum_i w_i R_i``; from diversity nothing is
-    picked, it counts as it is.
+    Each reward chooses its own best of N, as in the training objective ``sum_i w_i R_i``. A diversity reward has its
+    mean for every N.
     """
     picks = {name: "diversity" if is_pairwise(text) else "best" for name, text in sampled.objectives.items()}
     return _weighted(sampled, ns, picks)
 
 
 def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Row]:
-    """Mean (N = 1) and best-of-N of each reward, then of the weighted sum if rewards are several, with 95% intervals.
+    """Rows with mean (N = 1) and best-of-N of each reward and, for several rewards, of their weighted sum.
 
-    A reward with the objective "wor:N" has its worst-of-N instead, and diversity its mean alone; in the weighted sum,
-    "each of N", every reward is taken as in its own rows. A prompt on which a reward abstains for any sample is left
-    out for that reward, and for the weighted sum; where no prompt is left the row is NaN. Raises ValueError for N above
-    the samples a prompt.
+    Rewards with the objective "wor:N" have worst-of-N instead, and diversity only its mean. In the weighted sum each
+    reward is used as in its own rows; the procedure is "each of N" if these differ. A prompt on which a reward abstains
+    for any sample is left out for that reward and for the weighted sum; without any prompt the row is NaN. Intervals
+    are 95%. Raises ValueError if N exceeds the number of samples per prompt.
     """
     picks = {name: _pick(text) for name, text in sampled.objectives.items()}
     per_prompt = {
@@ -287,36 +289,36 @@ def _pick(objective: str) -> str:
 
 
 def _picked(rewards: Tensor, ns: Sequence[int], pick: str) -> Tensor:
-    """(len(ns), P) of one reward: its best or worst of N, or for diversity its mean whatever N is."""
+    """Best-of-N or worst-of-N of a reward, or for diversity its mean for every N, (len(ns), P)."""
     if pick == "diversity":
         return best_of_n(rewards, [1]).expand(len(ns), -1)
     return (worst_of_n if pick == "worst" else best_of_n)(rewards, ns)
 
 
 def _weighted(sampled: EvaluationSamples, ns: Sequence[int], picks: Mapping[str, str]) -> Tensor:
-    """(len(ns), P') weighted sum over the P' prompts on which no reward abstains."""
+    """Weighted sum of the rewards, (len(ns), P'), for the P' prompts on which no reward abstains."""
     scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
     parts = [sampled.weights[name] * _picked(r[scored], ns, picks[name]) for name, r in sampled.rewards.items()]
     return torch.stack(parts).sum(0)
 
 
 def format_interval(row: Row, gap: str = " ") -> str:
-    """``-0.1234 [-0.1301, -0.1170]``; no brackets where there is no interval, a dash where nothing was scored."""
+    """``-0.1234 [-0.1301, -0.1170]``; no brackets without an interval, and "-" for NaN."""
     if math.isnan(row.value):
         return "-"
     return f"{row.value:.4f}" if math.isnan(row.low) else f"{row.value:.4f}{gap}[{row.low:.4f}, {row.high:.4f}]"
 
 
 def format_change(old: Row, new: Row) -> str:
-    """``+0.0123``, or a dash where one of both was not scored."""
+    """``+0.0123``, or "-" if one of the two is NaN."""
     change = new.value - old.value
     return "-" if math.isnan(change) else f"{change:+.4f}"
 
 
 def before_after_table(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> Table:
-    """The table that ends a run: every reward and procedure, before -> after, with 95% intervals over prompts.
+    """Table of each reward and procedure before and after training, with 95% intervals over prompts.
 
-    Raises ValueError for N above the samples a prompt.
+    Raises ValueError if N exceeds the number of samples per prompt.
     """
     prompts, n = after.lengths.shape
     title = f"before and after training ({prompts} prompts x {n} samples, 95% intervals)"
@@ -325,7 +327,7 @@ def before_after_table(before: EvaluationSamples, after: EvaluationSamples, ns: 
         table.add_column(heading, no_wrap=heading != "reward")
     previous = None
     for old, new in zip(summarize(before, ns), summarize(after, ns), strict=True):
-        # An interval goes under its value, the objective under its reward: the table fits 80 columns.
+        # Put intervals below values and objectives below rewards, to fit 80 columns.
         name = Text(f"{new.reward}\n{after.objectives.get(new.reward, '')}") if new.reward != previous else ""
         cells = (format_interval(row, "\n") for row in (old, new))
         table.add_row(name, new.procedure, *map(Text, cells), format_change(old, new))

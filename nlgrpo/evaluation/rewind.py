@@ -1,4 +1,4 @@
-"""Rewind-and-repeat, an inference procedure of adaptive cost: draw until a response is good enough."""
+"""Rewind-and-repeat, an inference procedure of adaptive cost: sample until a response is good enough."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RewindAndRepeat:
-    """Responses are drawn one by one until one reaches a reward, ``most`` times at most; the last one is the answer.
+    """Sample until a response reaches a threshold reward, at most ``most`` times, and return the last response.
 
-    The reward to reach is the ``quantile`` of the reference's at the same prompt, the smallest that so large a share of
-    its samples does not exceed (InfAlign, appendix G: 0.85 and 32). Written "rewind:0.85:32".
+    The threshold is the ``quantile`` of the reference's rewards at the same prompt: the smallest of them that at least
+    this fraction of its samples does not exceed (InfAlign, appendix G: 0.85 and 32). Written "rewind:0.85:32".
 
-    Raises ValueError for a quantile outside of (0, 1] and for most < 1.
+    Raises ValueError for a quantile outside (0, 1] and for most < 1.
     """
 
     quantile: float
@@ -24,47 +24,48 @@ class RewindAndRepeat:
 
     def __post_init__(self) -> None:
         if not 0 < self.quantile <= 1:
-            raise ValueError(f"RewindAndRepeat(quantile={self.quantile}): expected a share in (0, 1].")
+            raise ValueError(f"RewindAndRepeat(quantile={self.quantile}): expected a number in (0, 1].")
         if self.most < 1:
-            raise ValueError(f"RewindAndRepeat(most={self.most}): expected at least one draw.")
+            raise ValueError(f"RewindAndRepeat(most={self.most}): expected an integer >= 1.")
 
     def threshold(self, reference: Tensor) -> Tensor:
-        """(P,) from the reference's rewards (P, n)."""
+        """Return the threshold of each prompt, (P,), from the reference's rewards (P, n)."""
         n = reference.shape[1]
-        place = max(1, math.ceil(self.quantile * n - 1e-9))  # 0.85 * 20 is a little above 17
-        return reference.sort(dim=1).values[:, place - 1]
+        k = max(1, math.ceil(self.quantile * n - 1e-9))  # 0.85 * 20 rounds to a little above 17
+        return reference.sort(dim=1).values[:, k - 1]
 
     def chosen(self, rewards: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """The chance of each sample to be the answer (P, n), and the expected number of draws (P,), float64.
+        """Return the probability that each sample is the answer (P, n), and the expected number of draws (P,), float64.
 
             P(none of m draws is good) = C(b, m) / C(n, m),   b of the n samples are below the threshold
 
-        are drawn without replacement, so that both are means over all orders of the n samples, without bias for
-        independent ones where the threshold is given. Against its own samples per model's is a little high.
+        The draws are without replacement, so that both results are means over all orders of the n samples. They are
+        unbiased for independent samples and a fixed threshold. A model compared with its own samples as the reference
+        gets a slightly higher value.
 
         Raises ValueError for rewards that are not (P, n), NaN, and fewer samples than ``most``.
         """
-        for name, given in (("rewards", rewards), ("reference", reference)):
-            if given.ndim != 2 or given.isnan().any() or not given.numel():
-                raise ValueError(f"expected {name} (P, n) without NaN, got {tuple(given.shape)}.")
+        for name, x in (("rewards", rewards), ("reference", reference)):
+            if x.ndim != 2 or x.isnan().any() or not x.numel():
+                raise ValueError(f"expected {name} (P, n) without NaN, got {tuple(x.shape)}.")
         n = rewards.shape[1]
         if self.most > n:
-            raise ValueError(f"{self}: needs {self.most} samples per prompt, and there are {n}; draw more.")
+            raise ValueError(f"{self} needs {self.most} samples per prompt, got {n}; draw more.")
         good = rewards >= self.threshold(reference)[:, None]
         bad = (~good).sum(1).double()
-        failed = [torch.ones_like(bad)]  # that the first m draws all failed, for m = 0, 1, ..
+        failed = [torch.ones_like(bad)]  # probability that the first m draws are all bad, m = 0, 1, ..
         for m in range(self.most):
             failed.append(failed[-1] * ((bad - m) / (n - m)).clamp(min=0))
-        share_good = (1 - failed[-1]) / good.sum(1).clamp(min=1)
-        share_bad = failed[-1] / bad.clamp(min=1)
-        return torch.where(good, share_good[:, None], share_bad[:, None]), torch.stack(failed[:-1]).sum(0)
+        per_good = (1 - failed[-1]) / good.sum(1).clamp(min=1)
+        per_bad = failed[-1] / bad.clamp(min=1)
+        return torch.where(good, per_good[:, None], per_bad[:, None]), torch.stack(failed[:-1]).sum(0)
 
     def __str__(self) -> str:
         return f"rewind:{self.quantile:g}:{self.most}"
 
 
 def parse(text: str) -> RewindAndRepeat | None:
-    """ "rewind:QUANTILE:MOST"; None for the name of something else. Raises ValueError for other arguments."""
+    """Parse "rewind:QUANTILE:MOST". Return None for any other name; raise ValueError for invalid arguments."""
     name, *arguments = text.split(":")
     if name != "rewind":
         return None

@@ -1,4 +1,4 @@
-"""Tables and pictures of the reference's rollouts: rewards, ties, lengths, Kolmogorov-Smirnov tests."""
+"""Tables and figures of the reference's rollouts: rewards, ties, lengths, Kolmogorov-Smirnov tests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class RewardSummary:
 
     name: str
     mean: float
-    std: float  # of all completions
+    std: float  # over all completions
     std_in_prompt: float  # mean over prompts of the std among a prompt's samples
-    zero_std: float  # share of prompts whose samples all have the same reward, and so no ranks
+    zero_std: float  # share of prompts whose samples all have the same reward
     ties: float  # share of pairs of a prompt's samples with the same reward
-    abstained: int  # completions
+    abstained: int  # number of completions
 
 
 def summarize(name: str, rewards: Tensor) -> RewardSummary:
     """Summarize rewards (P, K). Prompts with an unscored sample count only in the mean and the std."""
-    there = rewards[~rewards.isnan()]
+    scored = rewards[~rewards.isnan()]
     whole = rewards[~rewards.isnan().any(1)].sort(1).values
     K = rewards.shape[1]
     below = torch.searchsorted(whole, whole, right=False)
@@ -44,52 +44,51 @@ def summarize(name: str, rewards: Tensor) -> RewardSummary:
     squares = (whole - whole.mean(1, keepdim=True)).square().sum(1)
     return RewardSummary(
         name=name,
-        mean=there.mean().item(),
-        std=there.std().item() if len(there) > 1 else math.nan,
+        mean=scored.mean().item(),
+        std=scored.std().item() if len(scored) > 1 else math.nan,
         std_in_prompt=(squares / (K - 1)).sqrt().mean().item(),
         zero_std=(whole[:, 0] == whole[:, -1]).double().mean().item(),
         ties=tied.mean().item(),
-        abstained=rewards.numel() - len(there),
+        abstained=rewards.numel() - len(scored),
     )
 
 
 def table(rollouts: ReferenceRollouts) -> Table:
     """Build a table with a row per reward, and lengths and log-probs in its caption."""
     P, K = rollouts.lengths.shape
-    found = Table(title=f"{P:,} prompts x {K:,} samples of the reference", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("reward", "mean", "std", "std in prompt", "zero-std prompts", "ties", "abstained"):
-        found.add_column(heading, justify="left" if heading == "reward" else "right")
+    out = Table(title=f"{P:,} prompts x {K:,} samples of the reference", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("reward", "mean", "std", "std within prompt", "zero-std prompts", "ties", "abstained"):
+        out.add_column(heading, justify="left" if heading == "reward" else "right")
     for name, values in rollouts.rewards.items():
         s = summarize(name, values)
         numbers = [f"{s.mean:.4f}", f"{s.std:.4f}", f"{s.std_in_prompt:.4f}", f"{s.zero_std:.1%}", f"{s.ties:.1%}"]
-        found.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}")
+        out.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}")
     length, cut = rollouts.lengths.double().mean().item(), (~rollouts.finished).double().mean().item()
-    found.caption_justify = "left"
-    found.caption = (
-        f"{length:.1f} tokens per completion, {cut:.1%} cut at {rollouts.index.origin.sampling.max_new_tokens}; "
-        f"log-prob {rollouts.logprobs.mean().item():.2f}"
+    out.caption_justify = "left"
+    out.caption = (
+        f"{length:.1f} tokens per completion, {cut:.1%} truncated at {rollouts.index.origin.sampling.max_new_tokens}; "
+        f"mean log-prob {rollouts.logprobs.mean().item():.2f}"
     )
-    return found
+    return out
 
 
 def ks_tables(rollouts: ReferenceRollouts, sizes: Sequence[int], nested: bool) -> Iterator[Table]:
-    """Yield a table per reward; prompts with an unscored sample are left out."""
+    """Yield a table of Kolmogorov-Smirnov tests per reward; prompts with an unscored sample are left out."""
     for name, values in rollouts.rewards.items():
         whole = values[~values.isnan().any(1)]
         if not len(whole):
             continue
-        how = "nested samples" if nested else "disjoint samples"
-        title = f"{name}: two-sample Kolmogorov-Smirnov tests at 5%, {how}"
-        found = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        title = f"{name}: two-sample Kolmogorov-Smirnov tests at 5%, {'nested' if nested else 'disjoint'} samples"
+        out = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for heading in kolmogorov_smirnov.COLUMNS:
-            found.add_column(heading, justify="right")
+            out.add_column(heading, justify="right")
         for row in kolmogorov_smirnov.ks_table(whole, sizes, nested=nested):
-            found.add_row(*row.cells())
-        yield found
+            out.add_row(*row.cells())
+        yield out
 
 
 def draw_calibration(rollouts: ReferenceRollouts) -> list[Path]:
-    """Draw ``calibration-NAME.png`` of every reward into the folder: rewards over ranks, before and after."""
+    """Save ``calibration-NAME.png`` per reward into the folder: rewards over ranks, before and after calibration."""
     written = []
     for name, values in rollouts.rewards.items():
         whole = values[~values.isnan().any(1)]

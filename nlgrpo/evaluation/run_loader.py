@@ -1,7 +1,7 @@
-"""What a report shows: runs, evaluations and sweeps, read from their folders into one form.
+"""Loads runs, evaluations and sweeps from their folders for a report.
 
-A folder may be of a run that still goes on or was killed, and files may be damaged: what cannot be read is said in
-``notes``, and the rest is there. Shapes: P prompts, n samples a prompt.
+A run may still be training or may have been killed, and files may be damaged: what cannot be read is listed in
+``notes``, and the rest is loaded. Shapes: P prompts, n samples per prompt.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ LOGGED = re.compile(
 
 @dataclass
 class Model:
-    """One trained model: configuration, logged metrics and results; empty if unknown."""
+    """One trained model: configuration, logged metrics and results. Unknown fields are empty."""
 
     label: str
-    name: str  # of its folder, or in its evaluation: the same model keeps its colour in both
-    settings: str  # where the configuration is, in `ReportData.settings`
+    name: str  # of its folder or in its evaluation; models with the same name share a colour
+    settings: str  # key of its configuration in `ReportData.settings`
     state: str = ""
     logged: list[dict[str, Any]] = field(default_factory=list)
     sampled: EvaluationSamples | None = None
-    reference: str = ""  # label of the model that it is compared with
+    reference: str = ""  # label of the reference that it is compared with
     entries: list[Entry] = field(default_factory=list)
 
 
 @dataclass
 class Settings:
-    """A configuration, and the versions of what it ran with."""
+    """A configuration and the library versions it ran with."""
 
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass
 class ReportData:
-    """All that was found; every name is in it once."""
+    """All loaded data; labels are unique."""
 
     models: list[Model] = field(default_factory=list)
     references: dict[str, EvaluationSamples] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class ReportData:
 
     @property
     def entries(self) -> list[Entry]:
-        """Of the references, then of every model."""
+        """Entries of the references, then of all models."""
         return self.reference_entries + [entry for model in self.models for entry in model.entries]
 
     @property
@@ -78,7 +78,7 @@ class ReportData:
         return self.references | {m.label: m.sampled for m in self.models if m.sampled is not None}
 
     def reference_label(self, sampled: EvaluationSamples, of: str) -> tuple[str, bool]:
-        """The label of a reference, and whether it is a new one: runs from one model have it in common."""
+        """Return the label of a reference and whether it is new. Runs that start from the same model share it."""
         for label, known in self.references.items():
             if _same(known, sampled):
                 return label, False
@@ -88,7 +88,7 @@ class ReportData:
 
 
 def read(folders: Sequence[Path]) -> ReportData:
-    """Read runs, evaluations and sweeps. Raises ValueError for a folder that is none of them."""
+    """Load runs, evaluations and sweeps. Raises ValueError for a folder of another kind."""
     found, taken = ReportData(), set[str]()
     several = len(folders) > 1
     for folder in folders:
@@ -104,7 +104,7 @@ def read(folders: Sequence[Path]) -> ReportData:
 
 
 def kind_of(folder: Path) -> str:
-    """ "run", "evaluation" or "sweep". Raises ValueError for a folder that is neither."""
+    """Return "run", "evaluation" or "sweep". Raises ValueError for a folder of another kind."""
     if (folder / sweep_state.FILE).is_file():
         return "sweep"
     files = (*CONFIGS, metrics.FILE, FILE)
@@ -113,14 +113,14 @@ def kind_of(folder: Path) -> str:
     if not any((folder / name).is_file() for name in files):
         what = "has none of " + ", ".join(files) if folder.is_dir() else "is not a folder"
         raise ValueError(
-            f"{folder} {what}; give the folder that `nlgrpo train` wrote, such as runs/default, "
-            "or that of `nlgrpo evaluate` or `nlgrpo sweep`"
+            f"{folder} {what}; give a folder written by `nlgrpo train`, such as runs/default, "
+            "or by `nlgrpo evaluate` or `nlgrpo sweep`"
         )
     return "run"
 
 
 def _is_evaluation(folder: Path) -> bool:
-    """Whether it holds results, or samples of models, of which the reference comes first."""
+    """Whether the folder has results, or samples of models that begin with the reference."""
     if (folder / results.FILE).is_file():
         return True
     start = f'{{"{REFERENCE}"'
@@ -128,8 +128,8 @@ def _is_evaluation(folder: Path) -> bool:
 
 
 def unique_label(folder: Path, taken: set[str]) -> str:
-    """The folder's name, with those above it as far as others have the same; then it is taken."""
-    parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name need not be text
+    """Return a label not in ``taken``, and add it: the folder's name, with parent folders as needed."""
+    parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name may not be valid UTF-8
     labels = ["/".join(parts[-k:]).lstrip("/") or "/" for k in range(1, len(parts) + 1)]
     labels += [f"{labels[0]} ({k})" for k in range(2, len(taken) + 3)]
     label = next(label for label in labels if label not in taken)
@@ -138,7 +138,7 @@ def unique_label(folder: Path, taken: set[str]) -> str:
 
 
 def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
-    """Whether both are samples of one model on the same prompts, with the same scores."""
+    """Whether both have the same lengths and rewards, and so are the same samples."""
     return (
         torch.equal(a.lengths, b.lengths)
         and a.rewards.keys() == b.rewards.keys()
@@ -147,7 +147,7 @@ def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
 
 
 def _comparable(sampled: Sequence[EvaluationSamples]) -> bool:
-    """Whether all have as many prompts and the same rewards."""
+    """Whether all have the same number of prompts and the same rewards."""
     return len({(len(s.lengths), *sorted(s.rewards)) for s in sampled}) == 1
 
 
@@ -155,16 +155,16 @@ def _comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 
 
 def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state: str = "") -> None:
-    """Add the run in ``folder``; notes begin with its label where ``name`` is set."""
+    """Add the run in ``folder``; with ``name``, its notes begin with its label."""
     notes: list[str] = []
     logged = _read_curves(folder / metrics.FILE)
     found.settings[label] = Settings(read_config(folder, notes), _versions(folder))
     if not logged:
-        notes.append(f"{metrics.FILE} has no steps yet, so there are no curves.")
+        notes.append(f"{metrics.FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
     model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
     if len(sampled) == 2 and not _comparable(list(sampled.values())):
-        notes.append(f"{FILE} has other prompts or rewards after training than before, so they are not compared.")
+        notes.append(f"{FILE} has different prompts or rewards before and after training; they are not compared.")
         sampled.pop("before")
     _evaluate_run(found, model, sampled)
     found.models.append(model)
@@ -172,7 +172,7 @@ def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state:
 
 
 def _read_curves(path: Path) -> list[dict[str, Any]]:
-    """What pictures show of every logged step; the rest is dropped, which of many runs fills the memory."""
+    """Load the metrics that figures show; the other ones are dropped to save memory."""
     wanted: dict[str, bool] = {}
     kept = []
     for entry in metrics.read_jsonl(path):
@@ -183,28 +183,34 @@ def _read_curves(path: Path) -> list[dict[str, Any]]:
 
 
 def read_config(run: Path, notes: list[str]) -> dict[str, Any]:
-    """The configuration of a run, empty with a note where there is none that can be read."""
+    """Load the configuration of a run. If it is missing or damaged, return an empty one and add a note."""
     for name, load in zip(CONFIGS, (json.loads, tomllib.loads), strict=True):
         if (run / name).is_file():
             try:
                 config = load((run / name).read_text("utf-8"))
                 if isinstance(config, dict):
                     return config
-                notes.append(f"{name} cannot be read (it holds no table).")
+                notes.append(f"{name} cannot be read (its content is not a table).")
             except ValueError as error:
                 notes.append(f"{name} cannot be read ({error}).")
             return {}
-    notes.append(f"{' or '.join(CONFIGS)} is missing, so the settings are not shown.")
+    notes.append(f"{' or '.join(CONFIGS)} is missing; the settings are left out.")
     return {}
 
 
 def _versions(run: Path) -> dict[str, str]:
-    """What the newest checkpoint was written with."""
+    """Library versions of the newest checkpoint."""
     known = sorted(run.glob("checkpoints/*/manifest.json"), key=lambda path: path.stat().st_mtime)
     try:
         versions = json.loads(known[-1].read_text("utf-8"))["versions"] if known else {}
         return {str(name): str(version) for name, version in versions.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a checkpoint that is damaged or being removed
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # a damaged checkpoint, or one that is being removed
         return {}
 
 
@@ -214,16 +220,16 @@ def _read_samples(run: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
     except ValueError as error:
         notes.append(f"{error}.")
         return {}
-    notes += [f"The model {when} training is not evaluated yet." for when in ("before", "after") if when not in sampled]
+    notes += [f"There is no evaluation {when} training yet." for when in ("before", "after") if when not in sampled]
     return sampled
 
 
 def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
-    return "finished" if "after" in sampled else "not finished" if (run / metrics.FILE).is_file() else "not begun"
+    return "finished" if "after" in sampled else "not finished" if (run / metrics.FILE).is_file() else "not started"
 
 
 def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
-    """Add the results of the model, and of its reference if that is new."""
+    """Add the results of the model, and those of its reference if it is new."""
     if "before" in sampled:
         model.reference, new = found.reference_label(sampled["before"], model.label)
         if new:
@@ -242,7 +248,7 @@ def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, Evaluat
 
 
 def _procedures(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
-    """Best-of-N, worst-of-N if that was trained for, and what else was, as far as the samples go."""
+    """Procedures for the available samples: best-of-N, the trained objectives, and worst-of-N if it was trained."""
     n = min(s.lengths.shape[1] for s in sampled.values())
     trained = [text for s in sampled.values() for text in s.objectives.values() if not is_pairwise(text)]
     names = ["mean", *(f"bon:{best_of}" for best_of in NS if 1 < best_of <= n)]
@@ -253,14 +259,14 @@ def _procedures(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
 
 def _can_be_shown(text: str, n: int) -> bool:
     try:
-        objective = parse(text)  # without functions: a report runs no code of a run
+        objective = parse(text)  # without user functions: a report never runs a run's code
     except ValueError:
         return False
     return not (isinstance(objective, OfN) and (objective.n > n or text.count(":") > 1))
 
 
 def _training_kl(logged: Sequence[Mapping[str, Any]]) -> float:
-    """KL of a completion, nats: KL a token times tokens, over the last tenth of the steps; NaN where not logged."""
+    """KL per completion in nats: KL per token times length, over the last 10% of the steps; NaN if not logged."""
     last = logged[-max(1, len(logged) // 10) :]
     pairs = [(entry.get("kl"), entry.get("completions/mean_length")) for entry in last]
     known = [a * b for a, b in pairs if isinstance(a, int | float) and isinstance(b, int | float)]
@@ -281,14 +287,14 @@ def _read_sweep(found: ReportData, folder: Path, taken: set[str]) -> None:
             found.settings[label] = Settings()
             found.models.append(Model(label, point.name, label, point.state))
         if point.state == "failed":
-            found.notes.append(f"{label} failed: {point.error or 'its log says why'}")
+            found.notes.append(f"{label} failed: {point.error or 'see its log'}")
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
 def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str]) -> None:
-    """Add the models of an `nlgrpo evaluate`; those that have the label of another get the folder's in addition."""
+    """Add the models of an `nlgrpo evaluate`; a label that is taken gets the folder's label appended."""
     notes: list[str] = []
     rows, settings = _read_results(folder, notes)
     found.settings[label] = settings
@@ -296,27 +302,27 @@ def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str
     if not rows and sampled and _comparable(list(sampled.values())):
         rows = results.entries(sampled, _procedures(sampled), ())
     names = list(dict.fromkeys([*sampled, *(entry.model for entry in rows)]))
-    held_against = ""
+    reference = ""
     for i, name in enumerate(names):
         if i == 0:
-            held_against = _reference_of_evaluation(found, sampled.get(name), label)
-            found.reference_entries += [replace(e, model=held_against) for e in rows if e.model == name]
+            reference = _reference_of_evaluation(found, sampled.get(name), label)
+            found.reference_entries += [replace(e, model=reference) for e in rows if e.model == name]
             continue
-        its = f"{name} · {label}" if name in taken else name
-        taken.add(its)
-        own = [replace(entry, model=its) for entry in rows if entry.model == name]
-        state = "evaluated" if own or name in sampled else "not evaluated"
-        found.models.append(Model(its, name, label, state, [], sampled.get(name), held_against, own))
+        unique = f"{name} · {label}" if name in taken else name
+        taken.add(unique)
+        entries = [replace(entry, model=unique) for entry in rows if entry.model == name]
+        state = "evaluated" if entries or name in sampled else "not evaluated"
+        found.models.append(Model(unique, name, label, state, [], sampled.get(name), reference, entries))
     found.notes += [f"{label}: {note}" for note in notes]
 
 
 def _reference_of_evaluation(found: ReportData, sampled: EvaluationSamples | None, label: str) -> str:
     if sampled is None:
         return f"{REFERENCE} of {label}" if found.references else REFERENCE
-    own, new = found.reference_label(sampled, label)
-    if not new:  # its numbers are of this evaluation's own procedures
-        found.reference_entries = [entry for entry in found.reference_entries if entry.model != own]
-    return own
+    reference, new = found.reference_label(sampled, label)
+    if not new:  # replaced by this evaluation's entries, which have its procedures
+        found.reference_entries = [entry for entry in found.reference_entries if entry.model != reference]
+    return reference
 
 
 def _read_results(folder: Path, notes: list[str]) -> tuple[list[Entry], Settings]:
@@ -328,12 +334,12 @@ def _read_results(folder: Path, notes: list[str]) -> tuple[list[Entry], Settings
         config = content.get("config")
         return rows, Settings(config if isinstance(config, dict) else {}, versions)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        notes.append(f"{path.name} cannot be read ({error!r}), so numbers are made of the samples alone.")
+        notes.append(f"{path.name} cannot be read ({error!r}); results are computed from the samples.")
         return [], Settings()
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:
-    """A row of results.json, where null stands for NaN and for what was not measured."""
+    """Build an entry from a row of results.json; null means NaN or not measured."""
     estimates = {name: _estimate(row[name]) for name in ("estimate", "win_rate", "change")}
     p = math.nan if row["p_value"] is None else float(row["p_value"])
     estimate = estimates["estimate"] or Estimate(math.nan, math.nan, math.nan)
@@ -360,7 +366,7 @@ def _read_samples_of_models(folder: Path, notes: list[str]) -> dict[str, Evaluat
 
 
 def _add_weighted_sums(found: ReportData) -> None:
-    """Entries of ``sum_i w_i BoN_i``, where there are several rewards, of the same weights for all models."""
+    """Add entries of ``sum_i w_i BoN_i`` if there are several rewards and all models have the same weights."""
     every = list(found.sampled.values())
     if not every or len(every[0].weights) < 2 or any(s.weights != every[0].weights for s in every):
         return
@@ -374,14 +380,14 @@ def _add_weighted_sums(found: ReportData) -> None:
         if model.sampled is not None:
             base = values.get(model.reference)
             for i, name in enumerate(names):
-                its, theirs = values[model.label][i], None if base is None else base[i]
-                if theirs is not None and theirs.shape != its.shape:
-                    theirs = None
-                model.entries.append(compared(model.label, WEIGHTED_SUM, name, its, None, theirs))
+                sums, reference = values[model.label][i], None if base is None else base[i]
+                if reference is not None and reference.shape != sums.shape:
+                    reference = None
+                model.entries.append(compared(model.label, WEIGHTED_SUM, name, sums, None, reference))
 
 
 def _weighted(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
-    """(len(ns), P), NaN at prompts on which a reward abstains."""
+    """Weighted sums of best-of-N rewards, (len(ns), P); NaN for prompts on which a reward abstains."""
     scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
     out = torch.full((len(ns), len(scored)), math.nan, dtype=torch.float64)
     out[:, scored] = weighted_best_of_n(sampled, ns)

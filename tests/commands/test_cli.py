@@ -94,7 +94,7 @@ def test_an_empty_prompt_begins_a_text(call):
     assert out.endswith("    [5 tokens, length]\n")
 
 
-def test_brackets_are_text_and_no_markup(call):
+def test_brackets_are_text_not_markup(call):
     assert call("generate", "a [bold] [/x]", "--max-new-tokens", "2")[1].startswith("a [bold] [/x]")
 
 
@@ -167,7 +167,7 @@ def test_an_unknown_command(call):
     assert call("")[0] == 2
 
 
-def test_train_is_the_main_job(call):
+def test_train_runs_a_recipe(call):
     status, out, _ = call("train", "length-mean", "--dry-run")
     assert status == 0
     assert "0.5 mean(short)" in out
@@ -188,7 +188,7 @@ def test_folders_that_hold_no_run(command, call, tmp_path):
         status, out, err = call(command, str(tmp_path / name))
         assert status == 1
         assert err.startswith(f"error: {tmp_path / name} {said}")
-        assert "give the folder that `nlgrpo train` wrote" in err
+        assert "give a folder written by `nlgrpo train`" in err
         assert not out
     assert list((tmp_path / "other").iterdir()) == []
 
@@ -196,10 +196,10 @@ def test_folders_that_hold_no_run(command, call, tmp_path):
 def test_report_and_compare_need_their_arguments(call, tmp_path):
     status, _, err = call("report")
     assert status == 1
-    assert "no folder to report on" in err
+    assert "no folder given" in err
     status, _, err = call("compare")
     assert status == 1
-    assert "no run to compare" in err
+    assert "no runs to compare" in err
     status, _, err = call("compare", str(tmp_path), "--out", str(tmp_path / "x.txt"))
     assert status == 1
     assert "must end in .png, .pdf or .svg" in err
@@ -210,7 +210,7 @@ def test_report_and_compare_need_their_arguments(call, tmp_path):
 
 @pytest.mark.slow
 def test_from_another_folder(tmp_path):
-    """The command finds its model wherever it is called."""
+    """The command finds its model from any folder."""
     statuses, out, err = shell("nlgrpo generate Once --max-new-tokens 3", tmp_path)
     assert statuses == [0]
     assert "    [3 tokens, length]" in out
@@ -218,7 +218,7 @@ def test_from_another_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reader_that_has_what_it_wants(tmp_path):
+def test_a_pipe_to_head(tmp_path):
     (_, head), out, err = shell("nlgrpo train --help | head -1", tmp_path)
     assert out.startswith("usage: nlgrpo train")
     assert (head, err) == (0, "")
@@ -227,8 +227,8 @@ def test_a_reader_that_has_what_it_wants(tmp_path):
 @pytest.mark.parametrize(
     "command", ["recipes", "train --help", "--version", "generate a --max-new-tokens 2 --samples 99"]
 )
-def test_a_reader_that_has_left(command, monkeypatch, capfd):
-    """A closed pipe ends the command with status 1, and Python's own flush at the end has nothing to complain of."""
+def test_a_closed_pipe(command, monkeypatch, capfd):
+    """A closed pipe ends the command with status 1, without an error from Python's flush at exit."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:

@@ -96,7 +96,7 @@ def test_a_function_of_the_user(tmp_path, capsys, monkeypatch):
     assert run("--transforms", "mine.py:top", "--kls", "0.5,2") == 0
     assert "mine.py:top" in capsys.readouterr().out
     assert (tmp_path / "runs" / "curves" / "curves.png").is_file()
-    assert "mine.py:back falls from f(0) =" in error_of(capsys, "--transforms", "mine.py:back")
+    assert "mine.py:back decreases from f(0) =" in error_of(capsys, "--transforms", "mine.py:back")
     assert "KL = 3 is out of reach, the furthest is 2.3" in error_of(capsys, "--transforms", "mine.py:top")
 
 
@@ -140,7 +140,7 @@ def test_the_picture_shows_what_the_curves_say():
     curves = {name: alignment_curve(parse_transform(name), [0.5, 0.1, 2.0], 4) for name in ("identity", "won_fp:4")}
     reference = alignment_curve(parse_transform("log"), [1, 1 / 3], 4)
     panels = calibration_figures.alignment(curves, reference).axes
-    assert [axes.get_title() for axes in panels] == ["One sample", "Best of 4", "Worst of 4"]
+    assert [axes.get_title() for axes in panels] == ["One sample", "Best-of-4", "Worst-of-4"]
     for axes, column in zip(panels, ("win_rate", "bon_win_rate", "won_win_rate"), strict=True):
         *lines, crosses = axes.lines
         for line, curve in zip(lines, curves.values(), strict=True):

@@ -1,4 +1,4 @@
-"""``nlgrpo decode``: every way against the engine, the search or a loop over transformers' model; what is kept."""
+"""``nlgrpo decode``: methods compared with the engine, the search or a loop over transformers' model; resuming."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def results(work, out):
 
 
 def worth(prompt, ids, tokenizer):
-    """The weighted sum of the rewards, by hand."""
+    """Weighted sum of the rewards, computed here."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return 2.0 * sum((7 * i) % 11 for i in ids) / 6 + float(text.split()[:1] == prompt.split()[:1])
 
@@ -95,7 +95,7 @@ def loaded(work):
     return decoder.load(work / "policy", dtype=torch.float64), AutoTokenizer.from_pretrained(work / "policy")
 
 
-def test_best_of_n_and_searches_are_theirs(work):
+def test_best_of_n_equals_the_engine_and_searches_equal_the_search(work):
     methods = ("bon", "iro", "iro:1", "cd")
     assert cli.main(arguments(work, "all", methods=methods, budgets=(4, 6))) == 0
     found, (model, tokenizer) = results(work, "all"), loaded(work)
@@ -168,7 +168,7 @@ def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
 
 
 def test_args_where_prompts_have_other_numbers_of_tokens(work):
-    """A filter leaves one more than another; what a loop by hand chooses, and as many rewards as there are tokens."""
+    """A filter leaves different numbers of tokens. The choice of a loop, and one reward query per token."""
     options = {"methods": ("args:0",), "budgets": (9,), "rollout__top_p": 0.8, "rollout__max_new_tokens": 1}
     assert cli.main(arguments(work, "filtered", **options)) == 0
     row, tokenizer = results(work, "filtered")["args:0", 9], AutoTokenizer.from_pretrained(work / "policy")
@@ -182,7 +182,7 @@ def test_args_where_prompts_have_other_numbers_of_tokens(work):
     assert (row["tokens"], row["reward_queries"]) == (sum(counts), sum(counts))
 
 
-def test_the_majority_answers(work):
+def test_choice_by_majority(work):
     options = {"methods": ("bon",), "budgets": (6,), "choose": "majority", "train__seed": 4}
     assert cli.main(arguments(work, "majority", **options)) == 0
     found, (model, tokenizer) = results(work, "majority")["bon", 6], loaded(work)
@@ -199,8 +199,8 @@ def test_the_majority_answers(work):
     assert found["reward_queries"] == 0
 
 
-def test_repeats_and_what_is_trained_on_are_left_out(work, capsys):
-    """Of five prompts that are held out one stands there twice, and one is a prompt of training."""
+def test_repeats_and_training_prompts_are_left_out(work, capsys):
+    """Of five held-out prompts, one is repeated and one is a training prompt."""
     rows = [*PROMPTS[:5], "w20 w21", PROMPTS[1], "w22", "w20 w21", "w23"]
     (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in rows))
     options = {"data__source": work / "repeats.jsonl", "evaluation__prompts": 5, "methods": ("bon",)}
@@ -211,11 +211,11 @@ def test_repeats_and_what_is_trained_on_are_left_out(work, capsys):
     assert results(work, "repeats")["bon", 4]["prompts"] == kept
     (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2] * 2))
     assert cli.main(arguments(work, "none", **options | {"evaluation__prompts": 2})) == 1
-    assert "every prompt that is held out is among those of training" in capsys.readouterr().err
+    assert "every held-out prompt is also a training prompt" in capsys.readouterr().err
 
 
-def test_what_values_have_learned_from_is_left_out(work, tmp_path, capsys):
-    """Values fitted to rollouts of prompts that another configuration holds out; also where their folder has moved."""
+def test_training_prompts_of_value_models_are_left_out(work, tmp_path, capsys):
+    """Value models fitted to prompts that another configuration holds out; also after their folder was moved."""
     common = ["--model.dtype=float64", f"--data.source={work / 'prompts.jsonl'}", "--data.shuffle=false"]
     common += [f"--model.path={work / 'policy'}", f"--rewards.low.function={work / 'rewards.py'}:low"]
     learn = ["--iterations=1", "--samples=2", "--chunk=2", "--no-compress", "--value.epochs=1", "--value.held-out=1"]
@@ -239,11 +239,11 @@ def test_what_values_have_learned_from_is_left_out(work, tmp_path, capsys):
     shutil.rmtree(tmp_path / "moved" / "iteration-1" / "rollouts")
     capsys.readouterr()
     assert cli.main(arguments(work, tmp_path / "gone", "--dry-run", **options | {"guide": tmp_path / "moved"})) == 0
-    assert "its rollouts are gone" in " ".join(capsys.readouterr().out.split())
+    assert "its rollouts are missing" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_search_of_a_folder(work):
-    """But for K and B, which the budget says."""
+def test_settings_of_the_search_come_from_the_folder(work):
+    """All but K and B, which the budget determines."""
     (work / "sampled").mkdir()
     guided_responses.Guide([work / "one"], [0.5], Search(3, 3, 3, 0.7, False)).write(work / "sampled")
     assert cli.main(arguments(work, "searched", guide=work / "sampled", betas=(), methods=("iro",), chunk=2)) == 0
@@ -251,8 +251,8 @@ def test_the_search_of_a_folder(work):
     assert Search(**row["search"]) == Search(2, 2, 2, 0.7, False)
 
 
-def test_values_answer(work):
-    """Of the same candidates as by reward, with values as transformers' classifiers give them; best-of-N is by all."""
+def test_choice_by_value(work):
+    """Candidates equal those of the choice by reward, values those of transformers; best-of-N uses all value models."""
     options = {"methods": ("bon", "iro", "iro:1", "cd"), "choose": "value"}
     assert cli.main(arguments(work, "by value", **options)) == 0
     found, (model, tokenizer) = results(work, "by value"), loaded(work)
@@ -291,8 +291,8 @@ def test_values_answer(work):
     assert found["bon", 4]["value_bytes"] == found["iro", 4]["value_bytes"]
 
 
-def test_the_compressed_value_of_a_folder(work):
-    """It counts by itself, with a beta of 1, and does not change what the others come to."""
+def test_compressed_value_model_of_a_folder(work):
+    """It is used alone, with beta 1, and does not change the results of the other methods."""
     (work / "learned").mkdir()
     guided_responses.Guide([work / "one"], [0.5], Search(), work / "two").write(work / "learned")
     assert guided_responses.read_guide(work / "learned").compressed == work / "two"
@@ -305,7 +305,7 @@ def test_the_compressed_value_of_a_folder(work):
     assert found["compressed", 4]["value_bytes"] == alone["value_bytes"] > 0
 
 
-def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
+def test_finished_methods_are_not_decoded_again(work, capsys, monkeypatch):
     assert cli.main(arguments(work, "kept")) == 0
     shown = capsys.readouterr().out
     assert "over best-of-N" in shown
@@ -331,8 +331,8 @@ def test_what_is_done_is_not_done_again(work, capsys, monkeypatch):
     assert made == [("bon", 4), ("bon", 4)]
 
 
-def test_one_way_by_two_names_is_decoded_once(work, monkeypatch):
-    """All of two values, and the first two."""
+def test_one_method_under_two_names_is_decoded_once(work, monkeypatch):
+    """ "iro" and "iro:2" with two value models."""
     made, original = [], decoding.decode
     monkeypatch.setattr(decoding, "decode", lambda c, method: made.append(method.name) or original(c, method))
     assert cli.main(arguments(work, "names", methods=("iro", "iro:1", "iro:2"))) == 0
@@ -343,7 +343,7 @@ def test_one_way_by_two_names_is_decoded_once(work, monkeypatch):
     assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"]
 
 
-def test_every_seed_answers_the_same_prompts_in_the_same_order(work):
+def test_every_seed_has_the_same_prompts_in_the_same_order(work):
     rows = []
     for seed in (1, 2):
         out = f"seed {seed}"
@@ -373,23 +373,26 @@ def test_methods():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"),
-        ({"methods": ("compressed",)}, "method 'compressed': --guide is to be the folder of an `nlgrpo iro`"),
+        ({"methods": ("compressed",)}, "method 'compressed' needs a compressed value model: set --guide"),
         ({"methods": ("args:x",)}, "method 'args:x'"),
         ({"methods": ("args:nan",)}, "method 'args:nan'"),
-        ({"methods": ("iro:3",)}, "method 'iro:3' is guided by 3 value models: allowed are 1 to those of --guide"),
-        ({"methods": ("iro:0",)}, "method 'iro:0'"),
         (
-            {"methods": ("iro:-1",)},
-            "method 'iro:-1' is guided by -1 value models: allowed are 1 to those",
+            {"methods": ("iro:3",)},
+            "method 'iro:3' needs 3 value models: expected 1 to 2, the number given with --guide",
         ),
+        ({"methods": ("iro:0",)}, "method 'iro:0'"),
+        ({"methods": ("iro:-1",)}, "method 'iro:-1' needs -1 value models: expected 1 to 2, the number given"),
         ({"budgets": (0,)}, "--budgets 0: allowed is 1 to 1,048,576"),
         ({"budgets": (10**18,)}, "--budgets 1000000000000000000: allowed is 1 to 1,048,576"),
         ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
         ({"betas": (1.0,)}, "1 betas for 2 value models"),
-        ({"choose": "value", "guide": (), "betas": (), "methods": ("bon",)}, "method 'bon' needs a value model"),
+        (
+            {"choose": "value", "guide": (), "betas": (), "methods": ("bon",)},
+            "method 'bon' with --choose value needs a value model: set --guide",
+        ),
         ({"guide": "policy", "betas": ()}, "policy"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
@@ -398,13 +401,13 @@ def test_methods():
         ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
     ],
 )
-def test_refused(work, capsys, changes, said):
+def test_invalid_options_are_refused(work, capsys, changes, message):
     assert cli.main(arguments(work, "refused", **changes)) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (work / "refused" / "decode.json").exists()
 
 
-def test_rewards_that_say_nothing_and_a_plan(work, capsys):
+def test_abstaining_rewards_and_a_dry_run(work, capsys):
     silent = {"rewards__low__function": f"{work / 'rewards.py'}:silent"}
     assert cli.main(arguments(work, "silent", **silent)) == 1
     assert "the rewards abstain for any candidate of prompt" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`nlgrpo evaluate` on tiny models: what is drawn, kept and scored, against transformers and the runs' own samples."""
+"""`nlgrpo evaluate` on tiny models, compared with transformers and with the samples of runs."""
 
 import json
 import os
@@ -31,12 +31,12 @@ def short(completion_ids, **kwargs):
 
 
 def even(completions, **kwargs):
-    """Right where the number of words is even; the number is the answer."""
+    """Reward 1 for an even number of words; the number is the answer."""
     return [float(len(text.split()) % 2 == 0) for text in completions]
 
 
 def fickle(prompts, completion_ids, **kwargs):
-    """Fails where the file says so, once the first prompts have been scored."""
+    """Raise after the first prompts, if the file says so."""
     if MODE.read_text() == "fail" and len(prompts[0].split()) > 1:
         raise KeyError("no such word")
     return [float(len(ids)) for ids in completion_ids]
@@ -89,7 +89,7 @@ def entry(folder, model, quantity, procedure):
     return found
 
 
-def test_every_model_answers_every_prompt(work, results):
+def test_every_model_has_completions_of_every_prompt(work, results):
     assert list(results) == ["reference", "other"]
     for sampled in results.values():
         assert sampled.lengths.shape == (6, 6)
@@ -99,7 +99,7 @@ def test_every_model_answers_every_prompt(work, results):
     assert results["reference"].kl == {}
 
 
-def test_numbers_are_those_of_the_library(work, results):
+def test_results_equal_the_estimators(work, results):
     ours, base = results["other"], results["reference"]
     for n, procedure in ((1, "mean"), (2, "bon:2"), (4, "bon:4")):
         found = entry(work / "first", "other", "short", procedure)
@@ -119,7 +119,7 @@ def test_numbers_are_those_of_the_library(work, results):
     assert mean == pytest.approx(ours.lengths.double().mean().item())
 
 
-def test_kl_is_that_of_transformers(work, results):
+def test_kl_equals_that_of_transformers(work, results):
     """Sum over the completion's tokens of log pi - log pi_ref, and of e^d - d - 1."""
     models = {
         name: AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float64) for name in ("base", "other")
@@ -154,7 +154,7 @@ def test_nothing_is_drawn_or_scored_twice(work, results, monkeypatch, capsys):
     assert "renamed" in capsys.readouterr().out
 
 
-def test_another_sampling_seed_or_reward_has_files_of_its_own(work, results):
+def test_another_sampling_seed_or_reward_has_its_own_files(work, results):
     before = kept(work / "first")
     assert cli.main(arguments(work, "first", rollout__temperature=0.7)) == 0
     hotter = kept(work / "first")
@@ -169,8 +169,8 @@ def test_another_sampling_seed_or_reward_has_files_of_its_own(work, results):
     assert {str(path).split(".")[1].split("-")[0] for path in scored} == {"score"}
 
 
-def test_completions_belong_to_the_type_that_was_computed_in(work, results):
-    """ "auto" is float32 here, and bfloat16 on a GPU: what one has drawn is not the other's."""
+def test_completions_are_saved_per_dtype(work, results):
+    """ "auto" is float32 here and bfloat16 on a GPU; their completions differ."""
     assert cli.main(arguments(work, "types", model__dtype="float32")) == 0
     before = kept(work / "types")
     assert cli.main(arguments(work, "types", model__dtype="auto")) == 0
@@ -180,7 +180,7 @@ def test_completions_belong_to_the_type_that_was_computed_in(work, results):
     assert {identity["dtype"] for identity in identities} == {"torch.float32", f"torch.{own}"}
 
 
-def test_a_reward_that_fails_half_way(work, capsys):
+def test_a_reward_that_fails_midway(work, capsys):
     (work / "mode").write_text("fail")
     options = arguments(work, "fickle", rewards__fickle__function=f"{work / 'rewards.py'}:fickle")
     assert cli.main(options) == 1
@@ -196,7 +196,7 @@ def test_a_reward_that_fails_half_way(work, capsys):
     assert "fickle" in read_evaluation(work / "fickle")["other"].rewards
 
 
-def test_a_damaged_file_is_drawn_anew(work, results):
+def test_a_damaged_file_is_drawn_again(work, results):
     shutil.copytree(work / "first", work / "damaged")
     for path in (work / "damaged" / "samples").rglob("00000*.safetensors"):
         path.write_bytes(path.read_bytes()[:-9])
@@ -205,7 +205,7 @@ def test_a_damaged_file_is_drawn_anew(work, results):
     assert torch.equal(found["other"].lengths, results["other"].lengths)
 
 
-def test_a_full_disk_is_said(work, monkeypatch, capsys):
+def test_a_full_disk_is_reported(work, monkeypatch, capsys):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
@@ -215,7 +215,7 @@ def test_a_full_disk_is_said(work, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_does(work, results):
+def test_two_ranks_have_the_results_of_one(work, results):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
     own = ["--samples" if part == "--n" else part for part in arguments(work, "two", gold="even")]
     subprocess.run([*torchrun, *own], check=True, env=environment(), capture_output=True)
@@ -225,8 +225,8 @@ def test_two_ranks_find_what_one_does(work, results):
         torch.testing.assert_close(sampled.kl, results[label].kl)
 
 
-def test_a_run_brings_its_configuration_and_its_own_samples(work):
-    """The first samples of an evaluation of a run are those that the run itself drew at its end."""
+def test_evaluation_of_a_run_uses_its_configuration_and_repeats_its_samples(work):
+    """The first samples equal those of the run's own evaluation after training."""
     from nlgrpo import train
 
     options = [
@@ -243,7 +243,7 @@ def test_a_run_brings_its_configuration_and_its_own_samples(work):
     assert found["run"].objectives == {"short": "bon:4"}
 
 
-def test_votes(work, tmp_path, monkeypatch):
+def test_majority_votes(work, tmp_path, monkeypatch):
     monkeypatch.setattr(model_evaluation, "CHUNK", 2)
     (tmp_path / "vote.py").write_text(
         "class Vote:\n"
@@ -262,7 +262,7 @@ def test_votes(work, tmp_path, monkeypatch):
     assert found == pytest.approx(maj_at_k(sampled.rewards["vote"], sampled.answers["vote"], [4]).mean().item())
 
 
-def test_models_with_other_tokens_have_no_kl(work, capsys):
+def test_models_with_another_tokenizer_have_no_kl(work, capsys):
     tiny_model(work / "shifted", seed=2)
     path = work / "shifted" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -273,7 +273,7 @@ def test_models_with_other_tokens_have_no_kl(work, capsys):
     found = read_evaluation(work / "shift")
     assert found["shifted"].kl == {}
     assert set(found["other"].kl) == {"k1", "k3"}
-    assert "shifted has another tokenizer than the reference" in " ".join(capsys.readouterr().out.split())
+    assert "shifted has a different tokenizer than the reference" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_models_with_other_tokens_have_no_kl(work, capsys):
         (["a={other}", "a={base}"], {}, "models need different labels, got reference, a, a"),
     ],
 )
-def test_refused(work, models, changes, says, capsys):
+def test_invalid_options_are_refused(work, models, changes, says, capsys):
     named = [text.format(other=work / "other", base=work / "base") for text in models]
     assert cli.main(arguments(work, "refused", *named, **changes)) == 1
     assert says in " ".join(capsys.readouterr().err.split())

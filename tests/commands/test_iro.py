@@ -113,7 +113,7 @@ def test_what_the_loop_leaves(work, whole, capsys):
 
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
     assert cli.main(arguments(work, "whole")) == 0
-    assert "is there" in capsys.readouterr().out
+    assert "is already done" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")} == before
 
 

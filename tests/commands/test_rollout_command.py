@@ -1,4 +1,4 @@
-"""`nlgrpo rollout` on tiny models: what is drawn, scored, kept, found again and refused."""
+"""`nlgrpo rollout` on tiny models: drawing, scoring, saving, reuse and refusals."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def short(completion_ids, **kwargs):
 
 
 def near(completions, target, **kwargs):
-    """Takes a column of the data."""
+    """Reward that reads a column of the data."""
     return [float(abs(len(text.split()) - wanted)) for text, wanted in zip(completions, target)]
 
 
@@ -61,7 +61,7 @@ def alike(completion_ids, samples, **kwargs):
 
 
 def fickle(prompts, completion_ids, **kwargs):
-    """Fails where the file says so, once the first prompts have been scored."""
+    """Raise after the first prompts, if the file says so."""
     if MODE.read_text() == "fail" and any(len(prompt.split()) > 3 for prompt in prompts):
         raise KeyError("no such word")
     return [float(len(ids)) for ids in completion_ids]
@@ -101,7 +101,7 @@ def arguments(work, out, **changes):
 
 
 def config(work, **rewards):
-    """What a later stage of the same setting has."""
+    """Configuration of a later stage with the same settings."""
     functions = {"short": f"{work / 'rewards.py'}:short", "near": f"{work / 'rewards.py'}:near"} | rewards
     return Config(
         model=ModelConfig(path=str(work / "base"), dtype="float64"),
@@ -112,7 +112,7 @@ def config(work, **rewards):
 
 
 def of_run(cfg, **sampling):
-    """The two arguments of `check`, made as a run makes them."""
+    """The two arguments of `check`, as a run builds them."""
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
     chosen = dataclasses.replace(sampling_of(cfg, tokenizer, source), **sampling)
@@ -137,7 +137,7 @@ def rollouts(work):
 
 @pytest.fixture(scope="module")
 def by_hand(work):
-    """Every prompt alone, in the order of the source, from the engine: the order and the batches cannot show."""
+    """Completions of the engine, one prompt at a time in the order of the source: independent of order and batches."""
     model = decoder.load(work / "base", dtype=torch.float64)
     tokenizer = load_tokenizer(work / "base")
     rows = [json.loads(line) for line in (work / "prompts.jsonl").read_text().splitlines()]
@@ -153,7 +153,7 @@ def by_hand(work):
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def test_completions_are_those_of_the_engine(rollouts, by_hand):
+def test_completions_equal_those_of_the_engine(rollouts, by_hand):
     _, _, _, drawn = by_hand
     assert [rollouts.ids(row) for row in range(P)] == drawn
     assert rollouts.lengths.tolist() == [[len(ids) for ids in group] for group in drawn]
@@ -161,7 +161,7 @@ def test_completions_are_those_of_the_engine(rollouts, by_hand):
     assert len({tuple(ids) for group in drawn for ids in group}) > P * K / 2
 
 
-def test_rewards_are_those_of_the_functions_in_the_order_of_the_samples(rollouts, by_hand):
+def test_rewards_equal_those_of_the_functions_in_the_order_of_the_samples(rollouts, by_hand):
     tokenizer, rows, _, drawn = by_hand
     short = [[-abs(len(ids) - 4) / 10 for ids in group] for group in drawn]
     words = [[len(text.split()) for text in tokenizer.batch_decode(g, skip_special_tokens=True)] for g in drawn]
@@ -171,7 +171,7 @@ def test_rewards_are_those_of_the_functions_in_the_order_of_the_samples(rollouts
     assert rollouts.rewards["short"].dtype == torch.float64
 
 
-def test_log_probs_are_the_sums_of_those_of_transformers(work, rollouts, by_hand):
+def test_log_probs_equal_sums_of_transformers_log_probs(work, rollouts, by_hand):
     _, _, prompts, drawn = by_hand
     model = AutoModelForCausalLM.from_pretrained(work / "base", dtype=torch.float64)
     truth = torch.empty(P, K, dtype=torch.float64)
@@ -192,8 +192,8 @@ def test_prompts_are_found_by_their_tokens(rollouts, by_hand):
     assert rollouts.row(tuple(prompts[3])) == 3
 
 
-def test_a_kernel_gives_a_number_a_completion(work, by_hand):
-    """Less Rao's diversity of a sample: its mean similarity with the others of its group."""
+def test_a_kernel_gives_one_number_per_completion(work, by_hand):
+    """Minus Rao's diversity per sample: the mean similarity with the other samples of its group."""
     kernel = {"rewards__alike__function": f"{work / 'rewards.py'}:alike", "rewards__alike__objective": "rao"}
     assert cli.main(arguments(work, "kernel", **kernel)) == 0
     found = load(work / "kernel").rewards["alike"]
@@ -240,7 +240,7 @@ def test_two_ranks_write_the_same_files(work, rollouts):
 
 
 @pytest.mark.slow
-def test_what_was_killed_or_stopped_goes_on(work, rollouts):
+def test_killed_and_stopped_work_resumes(work, rollouts):
     scoring, command = "nlgrpo.engine.rollouts.collect:RolloutCollector.score", {"main": "nlgrpo.cli:main"}
     orders = {"kill": (3, signal.SIGKILL), "term": (3, signal.SIGTERM), "late": (4, signal.SIGTERM)}
     jobs = [Job(arguments(work, name), scoring, *order, **command) for name, order in orders.items()]
@@ -273,7 +273,7 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
 
 
 def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, capsys):
-    """Answers that were corrected, for instance; the prompts, and so the completions, are the same."""
+    """For example corrected answers; prompts and completions are unchanged."""
     shutil.copytree(work / "first", work / "corrected")
     monkeypatch.setattr(collect.transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     with monkeypatch.context() as patched:
@@ -293,8 +293,8 @@ def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, ca
     assert torch.equal(load(work / "corrected").rewards["near"], rollouts.rewards["near"])
 
 
-def test_rescoring_that_stops_half_way_is_not_whole(work, monkeypatch, capsys):
-    """The scores by the old columns are still there, and are none by the new ones."""
+def test_rescoring_that_stops_midway_is_incomplete(work, monkeypatch, capsys):
+    """Scores of the old columns remain, but do not count as scores of the new ones."""
     rows = [json.loads(line) for line in (work / "prompts.jsonl").read_text().splitlines()]
     (work / "renamed.jsonl").write_text("".join(json.dumps(row | {"target": 7}) + "\n" for row in rows))
     assert cli.main(arguments(work, "halves")) == 0
@@ -313,8 +313,8 @@ def test_rescoring_that_stops_half_way_is_not_whole(work, monkeypatch, capsys):
         load(work / "halves")
 
 
-def test_rollouts_of_before_columns_counted(work, rollouts):
-    """Their index has none, and their scores go by the reward alone."""
+def test_rollouts_of_versions_before_columns_counted(work, rollouts):
+    """Their index has no columns, and their scores are named by the reward alone."""
     shutil.copytree(work / "first", work / "before")
     data = json.loads((work / "before" / "rollouts.json").read_text())
     assert len(data.pop("columns")) == P
@@ -334,7 +334,7 @@ def test_rollouts_of_before_columns_counted(work, rollouts):
         ({"model__path": "other"}, "the run's reference has other weights"),
     ],
 )
-def test_a_folder_of_other_rollouts_is_left_alone(work, rollouts, changes, says, capsys):
+def test_a_folder_of_other_rollouts_is_not_changed(work, rollouts, changes, says, capsys):
     before = contents(work / "first")
     changes = {name: work / value if name == "model__path" else value for name, value in changes.items()}
     assert cli.main(arguments(work, "first", **changes)) == 1
@@ -355,7 +355,7 @@ def test_a_dry_run_writes_nothing(work, capsys):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_the_same_setting_is_served(work, rollouts):
+def test_a_run_with_the_same_settings_uses_the_rollouts(work, rollouts):
     rollouts.check(*of_run(config(work)))
     origin, scored = of_run(config(work))
     rollouts.check(dataclasses.replace(origin, dtype="torch.bfloat16"), scored[:1])  # what it does not have, or need
@@ -377,7 +377,7 @@ def test_another_sampling_is_refused(work, rollouts, sampling, says):
         rollouts.check(*of_run(config(work), **sampling))
 
 
-def test_the_order_of_stop_ids_is_no_difference(work, rollouts):
+def test_the_order_of_stop_ids_does_not_matter(work, rollouts):
     rollouts.check(*of_run(config(work), stop_ids=(2, 2)))
 
 
@@ -447,7 +447,7 @@ def test_rollouts_cut_short(work, rollouts, capsys):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": "x"}', '{"origin": {}, "files": []}'])
-def test_a_damaged_index_is_said_and_written_anew(work, rollouts, tmp_path, content):
+def test_a_damaged_index_is_reported_and_written_again(work, rollouts, tmp_path, content):
     shutil.copytree(work / "first", tmp_path / "x")
     (tmp_path / "x" / "rollouts.json").write_text(content)
     with pytest.raises(ValueError, match=r"rollouts\.json cannot be read"):
@@ -474,7 +474,7 @@ def test_a_folder_without_rollouts(tmp_path):
         ({"model__path": "nothing"}, "model 'nothing' is neither a directory"),
     ],
 )
-def test_refused(work, changes, says, capsys):
+def test_invalid_options_are_refused(work, changes, says, capsys):
     assert cli.main(arguments(work, "refused", **changes)) == 1
     assert says in said(capsys.readouterr().err)
     assert not (work / "refused").exists()
@@ -483,7 +483,7 @@ def test_refused(work, changes, says, capsys):
 # --- what fails on the way --------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_fails_half_way(work, capsys):
+def test_a_reward_that_fails_midway(work, capsys):
     (work / "mode").write_text("fail")
     options = arguments(work, "fickle", rewards__fickle__function=f"{work / 'rewards.py'}:fickle")
     assert cli.main(options) == 1
@@ -504,8 +504,8 @@ def test_a_reward_that_fails_half_way(work, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [1, 2, 4, 6])
-def test_a_full_disk_is_said_and_gone_on_from(work, rollouts, tmp_path, monkeypatch, capsys, file):
-    """Met by the description of the draws, by the index, and by files of completions and scores."""
+def test_a_full_disk_is_reported_and_work_resumes(work, rollouts, tmp_path, monkeypatch, capsys, file):
+    """For the description of the draws, the index, and the files of completions and scores."""
     sync, calls = os.fsync, 0
 
     def full(descriptor):
@@ -524,7 +524,7 @@ def test_a_full_disk_is_said_and_gone_on_from(work, rollouts, tmp_path, monkeypa
 
 
 class TwoRanks(Ranks):
-    """The first of two, where the other one has failed with ``theirs``."""
+    """Rank 0 of two, where rank 1 has failed with ``theirs``."""
 
     theirs = ""
 
@@ -535,7 +535,7 @@ class TwoRanks(Ranks):
         return [value, self.theirs or [1, 3]]
 
 
-def test_what_another_rank_meets_ends_the_work_here():
+def test_an_error_on_another_rank_ends_the_work():
     ranks, done = TwoRanks(0, 2, torch.device("cpu")), []
     queue = work_queue.WorkQueue(ranks, Console(quiet=True))
     assert queue.missing("abcd", lambda piece: piece == "c") == [
@@ -570,7 +570,7 @@ def test_progress_on_a_terminal():
     assert len(seen) == 3
 
 
-def test_summary_by_counting():
+def test_summary_equals_counting():
     rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
     pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
     tied = [sum(row[i] == row[j] for i, j in pairs) / len(pairs) for row in rewards.tolist()]
@@ -590,15 +590,15 @@ def test_the_table(work, rollouts, capsys):
     assert row == ["one", "1.0000", "0.0000", "0.0000", "100.0%", "100.0%", "0"]
     text = " ".join(lines)
     assert f"{rollouts.lengths.double().mean():.1f} tokens per completion" in text
-    assert f"{(~rollouts.finished).double().mean():.1%} cut at 8" in text
+    assert f"{(~rollouts.finished).double().mean():.1%} truncated at 8" in text
     assert f"sampled {int(rollouts.lengths.sum())} tokens" in text
 
 
-# --- how much so many samples tell ------------------------------------------------------------------------------------
+# --- Kolmogorov-Smirnov tests -----------------------------------------------------------------------------------------
 
 
-def test_ks_tests_are_scipys_and_pictures_are_drawn(work, capsys):
-    """Of the nested kind, where the larger side is all K samples, in any order: rejections by scipy's exact test."""
+def test_ks_tests_equal_scipys_and_figures_are_drawn(work, capsys):
+    """Nested samples, the larger side all K samples in any order: rejections equal those of scipy's exact test."""
     from scipy.stats import ks_2samp
 
     assert cli.main([*arguments(work, "first"), "--ks", "3", str(K), "--ks-nested"]) == 0
@@ -617,13 +617,13 @@ def test_ks_tests_are_scipys_and_pictures_are_drawn(work, capsys):
 
 
 @pytest.mark.parametrize("sizes", [["5"], ["0", "2"], ["4", str(K)]])
-def test_what_ks_refuses(work, sizes, capsys):
+def test_invalid_ks_sizes_are_refused(work, sizes, capsys):
     assert cli.main([*arguments(work, "none"), "--ks", *sizes]) == 1
     assert f"together at most --samples {K}" in said(capsys.readouterr().err)
     assert not (work / "none").exists()
 
 
-def test_a_reward_is_another_when_the_files_that_name_it_change(tmp_path, monkeypatch):
+def test_a_reward_changes_with_the_files_of_its_specification(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "rm").mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""Sweeps: which points a command makes, their names, what the manifest says, and a grid that is cut off and goes on."""
+"""Sweeps: which points a command makes, their names, what the manifest says, and a grid that is stopped and resumes."""
 
 import fcntl
 import hashlib
@@ -385,7 +385,7 @@ def test_folders_are_believed_before_the_manifest(fake, tmp_path):
 def test_what_is_printed(fake):
     axes = ("--loss.beta", "1,2", "--seed", "3,4")
     _, _, out = fake(*axes, "--evaluation.ns", "1", "2")
-    assert "[2/4] beta=1,seed=4: begins\n[2/4] beta=1,seed=4: done after 0:00:0" in out
+    assert "[2/4] beta=1,seed=4: starts\n[2/4] beta=1,seed=4: done after 0:00:0" in out
     assert re.search(r"\[3/4\].*; about 0:00:\d\d left\n", out)
     values = EVALUATION["rewards"]["short"]
     pairs = [statistics.mean(map(max, itertools.combinations(row, 2))) for row in values]
@@ -433,7 +433,7 @@ def test_a_signal_ends_all_points_that_run(fake, tmp_path):
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize("word", ["begins", "done"])
+@pytest.mark.parametrize("word", ["starts", "done"])
 def test_output_that_nobody_reads_ends_the_sweep(fake, tmp_path, monkeypatch, jobs, word):
     say = runner.say
 
@@ -558,9 +558,9 @@ def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
         (("--loss.beta", "1,3"), "  train.steps: 5 -> 400\n  Choose another folder with --out"),
         (
             ("--loss.beta", "1,3", "--train.steps", "5", "--seed", "1,2"),
-            "over loss.beta, and this one is over loss.beta, train",
+            "over loss.beta, but this one is over loss.beta, train",
         ),
-        (("--seed", "1,2", "--train.steps", "5"), "over loss.beta, and this one is over train.seed"),
+        (("--seed", "1,2", "--train.steps", "5"), "over loss.beta, but this one is over train.seed"),
     ):
         status, ran, out = fake(*arguments)
         assert (status, ran) == (1, [])
@@ -575,7 +575,7 @@ def test_folders_that_are_no_sweeps(call, tmp_path):
     for name in ("file", "other"):
         for more in ((), ("--dry-run",)):
             status, _, err = call("--loss.beta", "1,2", "--out", tmp_path / name, *more)
-            assert (status, "exists and holds no sweep" in err) == (1, True)
+            assert (status, "exists but holds no sweep" in err) == (1, True)
     status, _, err = call("--loss.beta", "1,2", "--out", tmp_path / "file" / "inside")
     assert (status, "cannot use" in err) == (1, True)
 
@@ -678,7 +678,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
         sweeping.kill()
     assert [point.state for point in read_sweep_state(out)] == ["running", "waiting", "waiting", "waiting"]
     status, _, err = call(*command(work))
-    assert (status, "a run that one left behind, is at work" in err) == (1, True)
+    assert (status, "a run that it started, is using" in err) == (1, True)
     os.kill(running, signal.SIGKILL)
     with (out / runner.LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the run's goes with it
@@ -689,7 +689,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
 
     def terminate(process, original=subprocess.Popen.terminate):
         original(process)
-        (work / "hold").unlink()  # the run is told before its step goes on
+        (work / "hold").unlink()  # the run gets the signal before its step continues
 
     monkeypatch.setattr(subprocess.Popen, "terminate", terminate)
     monkeypatch.setattr(runner, "command", lambda given, _: [sys.executable, "-c", UNDRAWN, *given])

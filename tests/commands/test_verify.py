@@ -1,4 +1,4 @@
-"""`nlgrpo verify`: that it passes, and that every check fails where something is wrong."""
+"""`nlgrpo verify` passes, and each check fails if a fault is planted."""
 
 import itertools
 import json
@@ -44,11 +44,11 @@ def test_every_claim_holds(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == drawn | {verify.FILE}
 
 
-# --- planted faults: what is replaced, by what, and the claims that must fall -----------------------------------------
+# --- planted faults: what is replaced, its replacement, and the claims that must fail ---------------------------------
 
 
 def counts_k(self, M):
-    """Others below, counted as k instead of k - 1."""
+    """Number of lower samples counted as k instead of k - 1."""
     n = self.n
     return torch.tensor([n / M * math.comb(k, n - 1) / math.comb(M, n - 1) for k in range(1, M + 1)]).double()
 
@@ -67,7 +67,7 @@ def no_baseline(self, rewards, probs):
 
 
 def of_eight(atoms, chance):
-    """Whatever M is, eight samples are looked at."""
+    """Use eight samples for every M."""
     return torch.nn.functional.one_hot(atoms[:, :8]).double().mean(1), chance
 
 
@@ -92,29 +92,47 @@ def of_the_mean(self, rewards, probs=None):
 
 
 FAULTS = [
-    (rank_based.BestOfN, "_gap_shares", counts_k, check_estimators.unbiased, "BestOfN: no bias of the gradient"),
-    (rank_based.BestOfN, "_gap_shares", counts_k, check_estimators.linearised_loss, "The unbiased estimator has none"),
-    (rank_based.OfN, "advantage", plugin_instead, check_estimators.unbiased, "WorstOfN: no bias of the gradient"),
-    (rank_based.OfN, "advantage", unscaled, check_estimators.unbiased, "BestOfN: no bias of the gradient"),
-    (rank_based.BestOfN, "shares", counts_k, check_estimators.unbiased, "BestOfN: no bias of the value"),
-    (diversity.Diversity, "advantage", unscaled, check_estimators.unbiased, "Rao and DPP diversity: no bias"),
-    (rank_based.BestOfPoisson, "weights", too_large, check_estimators.plugin, "bop:2.0: bias"),
+    (rank_based.BestOfN, "_gap_shares", counts_k, check_estimators.unbiased, "BestOfN: the gradient is unbiased"),
+    (rank_based.BestOfN, "_gap_shares", counts_k, check_estimators.linearised_loss, "Unbiased estimator: no bias"),
+    (rank_based.OfN, "advantage", plugin_instead, check_estimators.unbiased, "WorstOfN: the gradient is unbiased"),
+    (rank_based.OfN, "advantage", unscaled, check_estimators.unbiased, "BestOfN: the gradient is unbiased"),
+    (rank_based.BestOfN, "shares", counts_k, check_estimators.unbiased, "BestOfN: the value is unbiased"),
+    (
+        diversity.Diversity,
+        "advantage",
+        unscaled,
+        check_estimators.unbiased,
+        "Rao and DPP diversity: the gradient is unbiased",
+    ),
+    (rank_based.BestOfPoisson, "weights", too_large, check_estimators.plugin, "bop:2.0: the gradient's bias"),
     (rank_based.BestOfPoisson, "_f", lambda self, z: (2.0 * (z - 1)).exp(), check_estimators.first_variations, "lin"),
-    (tilted.SoftBestOfN, "_linearize", no_baseline, check_estimators.first_variations, "linearize is the slope"),
-    (rank_based.WorstOfN, "_integral", lambda self, z: z**self.n, check_estimators.first_variations, "value is the"),
+    (tilted.SoftBestOfN, "_linearize", no_baseline, check_estimators.first_variations, "linearize equals the slope"),
+    (
+        rank_based.WorstOfN,
+        "_integral",
+        lambda self, z: z**self.n,
+        check_estimators.first_variations,
+        "value equals the",
+    ),
     (rank_based.BestOfN, "_integral", decreasing, check_shape.lemma_5_4, "bon:2 is concave"),
     (rank_based.BestOfN, "_integral", decreasing, check_shape.lemma_5_4, "SmoothMin of two bon:4 is concave"),
     (rank_based.WorstOfN, "_integral", lambda self, z: z**self.n, check_shape.lemma_5_4, "wor:4 is not concave"),
     (check_shape, "lipschitz", lambda o: 0.3 if o == BestOfN(2) else 99.0, check_shape.lemma_5_5, "Smooth relative"),
-    (check_shape, "lipschitz", lambda o: 0.2 if o == BestOfN(2) else 99.0, check_shape.lemma_5_6, "Within the bound"),
-    (check_shape, "lipschitz", lambda o: 2.1, check_shape.lemma_5_6, "Two atoms of 1/2"),
-    (check_shape, "_frequencies", of_eight, check_shape.lemma_5_6, "O(1/M): 3 atoms"),
+    (
+        check_shape,
+        "lipschitz",
+        lambda o: 0.2 if o == BestOfN(2) else 99.0,
+        check_shape.lemma_5_6,
+        "Error within the bound",
+    ),
+    (check_shape, "lipschitz", lambda o: 2.1, check_shape.lemma_5_6, "bon:2, two equal atoms"),
+    (check_shape, "_frequencies", of_eight, check_shape.lemma_5_6, "Error is O(1/M): 3 atoms"),
     (check_training, "closed_form_cdf", lambda y, n: y, check_training.proposition_3_1, "N = 4: the closed form"),
-    (rank_based.BestOfN, "linearize", of_the_mean, check_training.proposition_3_1, "N = 8: exact updates close"),
-    (tabular, "proximal_step", too_far, check_training.proposition_3_1, "No update loses"),
+    (rank_based.BestOfN, "linearize", of_the_mean, check_training.proposition_3_1, "N = 8: the gap is O(1/T)"),
+    (tabular, "proximal_step", too_far, check_training.proposition_3_1, "No update increases the gap"),
     (tabular, "proximal_step", half_as_far, check_training.theorem_5_2, "beta = 4, L = 12: rate"),
-    (tabular, "proximal_step", too_far, check_training.theorem_5_2, "No update loses"),
-    (rank_based.BestOfN, "linearize", of_the_mean, check_training.theorem_5_2, "Their optima are stationary"),
+    (tabular, "proximal_step", too_far, check_training.theorem_5_2, "No update increases the gap"),
+    (rank_based.BestOfN, "linearize", of_the_mean, check_training.theorem_5_2, "The computed optima are stationary"),
     (rank_based.BestOfN, "linearize", of_the_mean, check_training.pareto, "weighted sum: dominates"),
 ]
 
@@ -124,8 +142,8 @@ FAULTS = [
 )
 def test_a_planted_fault_is_found(monkeypatch, where, name, fault, check, claim):
     monkeypatch.setattr(where, name, fault)
-    fallen = [result.claim for result in check(True).results if not result.holds]
-    assert any(text.startswith(claim) for text in fallen), fallen
+    failed = [result.claim for result in check(True).results if not result.holds]
+    assert any(text.startswith(claim) for text in failed), failed
 
 
 # --- exit status and record -------------------------------------------------------------------------------------------
@@ -136,7 +154,7 @@ def made_up(quick):
     return Proof([bad, Result("nothing", "nowhere", "ratio", math.nan, at_most=1.0), Result("a", "b", "c", 0.0, 1.0)])
 
 
-def test_a_claim_that_fails_is_told(monkeypatch, tmp_path, capsys):
+def test_a_failed_claim_is_reported(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(verify, "CHECKS", (verify.Check("Arithmetic", made_up),))
     assert run(tmp_path) == 1
     out = capsys.readouterr().out
@@ -150,7 +168,7 @@ def test_a_claim_that_fails_is_told(monkeypatch, tmp_path, capsys):
     assert found["results"][2]["at_least"] is None
 
 
-def test_an_earlier_result_does_not_outlive_a_run_that_breaks(monkeypatch, tmp_path):
+def test_a_run_that_breaks_removes_an_earlier_result(monkeypatch, tmp_path):
     (tmp_path / verify.FILE).write_text("{}", "utf-8")
 
     def breaks(quick):
@@ -162,17 +180,17 @@ def test_an_earlier_result_does_not_outlive_a_run_that_breaks(monkeypatch, tmp_p
     assert not (tmp_path / verify.FILE).exists()
 
 
-def test_a_folder_that_cannot_be_is_refused_before_the_work(tmp_path, capsys):
+def test_an_invalid_folder_is_refused_before_the_checks(tmp_path, capsys):
     (tmp_path / "file").write_text("", "utf-8")
     assert run(tmp_path / "file") == 1
     assert "choose another folder with --out" in capsys.readouterr().err
     assert run(tmp_path / "file" / "below") == 1
 
 
-# --- what the checks stand on -----------------------------------------------------------------------------------------
+# --- functions the checks use -----------------------------------------------------------------------------------------
 
 
-def test_groups_counted_are_groups_listed():
+def test_counted_groups_equal_enumerated_groups():
     atoms, chance = tabular.all_groups(PI, 4)
     assert atoms.shape == (81, 4)
     assert chance.sum().item() == pytest.approx(1)
@@ -185,7 +203,7 @@ def test_groups_counted_are_groups_listed():
 
 
 def test_expected_gradient_of_rewards_is_the_policy_gradient():
-    """Without a baseline, of one sample or four, and with a kernel in the place of rewards."""
+    """Without a baseline, for one and four samples, and with a kernel instead of rewards."""
     rewards = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     logits = PI.log().requires_grad_()
     (truth,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
@@ -210,7 +228,7 @@ def test_the_proximal_step_is_the_argmax(beta):
     torch.testing.assert_close(ours.exp(), best, atol=1e-5, rtol=0)
 
 
-def test_the_step_within_a_budget_is_the_best_one_there():
+def test_the_step_within_a_budget_is_optimal():
     linear, reference = (
         torch.tensor([[1.0, -2.0, 0.5], [1e-3, 0, 0]]).double(),
         torch.full((1, 3), 1 / 3).double().log(),

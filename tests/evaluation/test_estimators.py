@@ -227,9 +227,15 @@ def test_the_paired_test_is_scipys():
             lambda: maj_at_k(torch.tensor([[0, 1]]), torch.tensor([[3, 3]]), [1]),
             "answer 3 of a prompt is correct in",
         ),
-        (lambda: maj_at_k(torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), [3]), "from 1 to 2, the samples"),
-        (lambda: paired_test(torch.ones(2), torch.ones(3)), "one value per prompt of both"),
-        (lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(2, 3), parse("bon:4")), "from 1 to 3, the samples"),
+        (
+            lambda: maj_at_k(torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), [3]),
+            "from 1 to 2, the number of samples per prompt",
+        ),
+        (lambda: paired_test(torch.ones(2), torch.ones(3)), "one value per prompt on both sides"),
+        (
+            lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(2, 3), parse("bon:4")),
+            "from 1 to 3, the number of samples per prompt",
+        ),
         (lambda: procedure_win_rate(torch.ones(2, 3), torch.ones(3, 3), parse("bon:2")), "same prompts"),
     ],
 )
@@ -255,7 +261,7 @@ def test_integer_and_half_precision_rewards_are_taken():
     ("call", "message"),
     [
         (lambda: best_of_n(torch.tensor([[0.0, math.nan]]), [1]), "NaN, the first at prompt 0, sample 1"),
-        (lambda: best_of_n(torch.zeros(2, 3), [4]), "from 1 to 3, the samples"),
+        (lambda: best_of_n(torch.zeros(2, 3), [4]), "from 1 to 3, the number of samples per prompt"),
         (lambda: best_of_n(torch.zeros(2, 3), [0]), "got 0"),
         (lambda: best_of_n(torch.zeros(2, 3), [1.5]), "got 1.5"),
         (lambda: best_of_n(torch.zeros(2, 3), 2), "sequence"),
@@ -264,8 +270,8 @@ def test_integer_and_half_precision_rewards_are_taken():
         (lambda: best_of_n(torch.zeros(3, 0), [1]), r"got \(3, 0\)"),
         (lambda: best_of_n([[1.0]], [1]), "got list"),
         (lambda: win_rate(torch.zeros(2, 3), torch.zeros(3, 3), 1), "a has 2 prompts and b has 3"),
-        (lambda: win_rate(torch.zeros(2, 3), torch.zeros(2, 2), 3), "from 1 to 2, the samples"),
-        (lambda: win_rate(torch.zeros(2, 3), torch.full((2, 2), math.nan), 1), "b holds 4 NaN"),
+        (lambda: win_rate(torch.zeros(2, 3), torch.zeros(2, 2), 3), "from 1 to 2, the number of samples per prompt"),
+        (lambda: win_rate(torch.zeros(2, 3), torch.full((2, 2), math.nan), 1), "b contains 4 NaN"),
         (lambda: bootstrap(torch.zeros(2, 0)), "P >= 1"),
         (lambda: bootstrap(torch.tensor([1.0, math.nan])), "1 NaN"),
         (lambda: bootstrap(torch.zeros(3), level=95), "level=95"),
@@ -334,7 +340,7 @@ def test_summary_of_one_reward_has_no_sum_and_too_large_n_is_refused():
     one = sampled(rewards={"short": group(3, 5)}, lengths=torch.ones(3, 5, dtype=torch.int64),
                   objectives={"short": "mean"}, weights={"short": 1.0})  # fmt: skip
     assert [row.reward for row in summarize(one)] == ["short", "short"]
-    with pytest.raises(ValueError, match="use more"):
+    with pytest.raises(ValueError, match="draw more samples or use a smaller N"):
         summarize(one, (1, 8))
 
 

@@ -1,4 +1,4 @@
-"""The pictures of models say what the entries say."""
+"""Figures of evaluation results show the values of their entries."""
 
 import math
 
@@ -29,7 +29,7 @@ def entries(quantities=("a", "b"), procedures=("mean", "bon:2", "bon:4"), kl=("k
 
 
 def drawn(axes):
-    """Label: points, of what has a label and points."""
+    """Points of the labelled lines, by label."""
     return {line.get_label(): line.get_xydata().tolist() for line in axes.lines if not line.get_label().startswith("_")}
 
 
@@ -39,10 +39,10 @@ def test_procedures_by_n():
     assert {text: evaluation_figures.kind_and_n(text) for text in known} == known
 
 
-def test_value_against_n():
+def test_rewards_over_n():
     table = Table(entries(procedures=("mean", "bon:2", "bon:4", "wor:4")))
     panels = evaluation_figures.best_of_n(table, LOOKS).axes
-    assert [axes.get_title() for axes in panels] == ["a: best of N", "a: worst of N", "b: best of N", "b: worst of N"]
+    assert [axes.get_title() for axes in panels] == ["a: best-of-N", "a: worst-of-N", "b: best-of-N", "b: worst-of-N"]
     assert drawn(panels[0])["x"] == [[1, 1], [2, 2], [4, 3]]
     assert drawn(panels[1])["y"] == [[1, 2], [4, 5]]
     assert [line.get_color() for line in panels[0].lines] == [LOOKS[name].colour for name in MODELS]
@@ -50,13 +50,13 @@ def test_value_against_n():
     assert (band.y0, band.y1) == pytest.approx((0.5, 3.5))
 
 
-def test_gold_by_the_choice_of_a_proxy_stands_behind_the_proxy():
+def test_gold_by_choice_of_a_proxy_comes_directly_after_the_proxy():
     rows = entries(quantities=("proxy", "other", "gold by choice of proxy"))
     titles = [axes.get_title() for axes in evaluation_figures.best_of_n(Table(rows), LOOKS).axes[:3]]
-    assert titles == [f"{name}: best of N" for name in ("proxy", "gold by choice of proxy", "other")]
+    assert titles == [f"{name}: best-of-N" for name in ("proxy", "gold by choice of proxy", "other")]
 
 
-def test_what_has_no_value_is_not_drawn():
+def test_nan_values_are_not_drawn():
     nothing = Estimate(math.nan, math.nan, math.nan)
     table = Table([Entry("x", "a", "mean", nothing), Entry("x", "a", "bon:2", nothing)])
     assert table.quantities() == []
@@ -65,11 +65,11 @@ def test_what_has_no_value_is_not_drawn():
     assert drawn(evaluation_figures.best_of_n(alone, LOOKS).axes[0]) == {"x": [[1, 1], [2, 1]]}
 
 
-def test_win_rate_against_kl():
+def test_win_rate_over_kl():
     places = {"x": Place("over beta", 0.2, "beta 0.2"), "y": Place("over beta", 0.1, "beta 0.1")}
     panels = evaluation_figures.win_rates(Table(entries(kl=("kl/k1", "kl/training"))), LOOKS, places).axes
     assert [axes.get_title() for axes in panels] == [
-        f"{name}: {how}" for how in ("single completions", "best of 4 each") for name in ("a", "b")
+        f"{name}: {how}" for how in ("single completions", "best-of-4") for name in ("a", "b")
     ]
     assert drawn(panels[0])["over beta"] == [pytest.approx([6, 70]), pytest.approx([3, 60])]  # in the order of beta
     assert drawn(panels[2])["over beta"] == [pytest.approx([6, 72]), pytest.approx([3, 62])]
@@ -80,31 +80,31 @@ def test_win_rate_against_kl():
     assert "best-of-N of the reference" not in drawn(panels[2])
 
 
-def test_win_rates_need_a_distance():
+def test_win_rates_need_a_kl():
     assert not evaluation_figures.has_win_rates(Table(entries(kl=())))
     assert evaluation_figures.has_win_rates(Table(entries(kl=("kl/training",))))
 
 
-def test_one_reward_against_another():
+def test_one_reward_over_another():
     rows = [e for e in entries() if e.model != "y" or e.quantity == "a"]
     rows += [Entry("y", "b", name, estimate(-3.0)) for name in ("mean", "bon:2", "bon:4")]
     table = Table([*rows, *(Entry(m, "b by choice of a", "mean", estimate(0)) for m in MODELS)])
     pairs = evaluation_figures.fronts_of(table, [])
     assert pairs == [("a", "b")]
     panels = evaluation_figures.fronts(table, pairs, LOOKS, {}).axes
-    assert [axes.get_title() for axes in panels] == ["single completions", "best of 4"]
+    assert [axes.get_title() for axes in panels] == ["single completions", "best-of-4"]
     caps = [container.lines[0].get_xydata().tolist() for container in panels[1].containers]
     assert caps == [[[2, 2]], [[3, 1]], [[4, -3]]]
 
 
-def test_diversity_counts_as_it_is_under_every_n():
+def test_diversity_has_the_same_value_for_every_n():
     rows = [*entries(quantities=("a",)), *(Entry(m, "diversity", "mean", estimate(v)) for m, v in MODELS.items())]
     (pair,) = evaluation_figures.fronts_of(Table(rows), [])
     panels = evaluation_figures.fronts(Table(rows), [pair], LOOKS, {}).axes
     assert [c.lines[0].get_xydata().tolist() for c in panels[1].containers] == [[[2, 0]], [[3, 1]], [[4, 2]]]
 
 
-def test_points_that_another_one_beats_are_hollow():
+def test_points_below_another_point_in_both_rewards_are_hollow():
     at = {"low": (0, 0), "left": (0, 2), "right": (2, 0), "even": (2, 2)}
     found = {name: tuple(map(estimate, place)) for name, place in at.items()}
     assert evaluation_figures.beaten(found) == ["low"]

@@ -1,4 +1,4 @@
-"""Pages in a real browser: nothing goes wrong, nothing leaves, tables sort, all fits a telephone. And their parts."""
+"""HTML reports in a real browser: no errors, no requests, sortable tables, a layout for phones; and their parts."""
 
 import json
 import math
@@ -18,7 +18,7 @@ needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSI
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Three runs of several objectives, one with a name and texts that attack."""
+    """Three runs with different objectives; the name and the texts of one try to inject HTML."""
     top = tmp_path_factory.mktemp("runs")
     made = [make_run(top / "a", "bon:4"), make_run(top / "b<img src=x onerror=alert(1)>", "bon:16", text=EVIL, seed=1)]
     return [*made, make_run(top / "c $\\frac$ \x01 --", "mean", seed=2)]
@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(folders, tmp_path_factory):
-    """One page about all of them."""
+    """One report of all three runs."""
     return write_report(folders, tmp_path_factory.mktemp("out") / "three.html")
 
 
@@ -48,7 +48,7 @@ def head(i):
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1000])
-def test_a_page_opens_without_errors_and_asks_for_nothing(window, report, width, dark):
+def test_a_page_opens_without_errors_and_requests(window, report, width, dark):
     window.asked.clear()
     window.open(report, width, dark)
     assert window.said == []
@@ -61,11 +61,11 @@ def test_a_page_opens_without_errors_and_asks_for_nothing(window, report, width,
     assert paper == ("rgb(22, 27, 34)" if dark else "rgb(255, 255, 255)")
     shown = window.run("[...document.images].map(i => atob(i.currentSrc.split(',')[1]))")
     assert all(("#161b22" in svg) == dark for svg in shown)
-    assert window.run("document.querySelectorAll('body img').length") == 6  # none is made of what a model wrote
+    assert window.run("document.querySelectorAll('body img').length") == 6  # none comes from a completion
 
 
 @needs_browser
-def test_a_click_on_a_heading_sorts_and_another_one_turns_it_round(window, report):
+def test_a_click_on_a_heading_sorts_and_a_second_click_reverses(window, report):
     window.open(report)
     names = window.run(
         "[...[...document.querySelectorAll('table.sorts')].at(-1).tHead.rows[0].cells].map(h => h.innerText)"
@@ -82,7 +82,7 @@ def test_a_click_on_a_heading_sorts_and_another_one_turns_it_round(window, repor
     rates = column(window, rate)
     known = [float(text) for text in rates if text]
     assert known == sorted(known)
-    assert rates == [text for text in rates if text] + [""] * (len(rates) - len(known))  # what is not known is last
+    assert rates == [text for text in rates if text] + [""] * (len(rates) - len(known))  # empty cells are last
     assert window.run("document.querySelectorAll('[aria-sort]').length") == 1
     window.run(f"{head(procedure)}.querySelector('button').click()")
     found = list(dict.fromkeys(column(window, procedure)))
@@ -114,7 +114,7 @@ def test_a_table_is_filtered_by_quantity(window, report):
 
 
 @needs_browser
-def test_without_scripts_the_tables_are_there(window, report):
+def test_tables_are_shown_without_scripts(window, report):
     window.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         window.open(report)
@@ -128,7 +128,7 @@ def test_without_scripts_the_tables_are_there(window, report):
 # --- without a browser ------------------------------------------------------------------------------------------------
 
 
-def test_pages_of_several_say_what_differs_and_show_all(report, folders):
+def test_a_report_of_several_runs_shows_all_of_them(report, folders):
     text = Page(report.read_text("utf-8")).text
     for folder in folders:
         assert folder.name in text
@@ -136,13 +136,13 @@ def test_pages_of_several_say_what_differs_and_show_all(report, folders):
     shutil.copytree(folders[0], others)
     assert run_loader.read([others]).models[0].label == "?"
     assert "<script>alert(1)</script>" in text
-    assert "3 models; 90 steps logged; evaluated on 8 prompts x 16 samples" in text
+    assert "3 models; 90 logged steps; evaluated on 8 prompts x 16 samples" in text
     assert "after training" not in text
     for name in (*PICTURES, "fronts"):
         assert report.with_name(f"three-{name}.png").is_file()
 
 
-def test_a_run_looks_the_same_in_every_picture(folders, tmp_path, monkeypatch):
+def test_a_run_has_the_same_style_in_every_figure(folders, tmp_path, monkeypatch):
     seen = {}
 
     def picture(draw):
@@ -169,7 +169,7 @@ def test_where_the_page_is_written(folders, tmp_path, monkeypatch):
         write_report([])
 
 
-def test_an_evaluation_has_a_page(tmp_path, monkeypatch):
+def test_report_of_an_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "picture", lambda draw: draw() and figures.Picture(b"", "<svg/>", "<svg/>"))
     write_evaluation(tmp_path, reference=sampled(20), model=sampled(10))
     text = Page(write_report(tmp_path).read_text("utf-8")).text
@@ -178,8 +178,8 @@ def test_an_evaluation_has_a_page(tmp_path, monkeypatch):
     assert "weighted sum" in text
 
 
-def test_many_runs_make_a_page_that_is_not_large(tmp_path, monkeypatch):
-    """Each of the curves has fewer points then, and histograms are rows."""
+def test_the_report_of_many_runs_stays_small(tmp_path, monkeypatch):
+    """Curves have fewer points, and histograms are rows."""
     logged = [{"step": i, "kl": math.sin(i / 50)} for i in range(5000)]
     runs = {str(i): logged for i in range(50)}
     axes = figures.curves(runs, {name: figures.series_style(i) for i, name in enumerate(runs)}).axes
@@ -200,7 +200,7 @@ def test_a_long_curve_keeps_its_spikes():
     assert [54_321, -3] in faint.get_xydata().tolist()
 
 
-def test_28_models_look_different():
+def test_28_models_have_different_styles():
     assert (
         len({(series_style.colour, series_style.dash) for series_style in map(figures.series_style, range(28))}) == 28
     )
@@ -210,7 +210,7 @@ def test_28_models_look_different():
     assert {figures.series_style(i).marker for i in range(50)} <= html_page.SHAPES.keys()
 
 
-def test_what_sorts_as_nothing_is_no_number():
+def test_nan_sorts_as_empty_and_cells_are_escaped():
     assert html_page.number(math.nan, "-").sort == ""
     assert html_page.number(-1e-9, "-0.0000").sort == "-1e-09"
     cell = html_page.table(["<b>"], [[html_page.text('"<i>"')]])

@@ -1,4 +1,4 @@
-"""The page and the pictures of whole, half and damaged run folders, parsed as a browser would."""
+"""The HTML report and the figures of complete, unfinished and damaged run folders, parsed as by a browser."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ VOID = {"meta", "img", "source", "br", "link"}
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Builds every figure, and leaves out the seconds that it takes to draw them."""
+    """Build every figure but skip rendering, which takes seconds."""
 
     def picture(draw):
         assert draw().axes
@@ -39,7 +39,7 @@ def undrawn(monkeypatch):
 
 
 class Page(HTMLParser):
-    """Collects tags, attributes and text, and checks that tags which must be closed are, in order."""
+    """Collects tags, attributes and text, and checks that all tags are closed in order."""
 
     def __init__(self, text):
         super().__init__()
@@ -88,7 +88,7 @@ def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"),
 PICTURES = ("lengths", "curves", "rewards", "best_of_n", "win_rates")  # of one run
 
 
-def test_report_is_one_page_that_loads_nothing(tmp_path, undrawn):
+def test_report_is_one_file_that_loads_nothing(tmp_path, undrawn):
     path = write_report(make_run(tmp_path / "run", text=EVIL))
     text = path.read_text("utf-8")
     page = Page(text)
@@ -101,13 +101,13 @@ def test_report_is_one_page_that_loads_nothing(tmp_path, undrawn):
     assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     assert "url(" not in text
     assert "@import" not in text
-    assert "<script>alert(1)</script>" in page.text  # as text: what the model wrote can be read
+    assert "<script>alert(1)</script>" in page.text  # escaped: the completion is shown as text
     assert page.tags.count("img") == 5
     assert "viewport" in text
     assert "prefers-color-scheme: dark" in text
 
 
-def test_pictures_are_there_for_every_screen_and_as_files(tmp_path):
+def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
     run = make_run(tmp_path / "run")
     page = Page(write_report(run).read_text("utf-8"))
     svgs = [
@@ -125,7 +125,7 @@ def test_pictures_are_there_for_every_screen_and_as_files(tmp_path):
             assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
 
 
-def test_report_gives_the_numbers_of_the_table(tmp_path, undrawn):
+def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
     run = make_run(tmp_path / "run")
     text = Page(write_report(run).read_text("utf-8")).text
     for mode in (20, 10):
@@ -138,33 +138,33 @@ def test_report_gives_the_numbers_of_the_table(tmp_path, undrawn):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said", "pictures"),
+    ("spoil", "message", "pictures"),
     [
         ({"evaluation.json": None}, "evaluation.json is missing", 1),
         ({"evaluation.json": '{"before": {"rew'}, "evaluation.json cannot be read", 1),
         ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
-        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 steps logged", 4),
+        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 logged steps", 4),
         ({"config.json": "{"}, "config.json cannot be read", 5),
         ({"config.json": None}, "config.json or config.toml is missing", 5),
         ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
     ],
 )
-def test_report_of_a_killed_run_shows_what_there_is_and_says_what_is_not(tmp_path, undrawn, spoil, said, pictures):
+def test_report_of_a_killed_run_lists_what_is_missing(tmp_path, undrawn, spoil, message, pictures):
     run = make_run(tmp_path / "run")
     for name, text in spoil.items():
         (run / name).unlink() if text is None else (run / name).write_text(text)
     page = Page(write_report(run).read_text("utf-8"))
-    assert said in page.text
+    assert message in page.text
     assert page.tags.count("img") == pictures
 
 
-def test_report_before_training_has_ended(tmp_path, undrawn):
+def test_report_before_training_has_finished(tmp_path, undrawn):
     page = Page(write_report(make_run(tmp_path / "run", evaluated=("before",))).read_text("utf-8"))
-    assert "model after training is not evaluated" in page.text
+    assert "There is no evaluation after training yet." in page.text
     assert "trained" not in page.text
 
 
-def test_report_with_abstentions_and_a_single_sample_a_prompt(tmp_path, undrawn):
+def test_report_with_abstentions_and_a_single_sample_per_prompt(tmp_path, undrawn):
     run = make_run(tmp_path / "run", n=1)
     silent = sampled(n=1)
     silent.rewards["long"][:] = math.nan
@@ -174,7 +174,7 @@ def test_report_with_abstentions_and_a_single_sample_a_prompt(tmp_path, undrawn)
     assert "+nan" not in page.text
 
 
-def test_folders_that_are_no_runs_are_refused(tmp_path):
+def test_folders_that_are_not_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has none of config\.json"):
         write_report(tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
@@ -183,7 +183,7 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
         compare([tmp_path / "absent"], tmp_path / "out.png")
 
 
-def test_a_run_that_begins_anew_removes_its_report(tmp_path, undrawn):
+def test_a_run_that_restarts_removes_its_report(tmp_path, undrawn):
     folder = make_run(tmp_path / "run")
     write_report(folder)
     assert len(list(folder.glob("*.png"))) == len(PICTURES)
@@ -214,12 +214,12 @@ def heights(figure, axes=0):
 
 
 @pytest.mark.parametrize("longest", [7, 32, 64, 100, 256])
-def test_length_histogram_holds_every_completion_and_weighs_bins_by_width(longest):
+def test_length_histogram_counts_every_completion_and_is_a_density(longest):
     data = sampled()
     data.lengths, data.max_length = (
         torch.arange(longest + 1).repeat(8, 1),
         longest,
-    )  # 0, which is drawn with 1, to longest
+    )  # 0, which counts as 1, to longest
     edges, values = heights(figures.lengths({"before": data}, {"before": Style()}, []))[0]
     assert (values * np.diff(edges)).sum() == pytest.approx(100)
     assert edges[-1] == longest + 0.5
@@ -237,7 +237,7 @@ def test_length_targets_are_lines_in_the_figure():
     assert "tokens" in axes.get_xlabel()
 
 
-def test_curves_are_the_logged_values_and_gaps_are_said():
+def test_curves_are_the_logged_values_and_missing_ones_are_labelled():
     logged = [{"step": 3 * i, "kl": float(i), "rewards/a/b/mean": None} for i in range(5)]
     axes = figures.curves({"run": logged}, {}).axes
     assert axes[2].lines[0].get_xydata().tolist() == [[3.0 * i, i] for i in range(5)]
@@ -254,7 +254,7 @@ def test_objective_labels():
     assert figures.objective_label(mixed) == "short bon:4, long mean"
 
 
-def test_compare_draws_and_prints_the_value_under_best_of_n(tmp_path, capsys, monkeypatch):
+def test_compare_draws_and_prints_best_of_n_rewards(tmp_path, capsys, monkeypatch):
     drawn = []
     draw = figures.comparison
     monkeypatch.setattr(figures, "comparison", lambda *a: drawn.append(draw(*a)) or drawn[-1])
@@ -273,7 +273,7 @@ def test_compare_draws_and_prints_the_value_under_best_of_n(tmp_path, capsys, mo
     assert "mean (GRPO)" in printed
 
 
-def test_compare_tells_runs_of_one_objective_apart_and_stops_at_the_samples_there_are(tmp_path, capsys):
+def test_compare_distinguishes_runs_of_one_objective_and_limits_n_to_the_samples(tmp_path, capsys):
     runs = [make_run(tmp_path / "one", n=5), make_run(tmp_path / "two", n=6)]
     assert compare(runs, tmp_path) == tmp_path / "compare.png"
     printed = capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_compare_tells_runs_of_one_objective_apart_and_stops_at_the_samples_ther
     assert re.findall(r"^ +(\d+)  ", printed, flags=re.MULTILINE) == ["1", "2", "4"]
 
 
-def test_compare_tells_runs_of_one_name_apart_and_shows_a_run_once(tmp_path, capsys):
+def test_compare_distinguishes_runs_of_one_name_and_shows_a_run_once(tmp_path, capsys):
     runs = [
         make_run(tmp_path / "a" / "run"),
         make_run(tmp_path / "b" / "run", seed=1),
@@ -304,26 +304,32 @@ def test_compare_refuses_other_rewards_of_the_same_names(tmp_path):
         compare(runs[:2], tmp_path)
     with pytest.raises(ValueError, match=r"three is .*'scale': 2"):
         compare([runs[0], runs[2]], tmp_path)
-    compare([runs[0], runs[3]], tmp_path)  # the same, written otherwise
+    compare([runs[0], runs[3]], tmp_path)  # the same reward in another notation
 
 
-def test_compare_says_why_there_is_nothing_to_compare(tmp_path):
+def test_compare_explains_why_a_run_cannot_be_compared(tmp_path):
     unmeasured = make_run(tmp_path / "run", evaluated=())
     (unmeasured / "config.json").write_text(json.dumps({"evaluation": {"prompts": 0}}))
-    with pytest.raises(ValueError, match=r"prompts = 0; `nlgrpo evaluate .*run --evaluation.prompts 64` measures"):
+    with pytest.raises(
+        ValueError, match=r"prompts = 0; run `nlgrpo evaluate .*run --evaluation.prompts 64` to evaluate"
+    ):
         compare([unmeasured], tmp_path)
     silent = make_run(tmp_path / "silent")
     model = sampled()
     model.rewards["long"].fill_(math.nan)
     write_evaluation(silent, before=sampled(), after=model)
-    with pytest.raises(ValueError, match=r"bon:4: on every prompt some reward abstained"):
+    with pytest.raises(
+        ValueError, match=r"bon:4: on every prompt some reward abstained; the weighted sum has no value"
+    ):
         compare([silent], tmp_path)
 
 
 def test_compare_refuses_what_it_cannot_compare(tmp_path):
     good = make_run(tmp_path / "good")
     half = make_run(tmp_path / "half", evaluated=("before",))
-    with pytest.raises(ValueError, match=r"half is evaluated only before; finish it with the command"):
+    with pytest.raises(
+        ValueError, match=r"half has no evaluation after training; run the command that started it again"
+    ):
         compare([good, half], tmp_path)
     with pytest.raises(ValueError, match=r"evaluation\.json is missing.*resume"):
         compare([good, make_run(tmp_path / "none", evaluated=())], tmp_path)
@@ -336,9 +342,9 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
     evaluation = tmp_path / "evaluation"
     evaluation.mkdir()
     write_evaluation(evaluation, reference=sampled(), model=sampled())
-    with pytest.raises(ValueError, match="evaluation is no run; nlgrpo report shows"):
+    with pytest.raises(ValueError, match="evaluation is not a run; use `nlgrpo report`"):
         compare([good, evaluation], tmp_path)
-    with pytest.raises(ValueError, match="no run"):
+    with pytest.raises(ValueError, match="no runs to compare"):
         compare([], tmp_path)
     with pytest.raises(ValueError, match=r"\.png, \.pdf or \.svg"):
         compare([good], tmp_path / "x.docx")

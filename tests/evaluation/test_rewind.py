@@ -78,9 +78,9 @@ def test_names():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ValueError, match="needs 7 samples per prompt, and there are 6"):
+    with pytest.raises(ValueError, match=r"rewind:.* needs 7 samples per prompt, got 6; draw more"):
         RewindAndRepeat(0.5, 7).chosen(REWARDS, REFERENCE)
     with pytest.raises(ValueError, match="without NaN"):
         RewindAndRepeat(0.5, 2).chosen(REWARDS * torch.nan, REFERENCE)
-    with pytest.raises(ValueError, match="a chance for each sample"):
+    with pytest.raises(ValueError, match="a probability per sample"):
         weighted_win_rate(REWARDS, REWARDS[:, :3], REFERENCE, REFERENCE)

@@ -1,4 +1,4 @@
-"""What a report reads of runs, evaluations and sweeps, whole, half and damaged, and which runs belong together."""
+"""Loading of complete, unfinished and damaged runs, evaluations and sweeps, and grouping of runs."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def only(entries, model, quantity, procedure):
     return entry
 
 
-def test_a_run_has_the_mean_over_all_subsets(tmp_path):
+def test_best_of_n_is_the_mean_over_all_subsets(tmp_path):
     found = run_loader.read([make_run(tmp_path / "run")])
     for label, seed in (("reference", 0), ("run", 1)):
         for name, rewards in sampled(seed).rewards.items():
@@ -73,7 +73,7 @@ def test_a_run_has_the_mean_over_all_subsets(tmp_path):
     assert found.notes == []
 
 
-def test_kl_of_a_run_is_that_of_its_completions_at_the_end(tmp_path):
+def test_kl_of_a_run_is_per_completion_at_the_end(tmp_path):
     found = run_loader.read([make_run(tmp_path / "run", kl=0.25)])
     entry = only(found.entries, "run", run_loader.TRAINING_KL, "")
     assert entry.estimate.value == pytest.approx(0.25 * 8 * 0.9)  # 9 of the last 10 steps
@@ -81,7 +81,7 @@ def test_kl_of_a_run_is_that_of_its_completions_at_the_end(tmp_path):
     assert "entropy" not in found.models[0].logged[0]
 
 
-def test_runs_from_one_model_have_one_reference(tmp_path):
+def test_runs_from_the_same_model_share_a_reference(tmp_path):
     folders = [make_run(tmp_path / name, before=b, after=a) for name, b, a in (("x", 0, 1), ("y", 0, 2), ("z", 3, 4))]
     found = run_loader.read(folders)
     assert list(found.references) == ["reference", "reference of z"]
@@ -89,14 +89,14 @@ def test_runs_from_one_model_have_one_reference(tmp_path):
     assert len([e for e in found.reference_entries if e.model == "reference" and e.quantity == "a"]) == 3
 
 
-def test_names_that_come_twice_get_their_folder(tmp_path):
+def test_runs_with_the_same_name_are_labelled_by_folder(tmp_path):
     folders = [make_run(tmp_path / "a" / "x"), make_run(tmp_path / "b" / "x")]
     found = run_loader.read(folders)
     assert [m.label for m in found.models] == ["x", "b/x"]
     assert len({m.label for m in run_loader.read([*folders, folders[0]]).models}) == 3
 
 
-def test_an_evaluation_gives_its_rows_as_they_are(tmp_path):
+def test_rows_of_an_evaluation_are_unchanged(tmp_path):
     found = run_loader.read([make_evaluation(tmp_path / "ev")])
     rows = evaluation_results.entries(
         {name: sampled(seed) for seed, name in enumerate(("reference", "one", "two"), start=10)},
@@ -104,13 +104,13 @@ def test_an_evaluation_gives_its_rows_as_they_are(tmp_path):
         ["b"],
     )
     same = [e for e in found.entries if e.quantity != "weighted sum"]
-    assert repr(same) == repr(rows)  # NaN is unlike itself
+    assert repr(same) == repr(rows)  # NaN != NaN
     assert found.settings["ev"] == run_loader.Settings({"x": 1}, {"nlgrpo": "0.1", "torch": "2"})
     assert [m.name for m in found.models] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "entries"),
+    ("options", "message", "entries"),
     [
         ({"results": "{"}, "results.json cannot be read", True),
         ({"results": '{"results": [{"model": "one"}]}'}, "results.json cannot be read", True),
@@ -120,27 +120,27 @@ def test_an_evaluation_gives_its_rows_as_they_are(tmp_path):
         ({"results": "{", "samples": False}, "histograms and completions are left out", False),
     ],
 )
-def test_half_an_evaluation(tmp_path, options, said, entries):
+def test_evaluation_with_missing_files(tmp_path, options, message, entries):
     found = run_loader.read([make_evaluation(tmp_path / "ev", **options)])
-    assert any(said in note for note in found.notes)
+    assert any(message in note for note in found.notes)
     assert bool(found.entries) == entries
     if entries:
         assert only(found.entries, "one", "a", "bon:2").change is not None
 
 
-def test_a_model_of_a_run_and_of_an_evaluation_keep_apart_with_one_name(tmp_path):
+def test_a_run_and_an_evaluated_model_of_the_same_name_have_different_labels(tmp_path):
     found = run_loader.read([make_run(tmp_path / "one"), make_evaluation(tmp_path / "ev")])
     assert [(m.label, m.name) for m in found.models] == [("one", "one"), ("one · ev", "one"), ("two", "two")]
     assert {e.model for e in found.reference_entries} == {"reference", "reference of ev"}
     assert all(e.model == "one · ev" for e in found.models[1].entries)
 
 
-def test_weighted_sums_only_of_equal_weights(tmp_path):
+def test_weighted_sums_need_equal_weights(tmp_path):
     runs = [make_run(tmp_path / "x"), make_run(tmp_path / "y", weights=(0.1, 0.9))]
     assert not [e for e in run_loader.read(runs).entries if e.quantity == "weighted sum"]
 
 
-def test_a_sweep_has_all_its_points(tmp_path):
+def test_all_points_of_a_sweep_are_loaded(tmp_path):
     states = {"done": "done", "failed": "failed", "waiting": "waiting"}
     make_run(tmp_path / "done")
     points = [sweep_state.Point({"loss.beta": 0.1}, tmp_path / name, state) for name, state in states.items()]
@@ -154,14 +154,14 @@ def test_a_sweep_has_all_its_points(tmp_path):
     assert "sweep.json cannot be read" in run_loader.read([tmp_path]).notes[0]
 
 
-def test_samples_that_do_not_fit_each_other_are_said(tmp_path):
+def test_samples_that_cannot_be_compared_are_noted(tmp_path):
     run = make_run(tmp_path / "run")
     write_evaluation(run, before=sampled(prompts=3), after=sampled(prompts=4))
     found = run_loader.read([run])
-    assert any("they are not compared" in note for note in found.notes)
+    assert any("before and after training; they are not compared" in note for note in found.notes)
     assert {e.model for e in found.entries if e.quantity == "a"} == {"run"}
     write_evaluation(run, before=sampled(names=("a", "c")), after=sampled())
-    assert any("they are not compared" in note for note in run_loader.read([run]).notes)
+    assert any("before and after training; they are not compared" in note for note in run_loader.read([run]).notes)
     ev = make_evaluation(tmp_path / "ev", results=False)
     write_evaluation(ev, reference=sampled(prompts=3), one=sampled())
     assert run_loader.read([ev]).models[0].state == "evaluated"
@@ -183,7 +183,7 @@ def config(beta=0.1, objective="bon:4", weight=0.5, seed=0, out="x"):
     return {"rewards": rewards, "loss": {"beta": beta}, "train": {"seed": seed, "out": out}}
 
 
-def test_columns_hold_what_differs():
+def test_columns_are_the_keys_that_differ():
     configs = {"x": config(out="1"), "y": config(out="2", beta=0.2, objective="mean"), "z": {}}
     assert config_diff.columns(configs) == {
         "rewards.a.objective, rewards.b.objective": {"x": "bon:4", "y": "mean"},
@@ -192,7 +192,7 @@ def test_columns_hold_what_differs():
     assert config_diff.columns({"x": config()}) == {}
 
 
-def test_lines_go_along_what_has_the_most_values():
+def test_lines_run_over_the_setting_with_the_most_values():
     betas = {f"{o} {b}": config(beta=b, objective=o) for o in ("mean", "bon:4") for b in (0.1, 0.2, 0.3)}
     places = config_diff.places(betas)
     assert {places[label].line for label in betas} == {"mean over beta", "bon:4 over beta"}

@@ -1,6 +1,6 @@
-"""The mathematics of the papers, checked against exact answers.
+"""Checks of `nlgrpo verify`: the mathematics of the papers compared with exact results.
 
-`exact` and `tabular` are the truths: functionals by their definition, and policies over a few responses. They import
-nothing of the project. `check_estimators`, `check_shape` and `check_training` compare the objectives with them;
-`claims` is what a check returns. Only `commands.verify` imports this room. Read `claims.py` first.
+`exact` has functionals by their definition, and `tabular` policies over a few responses; both import nothing of the
+project. `check_estimators`, `check_shape` and `check_training` compare the objectives with them; `claims` has the type
+of their results. Only `commands.verify` imports this room. Read `claims.py` first.
 """

@@ -1,7 +1,7 @@
-"""Checks of training: optima that are known, and how exact non-linear GRPO gets there.
+"""Checks of training: convergence of exact non-linear GRPO to known optima.
 
-Two rewards on [0, 1] that contradict each other, r_1 = 1 - y^2 and r_2 = 1 - (1 - y)^2 (IAMA, 3.1), on K cells; first
-variations are those of the trainer's objectives, values are those of `exact`. Legend: P policies, K cells, m rewards.
+Two opposed rewards on [0, 1], r_1 = 1 - y^2 and r_2 = 1 - (1 - y)^2 (IAMA, 3.1), on K cells. First variations are
+those of the trainer's objectives, values those of `exact`. Shapes: P policies, K cells, m rewards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def variation(objective: Objective, rewards: Tensor, probs: Tensor, weights: Ten
 
 
 def values(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
-    """Best-of-n of each reward (m, K) under each policy (P, K), by their definition: (m, P)."""
+    """Best-of-n of each reward (m, K) under each policy (P, K), by definition: (m, P)."""
     return torch.stack([exact.best_of_cells(r, probs, n) for r in rewards])
 
 
@@ -44,9 +44,10 @@ def closed_form_cdf(y: Tensor, n: int) -> Tensor:
 
 
 def proposition_3_1(quick: bool) -> Proof:
-    """The optimum of half best-of-N of each reward: stationary as given, and approached by exact updates without KL.
+    """Check that the closed form of Prop. 3.1 is stationary, and that exact updates without KL converge to it.
 
-    From the uniform policy; for N = 2, where that is the optimum, from the density 6 y (1 - y).
+    The objective is the mean of best-of-N of both rewards. Updates start at the uniform policy, or for N = 2, where
+    that is the optimum, at the density 6 y (1 - y).
     """
     K, steps = (200, 300) if quick else (1000, 4000)
     edges = torch.arange(K + 1, dtype=torch.float64) / K
@@ -61,18 +62,20 @@ def proposition_3_1(quick: bool) -> Proof:
         densities[f"N = {n}"], paths[f"N = {n}"] = (last * K, optimum * K), (gaps, distances)
         results += _optimum_results(n, optimum, gaps, distances, _divergence(optimum, middle if n == 2 else uniform))
     rise = max(gaps.diff().max().item() for gaps, _ in paths.values())
-    results.append(Result("No update loses", "App. H.1", "largest rise of the gap", rise, at_most=1e-13))
+    results.append(
+        Result("No update increases the gap", "App. H.1", "largest increase of the gap", rise, at_most=1e-13)
+    )
     naive = _train_mean(uniform)
     densities["mean"] = (naive * K, None)
     away = naive[(tabular.cells(K) - 0.5).abs() > 2 / K].sum().item()
-    worth = values(opposed(K), naive[None], 4).mean().item() - values(opposed(K), uniform[None], 4).mean().item()
-    note = f"its best-of-4 value minus that of the uniform policy: {worth:+.4f}"
-    claim = "Plain GRPO ends in a point mass at 0.5"
-    results.append(Result(claim, "Sec. 3.1", "mass further than two cells off", away, at_most=1e-6, note=note))
+    gain = values(opposed(K), naive[None], 4).mean().item() - values(opposed(K), uniform[None], 4).mean().item()
+    note = f"its best-of-4 value minus that of the uniform policy: {gain:+.4f}"
+    claim = "Plain GRPO converges to a point mass at 0.5"
+    results.append(Result(claim, "Sec. 3.1", "mass more than two cells away", away, at_most=1e-6, note=note))
     return Proof(results, {"densities": densities, "paths": paths})
 
 
-STEP_L = 0.3  # of the updates without KL: the objective never falls at it, and 10 to 50 times faster than L_f r_max
+STEP_L = 0.3  # L of updates without KL: the objective never decreases, 10 to 50 times faster than with L_f r_max
 
 
 def _climb(n: int, optimum: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,17 +98,25 @@ def _optimum_results(n: int, optimum: Tensor, gaps: Tensor, distances: Tensor, d
     steps = torch.arange(1, len(gaps), dtype=torch.float64)
     share = (gaps[1:] * steps / (STEP_L * divergence)).max().item()
     left, off = (gaps[-1] / gaps[0]).item(), (distances[-1] / distances[0]).item()
-    spread, note = (linear.max() - linear.min()).item(), f"after {len(gaps) - 1} updates {left:.1e} of the gap is left"
+    spread, note = (
+        (linear.max() - linear.min()).item(),
+        f"after {len(gaps) - 1} updates the gap is {left:.1e} of the start's",
+    )
     source, cells = "Prop. 3.1", f"{len(optimum)} cells"
-    slow = "slow where the optimum's density has poles" if n > 2 else ""
+    slow = "slow because the optimum's density has poles" if n > 2 else ""
     return [
         Result(
             f"N = {n}: the closed form is stationary", source, "spread of dR/dpi", spread, at_most=1e-12, note=cells
         ),
+        Result(f"N = {n}: the gap is O(1/T)", source, "gap T / (L KL[pi*|pi_0])", share, at_most=1.0, note=note),
         Result(
-            f"N = {n}: exact updates close the gap", source, "gap T / (L KL[pi*|pi_0])", share, at_most=1.0, note=note
+            f"N = {n}: the policy approaches the optimum",
+            source,
+            "sup|C - C*|, last / first",
+            off,
+            at_most=0.9,
+            note=slow,
         ),
-        Result(f"N = {n}: the policy comes nearer", source, "sup|C - C*|, last / first", off, at_most=0.9, note=slow),
     ]
 
 
@@ -114,7 +125,7 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 
 
 def _train_mean(start: Tensor) -> Tensor:
-    """Plain GRPO, whose first variation never changes, so that its steps may be as long as one likes."""
+    """Train with plain GRPO. Its first variation is constant, so the step size is not limited."""
     log_pi, half = start.log()[None], torch.tensor([0.5, 0.5], dtype=torch.float64)
     for _ in range(1000):
         linear = variation(Mean(), opposed(len(start)), log_pi.exp(), half)
@@ -126,11 +137,10 @@ def _train_mean(start: Tensor) -> Tensor:
 
 
 def theorem_5_2(quick: bool, n: int = 4) -> Proof:
-    """L[pi_T] - L[pi*] <= beta KL[pi*|pi_0] / (((L + beta) / L)^T - 1) at every T, for L = L_f r_max (Lemma 5.5).
+    """Check L[pi_T] - L[pi*] <= beta KL[pi*|pi_0] / (((L + beta) / L)^T - 1) at every T, for L = L_f r_max (Lemma 5.5).
 
-    And for a quarter of it, which is enough (`check_shape.lemma_5_5`).
-
-    Half best-of-n of each reward on 40 cells; reference and start are different random policies.
+    Also for a quarter of this L, which suffices (`check_shape.lemma_5_5`). The objective is the mean of best-of-n of
+    both rewards on 40 cells; reference and start are different random policies.
     """
     K, steps = 40, 60 if quick else 300
     generator = torch.Generator().manual_seed(0)
@@ -146,36 +156,37 @@ def theorem_5_2(quick: bool, n: int = 4) -> Proof:
         results += _rate_results(beta, L, gaps, bound)
         residuals.append(residual)
         lines[L, beta] = (gaps[1:], bound)
-    rise, stationary = max(gaps.diff().max().item() for gaps, _ in lines.values()), "Their optima are stationary"
+    rise, stationary = max(gaps.diff().max().item() for gaps, _ in lines.values()), "The computed optima are stationary"
     results += [
-        Result("No update loses", "App. H.1", "largest rise of the gap", rise, at_most=1e-13),
+        Result("No update increases the gap", "App. H.1", "largest increase of the gap", rise, at_most=1e-13),
         Result(stationary, "autograd", "|gradient / pi|, largest", max(residuals), at_most=1e-10),
     ]
     return Proof(results, {"lines": lines, "n": n})
 
 
 def _rate_results(beta: float, L: float, gaps: Tensor, bound: Tensor) -> list[Result]:
-    size = gaps.abs()  # of a gap below 0 the optimum is at fault, which is a claim of its own
-    told = (bound > 1e-12) & (size[1:] > 1e-12)  # below, the gap is what float64 makes of it
-    share, updates = torch.where(told, size[1:] / bound, 0.0).max().item(), max(1, int(told.sum()))
+    size = gaps.abs()  # a negative gap means a wrong optimum, which another claim checks
+    exact_enough = (bound > 1e-12) & (size[1:] > 1e-12)  # smaller gaps are rounding errors of float64
+    share = torch.where(exact_enough, size[1:] / bound, 0.0).max().item()
+    updates = max(1, int(exact_enough.sum()))
     rate, theory = ((size[updates] / size[0]) ** (1 / updates)).item(), L / (L + beta)
     source, setting = "Thm 5.2", f"beta = {beta:g}, L = {L:g}"
-    note = f"each of {updates} updates, until the gap is {gaps[updates]:.0e}"
+    note = f"at each of {updates} updates, until the gap is {gaps[updates]:.0e}"
     return [
-        Result(f"{setting}: the gap is under the bound", source, "gap / bound, largest", share, at_most=1.0, note=note),
-        Result(f"{setting}: rate", source, "factor an update", rate, at_most=theory, note="required: L / (L + beta)"),
+        Result(f"{setting}: the gap is below the bound", source, "gap / bound, largest", share, at_most=1.0, note=note),
+        Result(f"{setting}: rate", source, "factor per update", rate, at_most=theory, note="required: L / (L + beta)"),
     ]
 
 
 def _regularised(rewards: Tensor, log_pi: Tensor, n: int, beta: float, reference: Tensor) -> Tensor:
-    """R[pi] - beta KL[pi | ref] of policies (P, K), (P,), by the definitions."""
+    """R[pi] - beta KL[pi | ref] of policies (P, K), by definition: (P,)."""
     return values(rewards, log_pi.exp(), n).mean(0) - beta * tabular.kl(log_pi, reference)
 
 
 def _regularised_optimum(n: int, beta: float, reference: Tensor) -> tuple[Tensor, float]:
-    """log pi* (1, K) of a concave objective, and how far its gradient by autograd is from 0.
+    """Return log pi* (1, K) of a concave objective, and the size of its gradient by autograd: 0 at the optimum.
 
-    Found by many short updates; the gradient of the definition alone shows that it is the optimum.
+    Computed by many small updates; the gradient is that of the definition and independent of them.
     """
     rewards, half = opposed(reference.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
     log_pi = reference
@@ -208,9 +219,9 @@ BUDGET = 0.1  # KL to the reference, in nats, as in IAMA 6.2
 
 
 def pareto(quick: bool, n: int = 4) -> Proof:
-    """Fronts of best-of-n of two opposed rewards, trained for their weighted sum, for smooth-min, and for the mean.
+    """Compare the fronts of two opposed rewards, trained for weighted sum or smooth-min of best-of-n, or for the mean.
 
-    Every policy is the optimum of its objective within one KL budget to the uniform reference, as in IAMA 6.2.
+    Each policy is the optimum of its objective under the same KL budget to the uniform reference, as in IAMA 6.2.
     """
     K, steps = (40, 60) if quick else (100, 200)
     shares = torch.linspace(0, 1, 9 if quick else 33, dtype=torch.float64)
@@ -230,25 +241,27 @@ def pareto(quick: bool, n: int = 4) -> Proof:
     area = {name: hypervolume(points, worst) for name, points in with_bon.items()}
     gains = {name: _gain_alone(alone[name], alone["mean"], shares) for name in ("weighted sum", "smooth-min")}
     middle, untrained = with_bon["mean"][len(shares) // 2].mean(), with_bon["untrained"].mean()
-    note = f"in the middle the mean reward gives {middle:.3f}, the untrained policy {untrained:.3f}"
+    note = (
+        f"average of both rewards, best-of-{n}: {middle:.3f} with equal weights of the mean, {untrained:.3f} untrained"
+    )
     results, source = [], "Fig. 3b"
     for name, gain in gains.items():
         over, ratio = margin(with_bon[name], with_bon["mean"]), area[name] / area["mean"]
         results += [
-            Result(f"{name}: dominates all of the mean's front", source, "margin in both rewards", over, at_least=1e-3,
+            Result(f"{name}: dominates the front of the mean", source, "margin in both rewards", over, at_least=1e-3,
                    note=f"{len(shares)} weights, best-of-{n}"),
-            Result(f"{name}: area under its front", source, "ratio to the mean's", ratio, at_least=1.1, note=note),
-            Result(f"{name}: wins nothing without best-of-{n}", source, "gain over the mean's", gain, at_most=1e-9),
+            Result(f"{name}: larger area under the front", source, "ratio to the mean", ratio, at_least=1.1, note=note),
+            Result(f"{name}: no gain for single samples", source, "gain over the mean", gain, at_most=1e-9),
         ]  # fmt: skip
     spent = (budgets - BUDGET).abs().max().item()
-    results.append(Result("All spend the same KL", "Sec. 6.2", f"|KL - {BUDGET}|, largest", spent, at_most=1e-6))
+    results.append(Result("All policies use the same KL", "Sec. 6.2", f"|KL - {BUDGET}|, largest", spent, at_most=1e-6))
     return Proof(results, {"n": n, "with_bon": with_bon, "alone": alone})
 
 
 def _front(
     objective: Objective, aggregates: Sequence[Aggregate], rewards: Tensor, reference: Tensor, steps: int
 ) -> Tensor:
-    """log of the policies (P, K) that exact updates within the budget reach, one for each aggregate."""
+    """Train by exact updates within the budget: log-probabilities of the policies (P, K), one per aggregate."""
     log_pi = reference.expand(len(aggregates), -1)
     for _ in range(steps):
         probs = log_pi.exp()
@@ -260,12 +273,12 @@ def _front(
 
 
 def margin(ours: Tensor, theirs: Tensor) -> float:
-    """How far each of their points (Q, 2) is exceeded in both coordinates by one of ours (P, 2); the smallest of it."""
+    """Smallest margin by which points of ``ours`` (P, 2) exceed each point of ``theirs`` (Q, 2) in both coordinates."""
     return (ours[None] - theirs[:, None]).amin(-1).amax(1).min().item()
 
 
 def hypervolume(points: Tensor, worst: Tensor) -> float:
-    """Area that points (P, 2) dominate above the corner ``worst``."""
+    """Area dominated by points (P, 2), measured from the corner ``worst``."""
     area, height = 0.0, worst[1].item()
     for x, y in sorted(points.tolist(), reverse=True):
         area += (x - worst[0].item()) * max(y - height, 0.0)
@@ -274,6 +287,6 @@ def hypervolume(points: Tensor, worst: Tensor) -> float:
 
 
 def _gain_alone(ours: Tensor, mean: Tensor, shares: Tensor) -> float:
-    """Largest excess of w . ours over the best w . mean, over all weights w: above 0 only beyond the mean's front."""
+    """Largest excess of max w . ours over max w . mean, over all weights w; positive only beyond the mean's front."""
     weights = torch.stack((shares, 1 - shares))
     return ((ours @ weights).amax(0) - (mean @ weights).amax(0)).max().item()

@@ -1,4 +1,4 @@
-"""What a check of `nlgrpo verify` returns: claims, each with what was measured and the bounds that it must keep."""
+"""Results of a check of `nlgrpo verify`: claims with the measured value and its bounds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """One claim of ``source`` and the ``measured`` ``quantity`` by which it stands or falls, bounds included.
+    """A claim of ``source``. It holds if ``measured``, the value of ``quantity``, is within the bounds, inclusive.
 
-    ``note`` is for what the number does not tell. A NaN keeps no bound.
+    NaN is never within the bounds. ``note`` has additional information.
     """
 
     claim: str
@@ -36,7 +36,7 @@ class Result:
         return f"{self.at_least:.4g} to {self.at_most:.4g}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; what is not finite, such as a bound that is not there, is null."""
+        """JSON data; numbers that are not finite, such as missing bounds, are null."""
         numbers = {"measured": self.measured, "at_most": self.at_most, "at_least": self.at_least}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         texts = {"claim": self.claim, "source": self.source, "quantity": self.quantity, "note": self.note}
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Proof:
-    """Results of one check, and what its picture shows: the keyword arguments of a function of `verify_figures`."""
+    """Results of one check, and the keyword arguments of its function in `verification_figures`."""
 
     results: Sequence[Result]
     drawn: dict[str, Any] = field(default_factory=dict)

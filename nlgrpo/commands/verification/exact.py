@@ -1,8 +1,8 @@
-"""Functionals of a known distribution by their definitions: the truth that `nlgrpo verify` holds objectives against.
+"""Functionals of a known distribution by their definitions: the exact values for `nlgrpo verify`.
 
-None of them is computed as the objectives do it (ranks, weight tables, suffix sums): draws are listed, sums and maxima
-written out. All are differentiable in ``probs``. Legend: A atoms, of ``rewards`` (A,) and ``probs`` (A,), float64, or
-of a ``kernel`` (A, A), the likeness of two atoms.
+They do not use the methods of the objectives (ranks, weight tables, suffix sums): they enumerate draws, and take sums
+and maxima directly. All are differentiable in ``probs``. Shapes: A atoms, ``rewards`` (A,) and ``probs`` (A,) in
+float64; ``kernel`` (A, A), the similarity of two atoms.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ def expectation(rewards: Tensor, probs: Tensor) -> Tensor:
 
 
 def best_of(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
-    """E max of n draws, over all A^n of them."""
+    """E max of n draws, over all A^n draws."""
     draws = _draws(rewards, n)
     return (probs[draws].prod(-1) * rewards[draws].amax(-1)).sum()
 
 
 def worst_of(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
-    """E min of n draws, over all A^n of them."""
+    """E min of n draws, over all A^n draws."""
     draws = _draws(rewards, n)
     return (probs[draws].prod(-1) * rewards[draws].amin(-1)).sum()
 
 
 def best_of_cells(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
-    """E max of n draws from P(max <= r) = C(r)^n: r_max - int C(r)^n dr (IAMA, H.3). ``probs`` (.., A), any A."""
+    """E max of n draws from P(max <= r) = C(r)^n: r_max - int C(r)^n dr (IAMA, H.3). ``probs`` (..., A)."""
     order = rewards.argsort()
     at_most = probs[..., order].cumsum(-1)[..., :-1]
     return rewards[order[-1]] - (at_most**n * rewards[order].diff()).sum(-1)
 
 
 def best_of_poisson(rewards: Tensor, probs: Tensor, rate: float, most: int = 80) -> Tensor:
-    """E max of K draws, K ~ Poisson(rate), 0 where K = 0: the series of its first ``most`` terms."""
+    """E max of K draws, K ~ Poisson(rate), 0 if K = 0: the first ``most`` terms of the series."""
     chances = [math.exp(k * math.log(rate) - rate - math.lgamma(k + 1)) for k in range(1, most)]
     return torch.stack([chance * best_of_cells(rewards, probs, k) for k, chance in enumerate(chances, 1)]).sum()
 
 
 def lower_tail(rewards: Tensor, probs: Tensor, alpha: float) -> Tensor:
-    """Mean of the worst share alpha: max_t t - E (t - r)_+ / alpha, reached at an atom (Rockafellar and Uryasev)."""
+    """Mean of the lowest share alpha: max_t t - E (t - r)_+ / alpha, reached at an atom (Rockafellar and Uryasev)."""
     return torch.stack([t - (probs * (t - rewards).clamp(min=0)).sum() / alpha for t in rewards]).max()
 
 
@@ -61,7 +61,7 @@ def certainty_equivalent(rewards: Tensor, probs: Tensor, beta: float) -> Tensor:
 
 
 def hump(rewards: Tensor, probs: Tensor) -> Tensor:
-    """The distortion f(z) = 6 z (1 - z): 3 times a best of 2 less 2 times a best of 3."""
+    """The distortion f(z) = 6 z (1 - z): 3 times best-of-2 minus 2 times best-of-3."""
     return 3 * best_of(rewards, probs, 2) - 2 * best_of(rewards, probs, 3)
 
 
@@ -71,7 +71,7 @@ def rao(kernel: Tensor, probs: Tensor) -> Tensor:
 
 
 def log_volume(kernel: Tensor, probs: Tensor, n: int, eps: float) -> Tensor:
-    """E log det(K + eps I) of n draws, over all A^n of them."""
+    """E log det(K + eps I) of n draws, over all A^n draws."""
     draws = _draws(kernel, n)
     minors = kernel[draws[:, :, None], draws[:, None, :]] + eps * torch.eye(n, dtype=kernel.dtype)
     return (probs[draws].prod(-1) * torch.logdet(minors)).sum()

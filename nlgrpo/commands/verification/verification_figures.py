@@ -1,4 +1,4 @@
-"""The pictures of `nlgrpo verify`, in the colours of a run's report; each takes what a `claims.Proof` has ``drawn``."""
+"""Figures of `nlgrpo verify`; each function takes ``drawn`` of a `claims.Proof` as keyword arguments."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ DASHES = ("-", "--")
 
 
 def plugin(sizes: Sequence[int], biases: Mapping[str, Sequence[float]]) -> Figure:
-    """Bias of the plug-in gradient against M, with a line of 1/M."""
+    """Draw the bias of the plug-in gradient over M, with the line 1/M."""
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     axes = figure.subplots()
     for i, (name, bias) in enumerate(biases.items()):
         axes.plot(sizes, bias, DASHES[i // 6], color=COLOURS[i % 6], marker=MARKERS[i % 6], markersize=4, label=name)
     _guide(axes, sizes, 0.5 * min(bias[0] for bias in biases.values()))
-    _doubling(axes, sizes, "M (samples a group)")
+    _doubling(axes, sizes, "M (samples per group)")
     axes.set_yscale("log")
-    axes.set_ylabel("bias / gradient")
-    axes.set_title("Bias of the plug-in gradient, over all groups of 3 atoms")
+    axes.set_ylabel("relative bias")
+    axes.set_title("Bias of the plug-in gradient (all groups from 3 atoms)")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def lemma_5_6(sizes: Sequence[int], shares: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Measured error of a group's first variation as a share of the lemma's bound: flat where it is O(1/M)."""
+    """Draw the error of a group's first variation divided by the lemma's bound: constant if the error is O(1/M)."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     panels = figure.subplots(1, len(shares), sharey=True)
     for axes, (where, lines) in zip(panels, shares.items(), strict=True):
         for i, (name, share) in enumerate(lines.items()):
             axes.plot(sizes, share, color=COLOURS[i], marker=MARKERS[i], markersize=4, label=name)
-        axes.axhline(1, color=GREY, linestyle="--", linewidth=1, label="the bound")
-        _doubling(axes, sizes, "M (samples a group)")
+        axes.axhline(1, color=GREY, linestyle="--", linewidth=1, label="bound")
+        _doubling(axes, sizes, "M (samples per group)")
         axes.set_yscale("log")
         axes.set_title(where.capitalize())
     panels[0].set_ylabel("error / bound of Lemma 5.6")
@@ -47,14 +47,14 @@ def lemma_5_6(sizes: Sequence[int], shares: Mapping[str, Mapping[str, Sequence[f
 
 
 def linearised_loss(sizes: Sequence[int], plugin: Errors, unbiased: Errors) -> Figure:
-    """Mean squared error of the linearised loss against M, a panel for each N, as bias and variance (IAMA, Fig. 4)."""
+    """Draw bias and variance of the linearised loss over M, with one panel per N (IAMA, Fig. 4)."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, len(plugin), sharey=True)
     for axes, (n, errors) in zip(panels, plugin.items(), strict=True):
         bias, variance = (np.array([error[k] ** 2 for error in errors.values()]) for k in (0, 1))
         axes.fill_between(sizes, 0, bias, color=COLOURS[1], alpha=0.35, linewidth=0, label="bias²")
         axes.fill_between(sizes, bias, bias + variance, color=COLOURS[0], alpha=0.25, linewidth=0, label="variance")
-        axes.plot(sizes, bias + variance, color=COLOURS[0], marker="o", markersize=4, label="plug-in, both")
+        axes.plot(sizes, bias + variance, color=COLOURS[0], marker="o", markersize=4, label="plug-in, total")
         exact = {M: error[0] ** 2 + error[1] ** 2 for M, error in unbiased[n].items()}
         axes.plot(list(exact), list(exact.values()), "--", color=COLOURS[2], marker="s", markersize=4, label="unbiased")
         if n > 1:
@@ -62,7 +62,7 @@ def linearised_loss(sizes: Sequence[int], plugin: Errors, unbiased: Errors) -> F
         _doubling(axes, sizes, "M")
         axes.set_ylim(0, 1.25)
         axes.set_title(f"N = {n}" + (" (plain GRPO)" if n == 1 else ""))
-    panels[0].set_ylabel("squared error / truth²")
+    panels[0].set_ylabel("relative squared error")
     figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right center")
     return figure
 
@@ -70,7 +70,7 @@ def linearised_loss(sizes: Sequence[int], plugin: Errors, unbiased: Errors) -> F
 def proposition_3_1(
     densities: Mapping[str, tuple[Tensor, Tensor | None]], paths: Mapping[str, tuple[Tensor, Tensor]]
 ) -> Figure:
-    """Left, what training reaches and the closed form; right, how the gap and the distance of CDFs fall."""
+    """Draw trained policies and the closed form (left); the gap and the distance of CDFs over updates (right)."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
     for i, (name, (reached, optimum)) in enumerate(densities.items()):
@@ -83,8 +83,8 @@ def proposition_3_1(
     left.set_yscale("log")
     left.set_ylim(0.05, 500)
     left.set_xlabel("y")
-    left.set_ylabel("density of the policy")
-    left.set_title("Trained by exact updates, and Prop. 3.1")
+    left.set_ylabel("policy density")
+    left.set_title("Exact updates and the closed form (Prop. 3.1)")
     left.legend(loc="center", bbox_to_anchor=(0.29, 0.75))  # between a pole and the point mass
     for i, (name, (gaps, distances)) in enumerate(paths.items()):
         steps = np.arange(1, len(gaps))
@@ -93,42 +93,42 @@ def proposition_3_1(
     right.set_xscale("log")
     right.set_yscale("log")
     right.set_xlabel("update")
-    right.set_ylabel("share of the start's")
-    right.set_title("The objective converges before the policy")
+    right.set_ylabel("relative to the start")
+    right.set_title("Convergence to the optimum")
     right.legend(loc="lower left")
     return figure
 
 
 def theorem_5_2(lines: Mapping[tuple[float, float], tuple[Tensor, Tensor]], n: int) -> Figure:
-    """Gaps of the regularised objective against T, each under its bound."""
+    """Draw the gaps of the regularised objective and their bounds over T."""
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     axes = figure.subplots()
     for i, ((L, beta), (gaps, bound)) in enumerate(lines.items()):
         T = np.arange(1, len(gaps) + 1)
-        told = gaps > 1e-14
-        axes.plot(T[told], gaps[told], color=COLOURS[i], label=f"beta = {beta:g}, L = {L:g}")
+        shown = gaps > 1e-14
+        axes.plot(T[shown], gaps[shown], color=COLOURS[i], label=f"beta = {beta:g}, L = {L:g}")
         axes.plot(T, bound, "--", color=COLOURS[i], linewidth=1.2)
     axes.plot([], [], "--", color=GREY, linewidth=1.2, label="bound of Thm 5.2")
     axes.set_yscale("log")
     axes.set_ylim(1e-14, 10)
     axes.set_xlabel("T (updates)")
     axes.set_ylabel("gap to the optimum")
-    axes.set_title(f"Exact updates with KL to the reference, half bon:{n} of two rewards")
+    axes.set_title(f"Convergence with a KL penalty (bon:{n})")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def pareto(n: int, with_bon: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> Figure:
-    """Both rewards of every trained policy: one sample of it, and best-of-n."""
+    """Draw the two rewards of each trained policy: best-of-n (left) and one sample (right)."""
     figure = Figure(figsize=(10.4, 4.6), layout="constrained")
     for axes, points, title in zip(
-        figure.subplots(1, 2), (with_bon, alone), (f"Best of {n} samples", "One sample"), strict=True
+        figure.subplots(1, 2), (with_bon, alone), (f"Best-of-{n}", "One sample"), strict=True
     ):
         for i, (name, xy) in enumerate(points.items()):
             if name == "untrained":
                 axes.plot(*xy[0], "x", color=GREY, markersize=8, markeredgewidth=2, label=name)
                 continue
-            label = f"trained for the {name}" + (" (GRPO)" if name == "mean" else f" of bon:{n}")
+            label = f"trained for {name}" + (" (GRPO)" if name == "mean" else f" of bon:{n}")
             style = ("-", "none", "-")[i]
             axes.plot(*xy.T, color=COLOURS[(0, 2, 1)[i]], linestyle=style, marker=MARKERS[i], markersize=4, label=label)
         axes.set_xlabel("r_1 = 1 - y²")
