@@ -1,4 +1,4 @@
-"""Operations of a policy-gradient step, usable without the rest of nlgrpo: they need PyTorch and nothing else.
+"""Operations of a policy-gradient step. They depend on PyTorch only and can be used without the rest of nlgrpo.
 
     linear_logprob       hidden states, output matrix -> log-probability and entropy of each token
     token_logprob        the same from logits
@@ -6,38 +6,38 @@
     linear_policy_loss   both: hidden states -> loss, with the gradient computed in the forward
     linearize            rewards of a group -> first variation of a rank-based objective
     ecdf                 empirical CDFs of many samples: ranks, cdf, argsort, sort, merge
-    branch_attention   decode_attention for rows that share prompts, which `Branches` tells apart
-    decode_attention, rms_norm, swiglu   the ops between the matrix products of a decoding step
+    decode_attention, rms_norm, swiglu   ops between the matrix products of a decoding step
+    branch_attention     decode_attention for rows that share prompts; `Branches` maps rows to prompts
 
-``reference.py`` is what each of them equals. ``impl`` chooses the implementation: "auto", "torch", and
-"triton" for the ops of a training step or "cpp" for those of a decoding step.
+``reference.py`` defines each op in plain PyTorch. ``impl`` selects the implementation: "auto" or "torch" for all ops,
+"triton" for ops of a training step, "cpp" for ops that have a compiled CPU version.
 
-The folder is imported as ``nlgrpo.kernels``. A Python that was started in the root of this repository also finds it as
-``kernels``, which is the name of a package of Hugging Face's that transformers looks for and imports; then it defines
-nothing and leaves the name to that package, or to nobody.
+The folder is imported as ``nlgrpo.kernels``. Python started in the root of this repository also finds it as
+``kernels``, the name of a Hugging Face package that transformers tries to import. In that case this module defines
+nothing and hands the name over to that package, if it is installed.
 """
 
 import sys
 
 
 def _leave_the_name() -> None:
-    """Put the real ``kernels`` in ``sys.modules``; without one, make this module look like an empty namespace package.
+    """Put the Hugging Face ``kernels`` in ``sys.modules``; without it, make this module an empty namespace package.
 
-    A module with neither ``__file__`` nor ``__version__`` is what transformers takes for "not installed".
+    transformers takes a module with neither ``__file__`` nor ``__version__`` as "not installed".
     """
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
     from pathlib import Path
 
-    others = [p for p in sys.path if not Path(p, "kernels", "linear_policy_loss.py").exists()]  # clones of this
+    others = [p for p in sys.path if not Path(p, "kernels", "linear_policy_loss.py").exists()]  # not this repository
     spec = PathFinder.find_spec("kernels", others)
-    if spec is None or spec.loader is None or spec.origin is None:  # nothing, or a folder without __init__.py
+    if spec is None or spec.loader is None or spec.origin is None:  # not found, or a folder without __init__.py
         this = sys.modules["kernels"]
         this.__path__ = []
         del this.__file__
         return
     real = module_from_spec(spec)
-    sys.modules["kernels"] = real  # the import system returns what it finds here after this module has run
+    sys.modules["kernels"] = real  # the import system returns this entry after this module has run
     spec.loader.exec_module(real)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the one place where that is decided."""
+"""Choice of the implementation of each op."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | None = None, cpp: bool = False) -> str:
-    """The implementation of ``op`` to run for the caller's ``impl`` on ``tensors``: "torch", "triton" or "cpp".
+    """Return the implementation of ``op`` for the requested ``impl`` and ``tensors``: "torch", "triton" or "cpp".
 
-    "auto" is "triton" on a GPU where Triton is installed, and, for an op that has it (``cpp``), "cpp" on a CPU where it
-    was compiled. Raises ValueError for an ``impl`` that does not exist, and for one that cannot run: "triton" without
-    Triton, in float64, on a CPU outside of Triton's interpreter, or past a ``limit``, given as (name, size, largest);
-    "cpp" off the CPU and in an install without it.
+    "auto" is "triton" on a GPU with Triton installed, and, if the op has a compiled version (``cpp``), "cpp" on a CPU
+    with the compiled ops. Raises ValueError for an unknown ``impl``, and for one that cannot run: "triton" without
+    Triton, in float64, on a CPU outside Triton's interpreter, or above a ``limit`` (name, size, largest); "cpp" off the
+    CPU or without the compiled ops.
     """
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
     if impl not in known:
@@ -51,10 +51,10 @@ def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | N
 
 
 def scalar(number: float) -> Tensor:
-    """A number in the form in which torch.compile does not compile an op anew for each of its values.
+    """Return a number as a tensor, so that torch.compile does not recompile an op for each value.
 
-    A product, because a number that a tensor is made from becomes a constant of the graph. It stays on the CPU, where
-    reading it waits for nothing.
+    It is a product, because a number passed to ``torch.tensor`` becomes a constant of the graph. It stays on the CPU,
+    where reading it needs no synchronization.
     """
     return torch.ones((), dtype=torch.float64, device="cpu") * number
 
@@ -64,12 +64,12 @@ def interpreted() -> bool:
 
 
 def implementation(name: str, impl: str) -> ModuleType:
-    """The module ``name_impl``: "epilogue" of a block of logits, or "policy_loss" of a block of tokens."""
+    """Import the module ``name_impl``, where ``name`` is "epilogue" or "policy_loss"."""
     return importlib.import_module(f".{name}_{impl}", __package__)
 
 
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``launch(tensor, ...)`` with the tensor's GPU as the current one, which is where Triton launches."""
+    """Decorator: run ``launch(tensor, ...)`` with the tensor's GPU as the current device, on which Triton launches."""
 
     @functools.wraps(launch)
     def guarded(tensor: Tensor, *args: Any) -> Any:
@@ -80,11 +80,11 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def use_cpp(impl: str, op: str, *tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether the compiled ``op`` runs on ``tensors``; "auto": where it can.
+    """Whether to run the compiled ``op`` on ``tensors``. "auto": if possible.
 
-    It can for tensors of ``dtypes`` on a CPU, without a gradient to follow, outside ``torch.compile`` (which fuses the
-    plain version itself), and in an install that has it. Raises ValueError for an unknown ``impl``, and for "cpp" where
-    it cannot.
+    It needs tensors of ``dtypes`` on a CPU that do not require a gradient, and an install with the compiled ops. It
+    does not run inside ``torch.compile``, which fuses the plain version itself. Raises ValueError for an unknown
+    ``impl``, and for "cpp" if it cannot run.
     """
     if impl == "torch":
         return False
@@ -93,7 +93,7 @@ def use_cpp(impl: str, op: str, *tensors: Tensor, dtypes: tuple[torch.dtype, ...
     if torch.compiler.is_compiling():
         why = "inside torch.compile"
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        why = "with a gradient to follow"
+        why = "on tensors that require a gradient"
     elif not all(x.is_cpu and x.dtype in dtypes for x in tensors):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         why = f"for these tensors, as not all are {names} on a CPU"

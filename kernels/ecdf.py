@@ -1,16 +1,16 @@
-"""Empirical CDFs of samples, row by row: ranks of the samples themselves, the CDF at queries, order and merging.
+"""Empirical CDFs of rows of samples: ranks of the samples themselves, the CDF at queries, sorting and merging.
 
     strict  #{s < x} / M        weak  #{s <= x} / M        mid  the mean of both
 
 Rows are dense, samples (..., M), or ragged: samples (S,) with ``offsets`` (P + 1,) int64, row p being
-samples[offsets[p] : offsets[p + 1]]; no row is empty. With ``weights``, of the shape of the samples, finite, >= 0 and
-with a positive sum in every row, counts become sums of weights in float64, and M their total.
+samples[offsets[p] : offsets[p + 1]]; no row is empty. With ``weights``, counts become sums of weights in float64, and M
+their total. Weights have the shape of the samples, are finite and >= 0, and have a positive sum in every row.
 
-float16, bfloat16, float32 and float64; -0 equals 0, and infinities are ordered. Results are data: no gradient flows.
-``impl`` is "auto", "cpp" (the compiled ops, on a CPU) or "torch". What does not fit is a ValueError; inside
-``torch.compile`` the checks that read data (NaN, offsets, weights) are left out.
+Dtypes are float16, bfloat16, float32 and float64; -0 equals 0, and infinite samples are allowed. Not differentiable.
+``impl`` is "auto", "cpp" (the compiled ops, on a CPU) or "torch". Invalid input raises ValueError; inside
+``torch.compile`` the checks that read data (NaN, offsets, weights) are skipped.
 
-Legend: P rows (prompts), M samples per row, Q queries a row, S samples of all rows.
+Legend: P rows (prompts), M samples per row, Q queries per row, S samples in all rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .dispatch import use_cpp
 
 try:
     import numpy as np
-except ImportError:  # PyTorch works without it
+except ImportError:  # PyTorch works without NumPy
     np = None  # type: ignore[assignment]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,13 +44,13 @@ def ranks(
     dtype: torch.dtype = torch.float64,
     impl: str = "auto",
 ) -> Tensor:
-    """The empirical CDF of each row at its own samples, of the shape of ``samples``.
+    """Empirical CDF of each row at its own samples, of the shape of ``samples``.
 
-    In float64 it is exact: an integer count and one division, count / M (mid: / 2M). ``dtype`` float32 rounds that.
-    Equal samples get equal values; a row of equal ones has 0, 1 or 1/2. (0, M) gives (0, M).
+    In float64 it is exact: an integer count and one division, count / M (mid: / 2M). ``dtype=torch.float32`` rounds the
+    result. Equal samples get equal values; a row of equal samples has 0 (strict), 1 (weak) or 1/2 (mid).
 
-    Raises ValueError for NaN, naming the first; for M = 0 and empty rows; for offsets that do not rise from 0 to S; for
-    shapes, dtypes and devices that do not fit; for an unknown ``side``, ``dtype`` or ``impl``.
+    Raises ValueError for NaN, naming the first; for M = 0 and empty rows; for offsets that do not increase from 0 to S;
+    for shapes, dtypes and devices that do not match; for an unknown ``side``, ``dtype`` or ``impl``.
     """
     code = _side(side, dtype)
     x = _rows(samples, offsets, "samples")
@@ -59,10 +59,10 @@ def ranks(
     _refuse_nan(x, samples, "samples", offsets, cpp)
     w = None if weights is None else _weights(weights, samples, x, offsets)
     if cpp:
-        found = torch.ops.nlgrpo.ecdf_ranks(x, offsets, w, code, dtype == torch.float64)
+        result = torch.ops.nlgrpo.ecdf_ranks(x, offsets, w, code, dtype == torch.float64)
     else:
-        found = ecdf_torch.ranks(x, offsets, w, code, dtype)
-    return found.view(samples.shape)
+        result = ecdf_torch.ranks(x, offsets, w, code, dtype)
+    return result.view(samples.shape)
 
 
 def cdf(
@@ -76,11 +76,11 @@ def cdf(
     dtype: torch.dtype = torch.float64,
     impl: str = "auto",
 ) -> Tensor:
-    """The empirical CDF of each row of ``samples`` at its queries, of the shape of ``queries``.
+    """Empirical CDF of each row of ``samples`` at its queries, of the shape of ``queries``.
 
     samples (M,) with queries of any shape; samples (..., M) with queries (..., Q); ragged samples with ragged queries,
-    whose ``query_offsets`` (P + 1,) may have empty rows. Samples and queries of two dtypes meet in the one that holds
-    both. Accuracy and errors as `ranks`, which it equals at the samples.
+    whose ``query_offsets`` (P + 1,) may have empty rows. Samples and queries of two dtypes are compared in their common
+    dtype. Accuracy and errors as `ranks`. At the samples it equals `ranks`.
     """
     code = _side(side, dtype)
     x = _rows(samples, offsets, "samples")
@@ -105,9 +105,9 @@ def evaluate(
     dtype: torch.dtype = torch.float64,
     impl: str = "auto",
 ) -> Tensor:
-    """`cdf` of rows that are already sorted and without NaN, which is not looked at again.
+    """`cdf` of rows that are already sorted and free of NaN, which is not checked.
 
-    ``cumulative``: the inclusive sums of the weights in that order, of the shape of ``ordered`` (`cumulate`).
+    ``cumulative``: inclusive sums of the weights in that order, of the shape of ``ordered`` (`cumulate`).
     """
     code = _side(side, dtype)
     x = _rows(ordered, offsets, "ordered")
@@ -120,9 +120,9 @@ def evaluate(
 
 
 def argsort(samples: Tensor, *, offsets: Tensor | None = None, impl: str = "auto") -> Tensor:
-    """Indices within the row that sort each row, equal samples in the order in which they came; int64.
+    """Indices within the row that sort each row (stable), int64, of the shape of ``samples``.
 
-    Shape of ``samples``. Raises ValueError as `ranks`.
+    Raises ValueError as `ranks`.
     """
     x = _rows(samples, offsets, "samples")
     offsets = _offsets(offsets, x, "offsets", "samples")
@@ -132,7 +132,7 @@ def argsort(samples: Tensor, *, offsets: Tensor | None = None, impl: str = "auto
 
 
 def sort(samples: Tensor, *, offsets: Tensor | None = None) -> Tensor:
-    """Each row sorted, of the shape and dtype of ``samples``. Raises ValueError as `ranks`."""
+    """Sort each row; shape and dtype of ``samples``. Raises ValueError as `ranks`."""
     x = _rows(samples, offsets, "samples")
     offsets = _offsets(offsets, x, "offsets", "samples")
     cpp = use_cpp("auto", "ecdf_argsort", x, dtypes=FLOATS)
@@ -141,7 +141,7 @@ def sort(samples: Tensor, *, offsets: Tensor | None = None) -> Tensor:
 
 
 def sort_weighted(samples: Tensor, weights: Tensor, *, offsets: Tensor | None = None) -> Pair:
-    """Each row sorted, and its weights in that order in float64. Raises ValueError as `ranks`."""
+    """Sort each row, and return its weights in that order in float64. Raises ValueError as `ranks`."""
     x = _rows(samples, offsets, "samples")
     offsets = _offsets(offsets, x, "offsets", "samples")
     cpp = use_cpp("auto", "ecdf_argsort", x, dtypes=FLOATS)
@@ -152,7 +152,7 @@ def sort_weighted(samples: Tensor, weights: Tensor, *, offsets: Tensor | None = 
 
 
 def cumulate(weights: Tensor, *, offsets: Tensor | None = None) -> Tensor:
-    """Inclusive sums of ``weights`` along each row in float64, of their shape; they never fall."""
+    """Inclusive sums of ``weights`` along each row in float64, of their shape; never decreasing."""
     w = _rows(weights, offsets, "weights")
     return ecdf_torch.cumulate(w, _offsets(offsets, w, "offsets", "weights")).view(weights.shape)
 
@@ -165,11 +165,11 @@ def merge(
     weights: tuple[Tensor, Tensor] | None = None,
     impl: str = "auto",
 ) -> Tensor | Pair:
-    """Two sorted arrays as one sorted array, row by row, ``a`` before ``b`` among equals.
+    """Merge two sorted arrays row by row, with ``a`` before ``b`` among equal samples.
 
-    a (..., M) and b (..., M') give (..., M + M'); ragged with ``offsets`` = (those of a, those of b), the result's
-    offsets are their sum. With ``weights`` (of a, of b) the result is (merged, its weights in float64). Compiled it is
-    linear in the number of samples. That both are sorted and without NaN is the caller's promise.
+    a (..., M) and b (..., M') give (..., M + M'). For ragged rows, ``offsets`` is a pair (of a, of b), and the offsets
+    of the result are their sum. With a pair of ``weights`` the result is (merged, its weights in float64). The compiled
+    version is linear in the number of samples. Both inputs must be sorted and free of NaN, which is not checked.
 
     Raises ValueError for different dtypes, devices and numbers of rows.
     """
@@ -177,26 +177,30 @@ def merge(
         if pair is not None and not (
             isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)
         ):
-            raise ValueError(f"{name}: expected a pair of tensors, of a and of b, got {type(pair).__name__} {pair!r}.")
-    of_a, of_b = offsets or (None, None)
-    x, y = _rows(a, of_a, "a"), _rows(b, of_b, "b")
+            raise ValueError(f"{name}: expected a pair of tensors, for a and b, got {type(pair).__name__} {pair!r}.")
+    offsets_a, offsets_b = offsets or (None, None)
+    x, y = _rows(a, offsets_a, "a"), _rows(b, offsets_b, "b")
     if a.dtype != b.dtype or a.device != b.device:
         raise ValueError(f"a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; convert one with .to(other).")
-    of_a, of_b = _offsets(of_a, x, "offsets[0]", "a"), _offsets(of_b, y, "offsets[1]", "b")
-    if (a.shape[:-1] != b.shape[:-1]) if of_a is None or of_b is None else (of_a.shape != of_b.shape):
-        raise ValueError(f"a and b must have the same rows, got {_shape(a, of_a)} and {_shape(b, of_b)}.")
+    offsets_a, offsets_b = _offsets(offsets_a, x, "offsets[0]", "a"), _offsets(offsets_b, y, "offsets[1]", "b")
+    if (
+        (a.shape[:-1] != b.shape[:-1])
+        if offsets_a is None or offsets_b is None
+        else (offsets_a.shape != offsets_b.shape)
+    ):
+        raise ValueError(f"a and b must have the same rows, got {_shape(a, offsets_a)} and {_shape(b, offsets_b)}.")
     u = v = None
     if weights is not None:
-        u, v = _weights(weights[0], a, x, of_a, least=0), _weights(weights[1], b, y, of_b, least=0)
+        u, v = _weights(weights[0], a, x, offsets_a, least=0), _weights(weights[1], b, y, offsets_b, least=0)
     cpp = use_cpp(impl, "ecdf_merge", x, y, dtypes=FLOATS)
     op = torch.ops.nlgrpo.ecdf_merge if cpp else ecdf_torch.merge
-    merged, w = op(x, of_a, y, of_b, u, v)
+    merged, w = op(x, offsets_a, y, offsets_b, u, v)
     shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
     return merged.view(shape) if weights is None else (merged.view(shape), w.view(shape))
 
 
 def _order(x: Tensor, offsets: Tensor | None, weights: Tensor | None, cpp: bool) -> tuple[Tensor, Tensor | None]:
-    """Rows sorted, and their weights in that order."""
+    """Sort the rows, and return their weights in that order."""
     if weights is None:
         return _sort(x, offsets, cpp), None
     at = _argsort(x, offsets, cpp)
@@ -208,7 +212,7 @@ def _argsort(x: Tensor, offsets: Tensor | None, cpp: bool) -> Tensor:
 
 
 def _sort(x: Tensor, offsets: Tensor | None, cpp: bool) -> Tensor:
-    """Keys alone are sorted fastest by NumPy, which knows neither rows of several lengths nor bfloat16."""
+    """Sort rows by NumPy, which is fastest, where possible: it supports neither ragged rows nor bfloat16."""
     if offsets is not None:
         return ecdf_torch.take(x, _argsort(x, offsets, cpp), offsets)
     if np is None or not x.is_cpu or torch.compiler.is_compiling():
@@ -237,13 +241,13 @@ def _side(side: str, dtype: torch.dtype) -> int:
     if not isinstance(side, str) or side not in SIDES:
         raise ValueError(f"side={side!r} is not known; expected 'strict' (<), 'weak' (<=) or 'mid' (their mean).")
     if dtype is not torch.float64 and dtype is not torch.float32:
-        raise ValueError(f"dtype={dtype}: a CDF is given in torch.float64 or torch.float32.")
+        raise ValueError(f"dtype={dtype}: expected torch.float64 or torch.float32.")
     return SIDES[side]
 
 
 def _tensor(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}; make one with torch.as_tensor.")
+        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor.")
     if x.dtype not in FLOATS:
         raise ValueError(
             f"{name}: expected float16, bfloat16, float32 or float64, got {str(x.dtype).removeprefix('torch.')}; "
@@ -253,19 +257,19 @@ def _tensor(x: Tensor, name: str) -> Tensor:
 
 
 def _rows(x: Tensor, offsets: Tensor | None, name: str) -> Tensor:
-    """Rows (P, M), or (S,) with offsets, that lie densely in memory."""
+    """Return contiguous rows (P, M), or (S,) with offsets."""
     data = _tensor(x, name)
     if offsets is not None:
         if data.ndim != 1:
-            raise ValueError(f"{name} with offsets: expected all rows after each other, (S,), got {tuple(x.shape)}.")
+            raise ValueError(f"{name} with offsets: expected the rows concatenated, (S,), got {tuple(x.shape)}.")
         return data.contiguous()
     if data.ndim == 0 or data.shape[-1] == 0:
-        raise ValueError(f"{name}: expected (..., M) with M >= 1, got {tuple(x.shape)}; no samples have no CDF.")
+        raise ValueError(f"{name}: expected (..., M) with M >= 1, got {tuple(x.shape)}.")
     return data.reshape(-1, data.shape[-1]).contiguous()
 
 
 def _offsets(offsets: Tensor | None, x: Tensor, name: str, of: str, *, empty: bool = False) -> Tensor | None:
-    """Offsets of the rows of ``x``, in int64, checked; ``empty``: whether rows may be."""
+    """Check the offsets of the rows of ``x`` and return them in int64. ``empty``: allow empty rows."""
     if offsets is None:
         return None
     integers = isinstance(offsets, Tensor) and offsets.dtype in (torch.int64, torch.int32)
@@ -289,40 +293,40 @@ def _what_is_wrong(offsets: list[int], total: int, of: str) -> str:
         return f"the first must be 0, got {offsets[0]}."
     for row, (start, end) in enumerate(itertools.pairwise(offsets)):
         if end < start:
-            return f"they fall from {start} to {end} after row {row}; expected them to rise from 0 to {total}."
+            return f"they decrease from {start} to {end} after row {row}; expected them to increase from 0 to {total}."
         if end > total:
             return f"row {row} ends at {end}, but {of} has {total} elements."
     if offsets[-1] != total:
         return f"the last must be {total}, the number of elements of {of}, got {offsets[-1]}."
     row = next(row for row in range(len(offsets) - 1) if offsets[row] == offsets[row + 1])
-    return f"row {row} of {of} is empty (at {offsets[row]}); drop it, as no samples have no CDF."
+    return f"row {row} of {of} is empty (at {offsets[row]}); drop it, as an empty row has no CDF."
 
 
 def _refuse_nan(x: Tensor, given: Tensor, name: str, offsets: Tensor | None, cpp: bool) -> None:
-    """ValueError that names the first NaN of ``x``, the rows of ``given``."""
+    """Raise ValueError that names the first NaN of ``x``, the rows of ``given``."""
     if torch.compiler.is_compiling() or x.numel() == 0:
         return
     if cpp:
-        at = torch.ops.nlgrpo.ecdf_first_nan(x)
+        first_nan = torch.ops.nlgrpo.ecdf_first_nan(x)
     else:
-        at = int(x.isnan().view(-1).nonzero()[0]) if bool(x.amax().isnan()) else -1  # amax is NaN if one is
-    if at >= 0:
-        raise ValueError(f"{_place(at, given, name, offsets)} is NaN; drop it, or replace it, before this.")
+        first_nan = int(x.isnan().view(-1).nonzero()[0]) if bool(x.amax().isnan()) else -1  # amax propagates NaN
+    if first_nan >= 0:
+        raise ValueError(f"{_place(first_nan, given, name, offsets)} is NaN; drop it, or replace it first.")
 
 
-def _place(at: int, given: Tensor, name: str, offsets: Tensor | None) -> str:
-    """An element as the caller would index it: "samples[3, 5]", and the row of a ragged one."""
+def _place(position: int, given: Tensor, name: str, offsets: Tensor | None) -> str:
+    """Name an element as the caller would index it: "samples[3, 5]", and the row of a ragged one."""
     index: list[int] = []
-    rest = at
+    rest = position
     for size in reversed(given.shape):
         rest, i = divmod(rest, size)
         index.insert(0, i)
-    row = "" if offsets is None else f" (in row {int((offsets <= at).sum()) - 1})"
+    row = "" if offsets is None else f" (in row {int((offsets <= position).sum()) - 1})"
     return f"{name}[{', '.join(map(str, index))}]{row}" if index else name
 
 
 def _like(x: Tensor, samples: Tensor, name: str) -> Tensor:
-    """``x`` as data, of the shape and on the device of ``samples``."""
+    """Return ``x`` detached. Raises ValueError unless it has the shape and device of ``samples``."""
     data = _tensor(x, name)
     if x.shape != samples.shape or x.device != samples.device:
         raise ValueError(
@@ -333,12 +337,12 @@ def _like(x: Tensor, samples: Tensor, name: str) -> Tensor:
 
 
 def _weights(weights: Tensor, samples: Tensor, x: Tensor, offsets: Tensor | None, *, least: int = 1) -> Tensor:
-    """Weights in float64 and as rows. ``least = 0``: the sum of a row may be 0."""
+    """Check weights and return them in float64, as rows. ``least=0``: the sum of a row may be 0."""
     w = _like(weights, samples, "weights").to(torch.float64).reshape(x.shape).contiguous()
     if torch.compiler.is_compiling() or w.numel() == 0:
         return w
     sums = w.sum(-1) if offsets is None else torch.segment_reduce(w, "sum", offsets=offsets)
-    lowest, total = float(sums.amin()), float(sums.amax())  # NaN if a weight is
+    lowest, total = float(sums.amin()), float(sums.amax())  # NaN propagates
     if not (float(w.amin()) >= 0 and total < torch.inf and (lowest > 0 or least == 0)):
         raise ValueError(_bad_weight(w.view(-1), sums, weights, offsets))
     return w
@@ -347,8 +351,8 @@ def _weights(weights: Tensor, samples: Tensor, x: Tensor, offsets: Tensor | None
 def _bad_weight(w: Tensor, sums: Tensor, given: Tensor, offsets: Tensor | None) -> str:
     bad = (~((w >= 0) & w.isfinite())).nonzero()
     if len(bad):
-        at = int(bad[0])
-        return f"{_place(at, given, 'weights', offsets)} is {float(w[at])}; expected a finite number >= 0."
+        i = int(bad[0])
+        return f"{_place(i, given, 'weights', offsets)} is {float(w[i])}; expected a finite number >= 0."
     row = int((~((sums > 0) & sums.isfinite())).nonzero()[0])
     return f"the weights of row {row} sum to {float(sums[row])}; expected a positive and finite sum."
 
@@ -356,7 +360,7 @@ def _bad_weight(w: Tensor, sums: Tensor, given: Tensor, offsets: Tensor | None) 
 def _queries(
     queries: Tensor, query_offsets: Tensor | None, samples: Tensor, x: Tensor, offsets: Tensor | None, cpp: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries as rows, in the dtype in which they are compared with ``x``, and their offsets; checked."""
+    """Check queries and return them as rows, in the dtype for comparison with ``x``, with their offsets."""
     q = _tensor(queries, "queries")
     if q.device != x.device:
         raise ValueError(f"queries are on {q.device}, but the samples on {x.device}; move one with .to(device).")
@@ -364,11 +368,11 @@ def _queries(
         raise ValueError("ragged samples need ragged queries: give both offsets and query_offsets, or neither.")
     if query_offsets is not None and offsets is not None:
         if q.ndim != 1:
-            raise ValueError(f"queries with query_offsets: expected all rows after each other, got {tuple(q.shape)}.")
+            raise ValueError(f"queries with query_offsets: expected the rows concatenated, (S,), got {tuple(q.shape)}.")
         query_offsets = _offsets(query_offsets, q, "query_offsets", "queries", empty=True)
         if query_offsets is not None and query_offsets.shape != offsets.shape:
             rows = offsets.shape[0] - 1, query_offsets.shape[0] - 1
-            raise ValueError(f"query_offsets: expected as many rows as the samples have, {rows[0]}, got {rows[1]}.")
+            raise ValueError(f"query_offsets: expected the number of rows of the samples, {rows[0]}, got {rows[1]}.")
     elif samples.ndim == 1:
         q = q.reshape(1, -1)
     elif q.shape[:-1] != samples.shape[:-1] or q.ndim == 0:

@@ -1,7 +1,7 @@
 """Empirical CDFs in plain PyTorch, for GPUs, ``torch.compile`` and installs without a compiler.
 
-The same functions as the compiled ops (csrc/). Dense rows are (P, M); ragged ones lie one after another in (S,), row p
-from offsets[p] to offsets[p + 1]. ``side``: 0 strict, 1 weak, 2 mid. No loop runs over rows, and memory is linear.
+The same functions as the compiled ops (csrc/). Dense rows are (P, M); ragged rows are concatenated in (S,), row p from
+offsets[p] to offsets[p + 1]. ``side``: 0 strict, 1 weak, 2 mid. There are no loops over rows, and memory is linear.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 STRICT, WEAK, MID = 0, 1, 2
-LEVELS = 32  # halvings or doublings that serve rows of 4 billion
+LEVELS = 32  # halvings or doublings, enough for rows of 4 billion
 
 
 def ranks(samples: Tensor, offsets: Tensor | None, weights: Tensor | None, side: int, dtype: torch.dtype) -> Tensor:
     """CDF of each row at its own samples, of their shape."""
-    at = argsort(samples, offsets)
-    ordered = take(samples, at, offsets)
-    cumulative = None if weights is None else cumulate(take(weights, at, offsets), offsets)
-    found = evaluate(ordered, offsets, ordered, offsets, cumulative, side, dtype)  # sorted queries find their way fast
+    order = argsort(samples, offsets)
+    ordered = take(samples, order, offsets)
+    cumulative = None if weights is None else cumulate(take(weights, order, offsets), offsets)
+    result = evaluate(ordered, offsets, ordered, offsets, cumulative, side, dtype)  # sorted queries are fast
     if offsets is not None:
-        at = at + offsets[row_ids(offsets, at.shape[0])]
-    return torch.empty_like(found).scatter_(-1, at, found)
+        order = order + offsets[row_ids(offsets, order.shape[0])]
+    return torch.empty_like(result).scatter_(-1, order, result)
 
 
 def evaluate(
@@ -54,7 +54,7 @@ def sort(samples: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def argsort(samples: Tensor, offsets: Tensor | None) -> Tensor:
-    """Stable order of each row, as indices within the row."""
+    """Indices within the row that sort each row (stable)."""
     if offsets is None:
         return samples.argsort(dim=-1, stable=True)
     row = row_ids(offsets, samples.shape[0])
@@ -63,29 +63,29 @@ def argsort(samples: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def take(x: Tensor, at: Tensor, offsets: Tensor | None) -> Tensor:
-    """The elements of each row at the indices ``at`` within it."""
+    """Take the elements of each row at the indices ``at`` within the row."""
     if offsets is None:
         return x.gather(-1, at)
     return x[at + offsets[row_ids(offsets, at.shape[0])]]
 
 
 def row_ids(offsets: Tensor, total: int) -> Tensor:
-    """The row of each of ``total`` elements, (total,) int64."""
+    """Row index of each of ``total`` elements, (total,) int64."""
     rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
     return rows.repeat_interleave(offsets.diff(), output_size=total)
 
 
 def cumulate(weights: Tensor, offsets: Tensor | None) -> Tensor:
-    """Inclusive sums along each row, in float64; they never fall."""
+    """Inclusive sums along each row, in float64, never decreasing."""
     if offsets is None:
         sums = weights.double().cumsum(-1)
-        return sums.cummax(-1).values if sums.is_cuda else sums  # a parallel sum may fall by a rounding
-    # The difference of two sums over everything would lose a light row behind a heavy one: sums of 1, 2, 4, ...
-    # neighbours stay inside of a row.
+        return sums.cummax(-1).values if sums.is_cuda else sums  # a parallel sum may decrease by rounding
+    # Differences of a cumulative sum over all rows would be inaccurate for a light row after a heavy one. Sums of 1, 2,
+    # 4, ... neighbours stay within a row.
     index, sums = _local(weights, offsets), weights.double()
     for level in range(_levels(offsets)):
         sums = sums + torch.where(index >= 1 << level, sums.roll(1 << level), 0.0)
-    for level in range(_levels(offsets)):  # neighbours are sums in another order
+    for level in range(_levels(offsets)):  # neighbours are added in another order and may decrease by rounding
         sums = torch.maximum(sums, torch.where(index >= 1 << level, sums.roll(1 << level), 0.0))
     return sums
 
@@ -98,7 +98,7 @@ def merge(
     a_weights: Tensor | None,
     b_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Two sorted arrays as one, row by row, ``a`` before ``b`` among equals; and their weights, empty without any."""
+    """Merge two sorted arrays row by row, ``a`` before ``b`` among equals; also their weights, or an empty tensor."""
     at_a = _local(a, a_offsets) + _count(b, b_offsets, a, a_offsets, weak=False)
     at_b = _local(b, b_offsets) + _count(a, a_offsets, b, b_offsets, weak=True)
     if a_offsets is not None and b_offsets is not None:
@@ -123,22 +123,22 @@ def _local(x: Tensor, offsets: Tensor | None) -> Tensor:
 def _count(
     ordered: Tensor, offsets: Tensor | None, queries: Tensor, query_offsets: Tensor | None, weak: bool
 ) -> Tensor:
-    """How many samples of its row are below each query, and with ``weak`` also those equal to it; int64."""
+    """Number of samples of the row below each query (with ``weak``: below or equal), int64."""
     if offsets is None or query_offsets is None:
         return torch.searchsorted(ordered, queries, right=weak)
     row = row_ids(query_offsets, queries.shape[0])
     start, end = offsets[row], offsets[row + 1]
-    found = start
+    position = start
     for level in reversed(range(_levels(offsets))):
-        ahead = found + (1 << level)
+        ahead = position + (1 << level)
         sample = ordered[torch.minimum(ahead, end) - 1]
         counts = (sample <= queries) if weak else (sample < queries)
-        found = torch.where((ahead <= end) & counts, ahead, found)
-    return found - start
+        position = torch.where((ahead <= end) & counts, ahead, position)
+    return position - start
 
 
 def _mass(cumulative: Tensor, offsets: Tensor | None, count: Tensor, query_offsets: Tensor | None) -> Tensor:
-    """Weight of the first ``count`` samples of the row over that of all."""
+    """Weight of the first ``count`` samples of the row, divided by the total weight of the row."""
     last = (count - 1).clamp(min=0)
     if offsets is None or query_offsets is None:
         below, total = cumulative.gather(-1, last), cumulative[:, -1:]
@@ -149,7 +149,7 @@ def _mass(cumulative: Tensor, offsets: Tensor | None, count: Tensor, query_offse
 
 
 def _levels(offsets: Tensor) -> int:
-    """Powers of two up to the longest row; under a compiler a constant, as it cannot look."""
+    """Number of powers of two up to the longest row; a constant under ``torch.compile``, which cannot read the data."""
     if torch.compiler.is_compiling():
         return LEVELS
     return int(offsets.diff().amax()).bit_length() if offsets.shape[0] > 1 else 0

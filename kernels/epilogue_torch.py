@@ -1,8 +1,7 @@
-"""What happens to a block of logits, in plain PyTorch: the same two functions as `epilogue_triton`.
+"""Statistics and gradient of a block of logits in plain PyTorch, as in `epilogue_triton`.
 
-A block is (n, V) logits of n tokens; z = logits / temperature. Rows whose target is `IGNORE` must have left before.
-Each pass of PyTorch's reads and writes the whole; on a CPU a block is therefore worked off in chunks that stay in the
-cache over all passes.
+A block is (n, V) logits of n tokens; z = logits / temperature. Rows with the target `IGNORE` must be removed before.
+Each PyTorch operation passes over all its data, so on a CPU a block is processed in chunks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from torch import Tensor
 from .reference import widen
 
 CHUNK = 2**18  # logits, 1 MiB of float32
-# exp(-10^4) is 0 in every type: a logit of -inf stands this far below the largest, so that p log p is 0 and not NaN.
+# exp(-10^4) is 0 in every dtype. Replaces -inf, so that p log p is 0 and not NaN.
 FLOOR = -1e4
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target) and entropy, each (n,) in float32 (float64 for float64), and what `gradient` wants besides, (2, n).
+    """Return log p(target) and entropy, (n,) in float32 (float64 for float64), and values saved for `gradient`, (2, n).
 
-    The latter are max z and log sum e^(z - max z), apart: their sum would lose what the largest logit has in front of
-    the point. The sums are those of `torch.sum`, which adds in pairs; `torch.log_softmax` adds one by one, and is ten
-    times as far from the truth for a vocabulary of 150,000.
+    Saved are max z and log sum e^(z - max z), separately, because their sum would lose digits when the largest logit is
+    large. The sums use `torch.sum`, which adds pairwise; `torch.log_softmax` adds one by one, and its error is ten
+    times larger for a vocabulary of 150,000.
     """
     n, dtype = len(logits), torch.promote_types(logits.dtype, torch.float32)
     logprob, entropy, kept = (logits.new_empty(size, dtype=dtype) for size in (n, n, (2, n)))
@@ -33,11 +32,11 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
         top = z.amax(-1, keepdim=True)
         picked = z.gather(-1, targets[rows, None]) - top
         below = (z - top).clamp_(min=FLOOR)
-        share = below.exp()
-        total = share.sum(-1)
+        weight = below.exp()
+        total = weight.sum(-1)
         log_total = total.log()
         logprob[rows] = picked[:, 0] - log_total
-        entropy[rows] = log_total - share.mul_(below).sum(-1) / total
+        entropy[rows] = log_total - weight.mul_(below).sum(-1) / total
         kept[0, rows], kept[1, rows] = top[:, 0], log_total
     return logprob, entropy, kept
 
@@ -52,7 +51,7 @@ def gradient(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """Gradient with respect to ``logits`` into ``out``, of their shape and type; it may be ``logits`` itself.
+    """Write the gradient with respect to ``logits`` to ``out``, of their shape and dtype, possibly ``logits`` itself.
 
     dl/dlogit_v = (g (1[v = target] - p_v) - h p_v (log p_v + H)) / temperature,   g, h the upstream gradients (n,)
     """

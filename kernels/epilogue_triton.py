@@ -1,9 +1,9 @@
-"""What happens to a block of logits, in Triton: one read for the statistics, one read and one write for the gradient.
+"""Statistics and gradient of a block of logits in Triton: one read for the former, one read and write for the latter.
 
-The same two functions as `epilogue_torch`, computed in float32 and in powers of two: reading at a GPU's full bandwidth
-leaves some 18 instructions a bfloat16 number, so the loops have nothing in them that can stand before them. Length and
-temperature are values and not constants of the kernels, so that no new ones compile another. Rows whose target is
-`IGNORE` are not read, and a target outside of the vocabulary has NaN.
+The same two functions as `epilogue_torch`, computed in float32 and in powers of 2. Reading at a GPU's full bandwidth
+leaves about 18 instructions per bfloat16 number, so everything possible is moved out of the loops. Length and
+temperature are run-time values, so that new ones do not recompile a kernel. Rows with the target `IGNORE` are not read.
+A target outside the vocabulary gives NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .dispatch import on_its_device
 
 IGNORE = tl.constexpr(-100)
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-1e4)  # stands for -inf, whose product with a probability of 0 would be NaN
+FLOOR = tl.constexpr(-1e4)  # replaces -inf, whose product with a probability of 0 would be NaN
 BLOCK, WARPS = 4096, 8
 
 
@@ -31,7 +31,7 @@ def _statistics_kernel(
     logits, targets, logprob, entropy, tops, log_totals, V, stride, temperature, BLOCK: tl.constexpr
 ):
     """``tops``: the largest logit; ``log_totals``: log2 of the sum of 2^(scale (logit - top))."""
-    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31
+    row = tl.program_id(0).to(tl.int64)  # row * stride may exceed 2^31
     target = tl.load(targets + row)
     if target == IGNORE:
         tl.store(logprob + row, 0.0)
@@ -48,7 +48,7 @@ def _statistics_kernel(
             column = start + tl.arange(0, BLOCK)
             x = tl.load(logits + column, mask=column < V, other=float("-inf")).to(tl.float32)
             new_top = tl.maximum(top, tl.max(x, 0))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # as long as all logits were -inf
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # all logits so far are -inf
             below = _at_least((x - base) * scale, FLOOR)
             share = tl.exp2(below)
             shift = _at_least((top - base) * scale, FLOOR)
@@ -92,10 +92,7 @@ def _gradient_kernel(
 
 @on_its_device
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See `epilogue_torch.statistics`; kept are the largest logit and log2 of the sum over those below it.
-
-    The two stay apart: their sum would lose what the largest logit has in front of the point.
-    """
+    """See `epilogue_torch.statistics`. Saved are the largest logit and log2 of the sum relative to it, separately."""
     logits = _rows(logits)
     n, V = logits.shape
     logprob, entropy = (torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -119,7 +116,7 @@ def gradient(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """See `epilogue_torch.gradient`; ``out`` has rows without gaps."""
+    """See `epilogue_torch.gradient`. The rows of ``out`` are contiguous."""
     logits = _rows(logits)
     n, V = logits.shape
     if n:
@@ -133,7 +130,7 @@ def gradient(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``x`` with columns that follow each other; the distance of rows is free."""
+    """Return ``x`` with contiguous rows, copied if necessary. The stride between rows may be any."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 

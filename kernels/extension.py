@@ -1,4 +1,4 @@
-"""The compiled CPU ops (``csrc/``), where the install built them: ``torch.ops.nlgrpo`` has them after this import."""
+"""Load the compiled CPU ops (``csrc/``) into ``torch.ops.nlgrpo``, if the install built them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 
 def _load() -> bool:
-    """Whether the compiled ops are there now.
+    """Load the compiled ops and return whether they are available.
 
-    An install without them is fine. A file that does not load (made for another machine, or for a later torch) gives
-    one warning. ``NLGRPO_EXT=0`` in the environment leaves them alone, and a path in it is loaded in their place.
+    An install may lack them. A file that cannot be loaded (built for another machine, or for a later torch) causes a
+    warning. The environment variable ``NLGRPO_EXT=0`` disables the compiled ops; a path in it is loaded instead.
     """
-    named = os.environ.get("NLGRPO_EXT")
-    files = [Path(named)] if named else sorted(Path(__file__).parent.glob("_ext*.so"))
-    if not files or named == "0":
+    path = os.environ.get("NLGRPO_EXT")
+    files = [Path(path)] if path else sorted(Path(__file__).parent.glob("_ext*.so"))
+    if not files or path == "0":
         return False
     try:
         torch.ops.load_library(files[0])
     except OSError as error:
-        warnings.warn(f"nlgrpo: the compiled CPU ops cannot be used, plain PyTorch is: {error}", stacklevel=2)
+        warnings.warn(f"nlgrpo: cannot load the compiled CPU ops, using plain PyTorch instead: {error}", stacklevel=2)
         return False
     return True
 
 
-# Known at import, as torch.compile cannot follow the search for a file.
+# Evaluated at import, as torch.compile cannot trace the search for a file.
 _AVAILABLE = _load()
 
 
 def available() -> bool:
-    """Whether this install has the compiled ops and could load them."""
+    """Whether the compiled ops were found and loaded."""
     return _AVAILABLE

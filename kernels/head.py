@@ -1,4 +1,4 @@
-"""The output matrix of a language model, for one block of tokens at a time: what the ops from hidden states share."""
+"""Logits of a language model for one block of tokens at a time, shared by the ops that start from hidden states."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from .sharded import gathered
 
 IGNORE = -100
-# Of a block of logits: 32 MiB, and on a GPU 4,096 tokens of a vocabulary of 151,936 (Qwen's) in bfloat16.
+# Size of a block of logits: 32 MiB on a CPU; on a GPU 4,096 tokens of a vocabulary of 151,936 (Qwen) in bfloat16.
 BLOCK_BYTES = {"cpu": 2**25, "cuda": 4096 * 151_936 * 2}
 
 
 def checked(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden, weight and bias as plain tensors of the type that a linear layer would compute in.
+    """Return hidden, weight and bias as plain tensors of the dtype in which a linear layer would compute.
 
-    Raises ValueError as `nlgrpo.kernels.linear_logprob` says.
+    Raises ValueError as `nlgrpo.kernels.linear_logprob`.
     """
     hidden, weight, bias = _as_a_linear_layer(hidden, weight, bias)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -27,9 +27,9 @@ def checked(
         raise ValueError(f"expected weight (V, D) with V >= 1, got {shape(weight)}.")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias ({weight.shape[0]},), one per row of weight, got {shape(bias)}.")
-    types = {x.dtype for x in (hidden, weight, bias) if x is not None}
-    if len(types) > 1:
-        raise ValueError(f"expected hidden, weight and bias of one type, got {', '.join(sorted(map(str, types)))}.")
+    dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"expected hidden, weight and bias of one dtype, got {', '.join(sorted(map(str, dtypes)))}.")
     check_devices(hidden, weight=weight, bias=bias)
     check_targets(targets, hidden, temperature)
     return hidden, weight, bias
@@ -65,17 +65,17 @@ def _as_a_linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> t
 
 
 def blocks(targets: Tensor, vocabulary: int, itemsize: int) -> list[slice | Tensor]:
-    """Indices of the tokens that count, a block at a time: slices where all do.
+    """Return the indices of the tokens that are not ignored, one entry per block: slices if no token is ignored.
 
-    Raises ValueError for a target that is no token, on a CPU; on a GPU its log-probability is NaN.
+    On a CPU, raises ValueError for a target outside the vocabulary. On a GPU its log-probability is NaN.
     """
     if targets.is_cpu:
         _check_range(targets, vocabulary)
     kept = (targets != IGNORE).nonzero()[:, 0]
     budget = BLOCK_BYTES["cpu" if targets.is_cpu else "cuda"]
     size = max(64, budget // max(1, vocabulary * itemsize))
-    whole = len(kept) == len(targets)
-    return [slice(i, i + size) if whole else kept[i : i + size] for i in range(0, len(kept), size)]
+    all_kept = len(kept) == len(targets)
+    return [slice(i, i + size) if all_kept else kept[i : i + size] for i in range(0, len(kept), size)]
 
 
 def _check_range(targets: Tensor, vocabulary: int) -> None:
@@ -86,15 +86,16 @@ def _check_range(targets: Tensor, vocabulary: int) -> None:
 
 
 def block_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, emulate_bf16: bool) -> Tensor:
-    """(n, V) of a block of hidden states; ``emulate_bf16``: rounded to bfloat16."""
+    """Return the logits (n, V) of a block of hidden states. ``emulate_bf16``: rounded to bfloat16."""
     out = F.linear(hidden, weight, bias)
     return out.bfloat16().to(out.dtype) if emulate_bf16 else out
 
 
 class Gradients:
-    """Sums over ``count`` blocks of the gradients of hidden, weight and bias, the last two in ``dtype`` (weight's).
+    """Gradients of hidden, weight and bias, accumulated over ``count`` blocks.
 
-    One block is its own sum. Several of a narrow type are summed in float32, which takes 4 V D bytes more.
+    ``dtype``: dtype of the results for weight and bias, by default that of ``weight``. Several blocks of a narrow dtype
+    are summed in float32, which takes 4 V D additional bytes.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Gradients:
         self.bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=wide)
 
     def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """A block whose logits have the gradient ``grad (n, V)``."""
+        """Add a block whose logits have the gradient ``grad (n, V)``."""
         if self.wanted[0]:
             self.hidden[rows] = grad @ weight
         if self.wanted[1]:
@@ -122,7 +123,7 @@ class Gradients:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """total = beta total + a @ b, for a ``total`` of their type or of float32; with beta 0 it may hold anything."""
+    """Compute total = beta total + a @ b in place. ``total`` has their dtype or float32; with beta 0 it may be NaN."""
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
     elif a.is_cuda:

@@ -1,7 +1,7 @@
-"""The policy-gradient loss from hidden states, with its gradient computed in the forward.
+"""Policy-gradient loss from hidden states, with its gradient computed in the forward.
 
-A token's loss is known as soon as its log-probability is, and with it the gradient of its logits: one block of logits
-serves both directions, so that three products do what takes four where the backward has to make the logits again.
+The log-probability of a token determines its loss and the gradient of its logits. One block of logits therefore serves
+both passes: three matrix products instead of the four needed if the backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class PolicyLoss(NamedTuple):
-    """What `linear_policy_loss` returns; ``loss`` alone carries a gradient."""
+    """Result of `linear_policy_loss`. Only ``loss`` has a gradient."""
 
     loss: Tensor
     """Scalar."""
     logprob: Tensor
-    """(T,), nats; 0 where a token does not count."""
+    """(T,), nats; 0 for ignored tokens."""
     entropy: Tensor
     """(T,), nats."""
     statistics: dict[str, Tensor]
@@ -53,20 +53,20 @@ def linear_policy_loss(
     emulate_bf16_logits: bool = False,
     impl: str = "auto",
 ) -> PolicyLoss:
-    """Sum over tokens of `policy_loss` of `linear_logprob`. Equals
+    """Sum over tokens of `policy_loss` of `linear_logprob`. Equivalent to
 
         logprob, entropy = linear_logprob(hidden, weight, targets, temperature=temperature, bias=bias)
         losses = policy_loss(logprob, old_logprob, advantages, ref_logprob=ref_logprob, ...)
         loss = (token_weights * losses)[targets != -100].sum()
 
-    hidden (T, D), weight (V, D), bias (V,) and targets (T,) as there; old_logprob, advantages, token_weights and
-    ref_logprob (T,), constants. ``old_logprob`` None: the policy has not moved since it sampled, every ratio is 1.
-    ``token_weights`` None: 1. The ratio is the token's; a loss whose ratio is the sequence's (GSPO) needs all log-probs
-    before any gradient, and `linear_logprob`.
+    hidden (T, D), weight (V, D), bias (V,) and targets (T,) as in `linear_logprob`; old_logprob, advantages,
+    token_weights and ref_logprob (T,), constants. ``old_logprob=None``: the policy has not changed since sampling, and
+    every ratio is 1. ``token_weights`` are 1 by default. Ratios are per token; a loss with sequence-level ratios (GSPO)
+    needs all log-probs before any gradient, and `linear_logprob`.
 
-    Differentiable, once, in hidden, weight and bias: their gradients are made here, where they are wanted, and are as
-    large as they (in float16, weight's is kept in float32); beyond them the memory does not grow with T. They are kept
-    for token weights of at most 1 in size and scaled in the backward, where a loss scale for float16 has its effect in
+    Differentiable once in hidden, weight and bias. The forward computes and stores the required gradients, in the
+    dtypes of the inputs (for a float16 weight in float32); the other memory does not grow with T. Gradients are stored
+    for token weights scaled to at most 1 and rescaled in the backward, so that a loss scale for float16 takes effect in
     time.
 
     Raises ValueError as `linear_logprob` and `policy_loss`.
@@ -74,14 +74,14 @@ def linear_policy_loss(
     hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
     settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
     check_settings(settings, ref_logprob)
-    given = {"old_logprob": old_logprob, "advantages": advantages}
-    given |= {"token_weights": token_weights, "ref_logprob": ref_logprob}
-    for name, x in given.items():
+    per_token = {"old_logprob": old_logprob, "advantages": advantages}
+    per_token |= {"token_weights": token_weights, "ref_logprob": ref_logprob}
+    for name, x in per_token.items():
         if x is not None and x.shape != targets.shape:
             raise ValueError(f"expected {name} {shape(targets)}, one per target, got {shape(x)}.")
     if token_weights is None:
         token_weights = torch.ones_like(advantages)
-    check_devices(hidden, **given)
+    check_devices(hidden, **per_token)
     token_weights = token_weights.to(_wide(hidden)).masked_fill(targets == IGNORE, 0.0)
     largest = F.pad(token_weights.abs(), (0, 1), value=torch.finfo(token_weights.dtype).tiny).amax()
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
@@ -118,7 +118,7 @@ def _op(
     impl: str,
     wanted: list[bool],
 ) -> Results:
-    """Loss, log-prob, entropy, statistics (5,); gradients of hidden, weight and bias, empty if not ``wanted``."""
+    """Return loss, log-prob, entropy, statistics (5,), and gradients of hidden, weight and bias if ``wanted``."""
     loss, logprob, entropy, sums = _empty_results(hidden)
     parts = blocks(targets, len(weight), hidden.itemsize)
     gradients = Gradients(hidden, weight, wanted, len(parts), _kept(weight))
@@ -149,13 +149,13 @@ def _empty_results(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _kept(weight: Tensor) -> torch.dtype:
-    """Of weight's gradient until it is scaled: a sum over tokens of weight 1 may be too large for float16."""
+    """Dtype of the stored gradient of weight: before scaling, a sum over tokens may be too large for float16."""
     return torch.float32 if weight.dtype == torch.float16 else weight.dtype
 
 
 @torch.library.custom_op("nlgrpo::linear_policy_loss_backward", mutates_args=())
 def _backward_op(hidden: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, dtype: torch.dtype) -> Three:
-    """The gradients that the forward made times the loss's, in ``dtype``. It has no gradient of its own."""
+    """Multiply the gradients from the forward by the upstream gradient; results in ``dtype``. Not differentiable."""
     return hidden * grad, (weight * grad).to(dtype), (bias * grad).to(dtype)
 
 

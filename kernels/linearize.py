@@ -1,4 +1,4 @@
-"""First variation of a rank-based objective on groups of rewards."""
+"""Linearised rewards: the first variation of a rank-based objective on groups of rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .dispatch import choose
 
-LARGEST = 4096  # samples per group that the Triton kernel takes
+LARGEST = 4096  # maximum number of samples per group for the Triton kernel
 
 
 def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor:
@@ -19,25 +19,25 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
 
         r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)),      r_(1) <= .. <= r_(M) the group, sorted
 
-    rewards (P, M), any strides, P may be 0; weights (M,), the k-th belonging to the k-th smallest reward (the last one
-    meets no gap). The result has the order of ``rewards``; the best sample has 0, and with M = 1 that is all. Weights
-    of 1 give r - max r. Equal rewards get equal values, equal infinities too: their gap counts as 0, as does any gap
-    of weight 0. Other gaps next to an infinity are infinite.
+    rewards (P, M), any strides, P may be 0; weights (M,), w_k for the k-th smallest reward (the last one is unused).
+    The result is in the order of ``rewards``; the best sample has 0. Weights of 1 give r - max r. Equal rewards get
+    equal values, also equal infinities: their gap counts 0, and so does any gap of weight 0. Other gaps next to an
+    infinity are infinite.
 
     float32 and float64 keep their dtype; others are computed and returned in float32. Differentiable in both inputs.
-    ``impl``: "cpp" is the compiled op for a CPU; "triton" takes float32 and M up to 4,096; "auto" is the one of the
-    device where it can run, also under ``torch.compile``, and else "torch".
+    ``impl``: "cpp" is the compiled op for a CPU; "triton" takes float32 and M up to 4,096; "auto" is the one for the
+    device if it can run, also under ``torch.compile``, and otherwise "torch".
 
-    Raises ValueError for shapes that do not fit and for a NaN reward, naming the first. That check reads the data, so
-    that it is left out inside ``torch.compile``, where a NaN is sorted last and spreads over its group.
+    Raises ValueError for shapes that do not match and for a NaN reward, naming the first. The NaN check reads the data
+    and is skipped inside ``torch.compile``, where NaN is sorted last and spreads over its group.
     """
     if rewards.ndim != 2 or rewards.shape[1] == 0:
         raise ValueError(f"expected rewards (P, M) with M >= 1, got {tuple(rewards.shape)}.")
     if weights.shape != rewards.shape[1:]:
         raise ValueError(f"expected weights ({rewards.shape[1]},), one per rank, got {tuple(weights.shape)}.")
-    if rewards.numel() and not torch.compiler.is_compiling() and rewards.amax().isnan():  # amax is NaN if one is
+    if rewards.numel() and not torch.compiler.is_compiling() and rewards.amax().isnan():  # amax propagates NaN
         group, sample = rewards.isnan().nonzero()[0].tolist()
-        raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group before this.")
+        raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group first.")
     rewards = reference.widen(rewards)
     weights = weights.to(rewards)
     chosen = choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST), cpp=True)
@@ -57,9 +57,9 @@ def _linearize_op(rewards: Tensor, weights: Tensor, impl: str) -> Tensor:
 
 @torch.library.custom_op("nlgrpo::linearize_backward", mutates_args=())
 def _linearize_backward_op(rewards: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """By rewards and by weights, as autograd finds them for `reference.linearize`.
+    """Return the gradients by rewards and by weights, equal to autograd through `reference.linearize`.
 
-    With G_k the sum of ``grad`` over the samples up to rank k, the loss is -sum_k w_k (r_(k+1) - r_(k)) G_k.
+    With G_k the sum of ``grad`` over the samples up to rank k, sum(grad * out) = -sum_k w_k (r_(k+1) - r_(k)) G_k.
     """
     ordered, order = rewards.sort(dim=-1, stable=True)
     w, gap = weights[:-1], ordered.diff(dim=-1)

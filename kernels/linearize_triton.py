@@ -1,4 +1,4 @@
-"""The first variation of groups in one launch: sort, gaps, suffix sum and scatter, without leaving the program."""
+"""Linearised rewards of groups in one Triton launch: sort, gaps, suffix sum and scatter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .dispatch import on_its_device
 
-ELEMENTS = 1024  # rewards that one program sorts at once; from 2,048 on it would spill thousands of bytes a thread
-# For larger groups a program keeps two sorted copies in memory, 64 KiB of them at M = 4,096. As many programs as this
-# fill an H100 four times over and keep these copies in its second-level cache.
+ELEMENTS = 1024  # rewards that one program sorts at once; 2,048 would spill thousands of bytes per thread
+# For larger groups a program keeps two sorted copies in global memory, 64 KiB at M = 4,096. This number of programs
+# fills an H100 four times, and the copies fit in its L2 cache.
 PROGRAMS = 528
 
 
@@ -22,15 +22,15 @@ def _larger(a, b):
 
 @triton.jit
 def _flip_negative(bits):
-    """Between the bits of a float32 and an integer of the same order; its own inverse."""
+    """Map the bits of a float32 to an integer of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _packed(rewards, column, inside):
-    """Rewards above, column below, in integers that are all different and have the rewards' order, NaN last.
+    """Pack reward (high 32 bits) and column (low 32 bits) into distinct integers in the order of the rewards, NaN last.
 
-    Equal rewards keep the order of their columns, and what is outside the group comes after all.
+    Equal rewards keep the order of their columns. Entries outside the group come last.
     """
     x = tl.load(rewards, mask=inside, other=0.0) + 0.0  # -0 becomes 0
     key = tl.where(x == x, _flip_negative(x.to(tl.int32, bitcast=True)), 0x7FC00000)
@@ -45,9 +45,9 @@ def _value(packed):
 
 @triton.jit
 def _suffix_sums(column, value, above, below, weight):
-    """Sums of the weighted gaps from each column of sorted rewards to the last one; ``above``, ``below``: neighbours.
+    """Sum the weighted gaps from each column of sorted rewards to the last one; ``above``, ``below``: neighbours.
 
-    Equal rewards take the sum of the first of them: a scan adds in an order of its own, and rounds their sums apart.
+    Equal rewards take the sum of the first of them, as the scan adds in another order and may round them differently.
     """
     gap = tl.where((value == above) | (weight == 0.0), 0.0, weight * (value - above))
     sums = tl.cumsum(gap, 1, reverse=True)
@@ -57,7 +57,7 @@ def _suffix_sums(column, value, above, below, weight):
 
 @triton.jit(do_not_specialize=["P", "M"])
 def _small_kernel(rewards, weights, out, P, M, stride_p, stride_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """ROWS groups of up to COLUMNS rewards a program."""
+    """Process ROWS groups of up to COLUMNS rewards per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < P) & (column < M)
@@ -73,7 +73,7 @@ def _small_kernel(rewards, weights, out, P, M, stride_p, stride_m, ROWS: tl.cons
 
 @triton.jit
 def _count_smaller(packed, chunk, CHUNK: tl.constexpr, STEPS: tl.constexpr):
-    """How many of the CHUNK = 2^STEPS sorted integers at ``chunk`` are smaller than each of ``packed``."""
+    """Count the integers at ``chunk``, CHUNK = 2^STEPS sorted ones, that are smaller than each of ``packed``."""
     smaller = tl.zeros_like(packed)
     half = CHUNK
     for _ in range(STEPS):
@@ -86,7 +86,7 @@ def _count_smaller(packed, chunk, CHUNK: tl.constexpr, STEPS: tl.constexpr):
 def _large_kernel(
     rewards, weights, out, memory, P, M, stride_p, stride_m, chunks, CHUNK: tl.constexpr, STEPS: tl.constexpr
 ):
-    """A group at a time, in chunks: sort each, find every reward's rank by counting in the others, sum from the top."""
+    """Process groups one by one in chunks: sort each, find ranks by counting in the other chunks, sum from the top."""
     program = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CHUNK)[None, :]
     sorted_chunks = memory + program * 2 * chunks * CHUNK
@@ -115,7 +115,7 @@ def _large_kernel(
             sums = _suffix_sums(i, _value(packed), above, below, weight) + above_chunk[:, None]
             tl.store(out + row * M + (packed & 0xFFFFFFFF), sums, mask=rank < M)
             above_chunk = tl.sum(tl.where(i == 0, sums, 0.0), 1)
-        tl.debug_barrier()  # the next group overwrites what slower threads may still read
+        tl.debug_barrier()  # slower threads may still read what the next group overwrites
 
 
 @on_its_device

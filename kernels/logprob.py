@@ -1,8 +1,8 @@
 """Log-probabilities of tokens, from logits or from hidden states, without a second array of the vocabulary's size.
 
-Forward keeps a few numbers a token, and backward computes the softmax again from them. From hidden states the logits
-exist for one block of tokens at a time, in both directions, so that the memory beyond the arguments and their gradients
-does not grow with T.
+The forward saves a few numbers per token, from which the backward recomputes the softmax. From hidden states, the
+logits exist for one block of tokens at a time in both passes, so that the memory besides the arguments and their
+gradients does not grow with T.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .dispatch import choose, implementation, scalar
 from .head import Gradients, block_logits, blocks, check_targets, checked, shape
 
 Both = tuple[Tensor, Tensor]
-Statistics = tuple[Tensor, Tensor, Tensor]  # log-probability, entropy, and what the epilogue keeps for its gradient
+Statistics = tuple[Tensor, Tensor, Tensor]  # log-probability, entropy, and what the epilogue saves for its gradient
 
 
 def linear_logprob(
@@ -32,23 +32,23 @@ def linear_logprob(
 ) -> Both:
     """Log-probability of ``targets`` and entropy of the next-token distribution, from hidden states.
 
-    Equals
+    Equivalent to
 
         logits = (hidden @ weight.T + bias).float() / temperature
         return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0], Categorical(logits=logits).entropy()
 
-    hidden (T, D), weight (V, D), bias (V,) of one type; targets (T,) int64 in [0, V), or -100 where a token does not
-    count: it then costs nothing, both results are 0, and so is its gradient. Both results are (T,) in nats, float32, or
-    float64 for float64 inputs; T may be 0. Differentiable in hidden, weight and bias; the product is computed again in
-    the backward, for one block of tokens at a time. Under autocast the inputs take its type, as those of a linear layer
-    do. ``emulate_bf16_logits`` rounds the logits, before the temperature, as an engine in bfloat16 does; the gradient
-    is that of the logits that were not rounded.
+    hidden (T, D), weight (V, D), bias (V,) of one dtype; targets (T,) int64 in [0, V), or -100 for tokens to ignore:
+    they are skipped, and both results and the gradient are 0. The results are (T,) in nats, float32, or float64 for
+    float64 inputs; T may be 0. Differentiable in hidden, weight and bias; the backward recomputes the logits for one
+    block of tokens at a time. Under autocast the inputs are cast as for a linear layer. ``emulate_bf16_logits`` rounds
+    the logits before the temperature, as an inference engine in bfloat16 does; the gradient ignores the rounding.
 
-    A weight or bias that FSDP2 has sharded (a DTensor) is gathered here, in the type of ``hidden``; it gets the mean of
-    its ranks' gradients, as from FSDP2 itself. All its ranks have to call this, also one without tokens.
+    A weight or bias sharded by FSDP2 (a DTensor) is gathered in the dtype of ``hidden``, and gets the mean of the
+    gradients of its ranks, as under FSDP2. All its ranks must call this function, also those without tokens.
 
-    Raises ValueError for shapes, types and devices that do not fit, targets that are not int64, a temperature <= 0,
-    and on a CPU for a target that is no token; on a GPU, where looking would wait for it, that one's results are NaN.
+    Raises ValueError for shapes, dtypes and devices that do not match, targets that are not int64, a temperature <= 0,
+    and on a CPU for a target outside the vocabulary. On a GPU, where this check would synchronize, the results of such
+    a target are NaN.
     """
     hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
     impl = choose(impl, "linear_logprob", hidden)
@@ -58,7 +58,7 @@ def linear_logprob(
 def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, impl: str = "auto") -> Both:
     """Log-probability of ``targets`` (T,) and entropy (T,) from logits (T, V): `linear_logprob` without the product.
 
-    A logit of -inf is a token that cannot be drawn; it adds nothing to the entropy. Raises as `linear_logprob`.
+    A logit of -inf is a token of probability 0; it adds nothing to the entropy. Raises ValueError as `linear_logprob`.
     """
     if logits.ndim != 2:
         raise ValueError(f"expected logits (T, V), got {shape(logits)}; flatten the leading dimensions first.")
@@ -70,7 +70,7 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, 
 
 
 def _results(like: Tensor) -> Statistics:
-    """What an epilogue's ``statistics`` gives, for every row of ``like``; 0 where a token does not count."""
+    """Return zeros for the results of an epilogue's ``statistics``, for every row of ``like``."""
     T, dtype = like.shape[0], torch.promote_types(like.dtype, torch.float32)
     logprob, entropy, kept = (like.new_zeros(size, dtype=dtype) for size in (T, T, (2, T)))
     return logprob, entropy, kept
@@ -85,7 +85,7 @@ def _fill(results: Statistics, rows: slice | Tensor, parts: Statistics) -> None:
 
 
 def _token_blocks(logits: Tensor, targets: Tensor, impl: str) -> Iterable[slice | Tensor]:
-    """Triton's kernels widen as they read and pass over tokens that do not count: they take all at once."""
+    """Return the blocks of tokens: a single one for Triton, whose kernels widen on load and skip ignored tokens."""
     return [slice(None)] if impl == "triton" else blocks(targets, logits.shape[1], 4)
 
 
@@ -134,7 +134,7 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 def _token_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, targets, temperature, ctx.impl = inputs
-    ctx.set_materialize_grads(False)  # an entropy that nothing was made of has no gradient, and costs none
+    ctx.set_materialize_grads(False)  # an unused entropy needs no gradient computation
     ctx.save_for_backward(logits, targets, output[2], output[1], temperature)
 
 
@@ -186,7 +186,7 @@ def _linear_backward_op(
     impl: str,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias; of those that are not ``wanted``, an empty tensor."""
+    """Return the gradients of hidden, weight and bias; empty tensors for those not ``wanted``."""
     parts = blocks(targets, len(weight), hidden.itemsize)
     sums, epilogue = Gradients(hidden, weight, wanted, len(parts)), implementation("epilogue", impl)
     for rows in parts:

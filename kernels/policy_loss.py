@@ -1,4 +1,4 @@
-"""The policy-gradient losses of PPO and GRPO, CISPO and REINFORCE, per token."""
+"""Policy-gradient losses of PPO and GRPO, CISPO and REINFORCE, per token."""
 
 from __future__ import annotations
 
@@ -31,35 +31,34 @@ def policy_loss(
     surrogate: str = "ppo",
     impl: str = "auto",
 ) -> Tensor:
-    """Loss of each token, to be minimised; how tokens are averaged is left to the caller.
+    """Policy-gradient loss of each token. The caller averages over tokens.
 
         rho  = exp(logprob - old_logprob)
         loss = S + beta KL(logprob, ref_logprob)
 
-    with ``surrogate``, where sg stops the gradient,
+    S depends on ``surrogate`` (sg stops the gradient):
 
         "ppo"         S = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)    Schulman et al. 2017
         "cispo"       S = -sg(min(rho, 1 + eps_high)) A logprob                  MiniMax-M1 2025, arXiv:2506.13585
         "reinforce"   S = -A logprob                                             Williams 1992
 
-    "ppo" drops the gradient of a clipped token; "cispo" caps its weight and drops none. There ``eps_low`` plays no
-    part, and the cap is what TRL calls ``epsilon_high``. "reinforce" has no ratio at all: off-policy it is uncorrected,
-    and biased. The S of these two are made for their gradients and measure nothing; S is 0 where the factor of logprob
-    is, also for logprob = -inf.
+    "ppo" drops the gradient of clipped tokens; "cispo" caps their weight instead, ignores ``eps_low``, and its cap is
+    TRL's ``epsilon_high``. "reinforce" has no ratio: off-policy it is biased. The values of the latter two are only
+    meaningful for their gradients. S is 0 if the factor of logprob is 0, even for logprob = -inf.
 
-    All tensors have one shape, usually (T,). ``log_ratio`` stands in for the difference logprob - old_logprob, with its
-    own gradient, where the ratio is not the token's (GSPO). ``dual_clip``, above 1 + eps_high, bounds the S of "ppo"
-    by -dual_clip A where A < 0, so that a large ratio has no gradient there (Ye et al. 2020, eq. 5; TRL's ``delta``).
+    All tensors have one shape, usually (T,). ``log_ratio`` replaces the difference logprob - old_logprob, with its own
+    gradient, for ratios that are not per token (GSPO). ``dual_clip``, above 1 + eps_high, bounds the S of "ppo" by
+    -dual_clip A where A < 0, so that a large ratio has no gradient there (Ye et al. 2020, eq. 5; TRL's ``delta``).
     ``kl`` is the estimator, with d = ref_logprob - logprob: "k1" -d, "k2" d^2/2, "k3" e^d - d - 1, "k3_iw"
-    rho (e^d - d - 1). Only the importance-weighted k3_iw estimates the KL, and its gradient, once the policy has moved
-    off the one that sampled. Log-ratios, and d in k3, are cut at 20: past it the value stays and the gradient is 0.
+    rho (e^d - d - 1). Off-policy, only the importance-weighted k3_iw estimates the KL and its gradient. Log-ratios, and
+    d in k3, are clamped at 20, beyond which the gradient is 0.
 
-    Where ``mask`` is false (or 0) the loss and its gradient are 0, whatever the inputs hold there. The result is
-    float32, or float64 for float64 inputs. With logprob == old_logprob the gradient is that of -A logprob. "triton" has
-    no gradient by the advantages and refuses where one is wanted; "auto" then takes plain PyTorch.
+    Where ``mask`` is false (or 0) the loss and its gradient are 0 for any input. The result is float32, or float64 for
+    float64 inputs. With logprob == old_logprob the gradient is that of -A logprob. "triton" cannot differentiate by the
+    advantages and raises ValueError if they require a gradient; "auto" then uses plain PyTorch.
 
-    Raises ValueError for shapes that do not fit, eps < 0, eps_low > 1, dual_clip <= 1 + eps_high or with a surrogate
-    other than "ppo", an unknown ``kl`` or ``surrogate``, beta < 0, and beta without ref_logprob.
+    Raises ValueError for shapes that do not match, eps < 0, eps_low > 1, dual_clip <= 1 + eps_high or with a surrogate
+    other than "ppo", an unknown ``kl`` or ``surrogate``, beta < 0, and beta > 0 without ref_logprob.
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
     settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
@@ -87,13 +86,13 @@ def policy_loss_with_statistics(
     surrogate: str = "ppo",
     impl: str = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`policy_loss`, and what is logged about it, from the same pass; detached scalars, to be summed over batches:
+    """Return `policy_loss` and its statistics from the same pass: detached scalars, to be summed over batches.
 
-    ``clip_low``   how many ratios are below 1 - eps_low where A < 0; 0 but in "ppo"
-    ``clip_high``  how many are above 1 + eps_high where A > 0; in "cispo" whatever A, in "reinforce" 0
-    ``clip_dual``  how many are above dual_clip where A < 0, if it is given
-    ``ratio_max``  the largest ratio, cut at e^20 (to be maximised over batches); 0 without tokens
-    ``kl``         sum of the KL estimate over tokens, where ``ref_logprob`` is given, whatever beta
+    ``clip_low``   number of ratios below 1 - eps_low where A < 0; 0 in "cispo" and "reinforce"
+    ``clip_high``  number of ratios above 1 + eps_high where A > 0; in "cispo" for any A, 0 in "reinforce"
+    ``clip_dual``  with ``dual_clip``: number of ratios above it where A < 0
+    ``ratio_max``  largest ratio, clamped at e^20 (over batches: the maximum); 0 without tokens
+    ``kl``         with ``ref_logprob``: sum of the KL estimate over tokens, for any beta
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
     settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
@@ -105,7 +104,7 @@ def policy_loss_with_statistics(
 
 
 class Terms(NamedTuple):
-    """The tensors of the loss, of one shape."""
+    """Tensors of the loss, of one shape."""
 
     logprob: Tensor
     old_logprob: Tensor
@@ -116,7 +115,7 @@ class Terms(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Its numbers."""
+    """Numbers and names of the loss."""
 
     eps_low: float
     eps_high: float
@@ -141,7 +140,9 @@ def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
     if surrogate not in SURROGATES:
         raise ValueError(f"surrogate={surrogate!r} is not known; expected one of {', '.join(SURROGATES)}.")
     if dual_clip is not None and surrogate != "ppo":
-        raise ValueError(f"dual_clip={dual_clip}: expected None with surrogate={surrogate!r}, only 'ppo' is clipped.")
+        raise ValueError(
+            f"dual_clip={dual_clip}: expected None with surrogate={surrogate!r}; dual clipping needs surrogate='ppo'."
+        )
     if not (0 <= eps_low <= 1 and eps_high >= 0):
         raise ValueError(f"eps_low={eps_low}, eps_high={eps_high}: expected 0 <= eps_low <= 1 and eps_high >= 0.")
     if dual_clip is not None and not dual_clip > 1 + eps_high:
@@ -155,7 +156,7 @@ def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
 
 
 def named(sums: Tensor, settings: Settings, ref_logprob: Tensor | None) -> dict[str, Tensor]:
-    """The statistics that were asked for, of the five that a fused pass gives."""
+    """Return the requested statistics by name, from the five ``sums`` of a fused pass."""
     low, high, dual, largest, kl = sums.detach().unbind()
     statistics = {"clip_low": low, "clip_high": high, "ratio_max": largest}
     if settings.dual_clip is not None:
@@ -170,7 +171,9 @@ def _by_triton(impl: str, terms: Terms) -> bool:
     if not (chosen and torch.is_grad_enabled() and terms.advantages.requires_grad):
         return chosen
     if impl == "triton":
-        raise ValueError("impl='triton': policy_loss has no gradient by the advantages; detach them or use 'auto'.")
+        raise ValueError(
+            "impl='triton': policy_loss has no gradient with respect to the advantages; detach them or use 'auto'."
+        )
     return False
 
 
@@ -180,7 +183,7 @@ def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def scalars(settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """eps_low, eps_high, dual_clip and beta, as an op takes them."""
+    """Return eps_low, eps_high, dual_clip and beta as tensors for a custom op."""
     dual_clip = math.inf if settings.dual_clip is None else settings.dual_clip
     return scalar(settings.eps_low), scalar(settings.eps_high), scalar(dual_clip), scalar(settings.beta)
 
@@ -214,7 +217,7 @@ def _policy_loss_op(
     kl: str,
     surrogate: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss; its derivatives by the log-ratio and, through the KL and the score alone, by the log-prob; statistics."""
+    """Return loss, derivatives by the log-ratio, and by the log-prob through the KL and the score, and statistics."""
     from . import policy_loss_triton
 
     numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item())
@@ -242,7 +245,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward_op(
     grad: Tensor, through_ratio: Tensor, through_kl: Tensor, through_score: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The derivatives that the forward made, where it made them, times the loss's. It has no gradient of its own."""
+    """Multiply the derivatives from the forward, where not empty, by the upstream gradient. Not differentiable."""
     by_kl, by_score = (grad * x if len(x) else torch.empty_like(x) for x in (through_kl, through_score))
     return grad * through_ratio, by_kl, by_score
 
@@ -255,8 +258,8 @@ def _(grad: Tensor, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     by_ratio, by_kl, by_score = _backward_op(grad, *ctx.saved_tensors)
-    there = ((by_ratio, not ctx.has_log_ratio), (by_kl, ctx.has_ref), (by_score, ctx.has_score))
-    parts = [part for part, exists in there if exists]
+    candidates = ((by_ratio, not ctx.has_log_ratio), (by_kl, ctx.has_ref), (by_score, ctx.has_score))
+    parts = [part for part, exists in candidates if exists]
     grads: list[Tensor | None] = [sum(parts[1:], parts[0]) if parts else None, *[None] * 4]
     if ctx.has_ref:
         grads[4] = -by_kl

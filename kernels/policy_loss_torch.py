@@ -1,4 +1,4 @@
-"""The loss of tokens and its derivative by their log-probs, in plain PyTorch, where autograd does not reach."""
+"""Policy loss of tokens and its derivative by their log-probs in plain PyTorch, without autograd."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def loss_and_slope(
     kl: str,
     surrogate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and dloss/dlogprob, each (n,), and statistics (5,) as those of `policy_loss_triton.policy_loss`.
+    """Return loss and dloss/dlogprob, each (n,), and the statistics (5,) of `policy_loss_triton.policy_loss`.
 
-    dloss/dlogprob = dS/dlogprob + beta dKL/dlogprob, the first by ``surrogate``:
+    dloss/dlogprob = dS/dlogprob + beta dKL/dlogprob, where dS/dlogprob depends on ``surrogate``:
 
-        ppo         -A rho where neither clip holds, else 0
+        ppo         -A rho where the ratio is not clipped, else 0
         cispo       -A min(rho, 1 + eps_high)
         reinforce   -A
     """
@@ -49,7 +49,7 @@ def loss_and_slope(
 
 
 def _kl_slope(logprob: Tensor, ref_logprob: Tensor, kl: str, rho: Tensor, within: Tensor) -> Tensor:
-    """dKL/dlogprob of `reference.kl_penalty`; ``within``: where the log-ratio is not cut."""
+    """Return dKL/dlogprob of `reference.kl_penalty`. ``within``: where the log-ratio is not clamped."""
     d = ref_logprob - logprob
     if kl == "k1":
         return torch.ones_like(d)

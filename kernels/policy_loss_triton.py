@@ -1,4 +1,4 @@
-"""Loss, gradient and statistics of the policy loss in one pass over the tokens, in float32."""
+"""Policy loss in Triton: loss, gradient and statistics in one pass over the tokens, in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SURROGATES = {"ppo": 0, "cispo": 1, "reinforce": 2}
 
 @triton.jit
 def _k3(d):
-    """e^d - 1 - d; near 0, where the difference would lose its digits, by its series (the term left out is 1e-9)."""
+    """Return e^d - 1 - d. Near 0, where the difference would lose digits, by its series (truncation error 1e-9)."""
     series = 1.0 + d / 3 * (1.0 + d / 4 * (1.0 + d / 5 * (1.0 + d / 6 * (1.0 + d / 7 * (1.0 + d / 8 * (1.0 + d / 9))))))
     return tl.where(tl.abs(d) < 0.5, d * d / 2 * series, tl.exp(d) - 1.0 - d)
 
@@ -40,7 +40,7 @@ def _policy_loss_kernel(
     KIND: tl.constexpr, SURROGATE: tl.constexpr, HAS_LOG_RATIO: tl.constexpr, HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """KIND 0: no reference. ``statistics`` gets a row a program: clips low, high and dual, largest ratio, sum of KL."""
+    """KIND 0: no reference. ``statistics``, one row per program: low, high and dual clips, largest ratio, sum of KL."""
     program = tl.program_id(0).to(tl.int64)
     t = program * BLOCK + tl.arange(0, BLOCK)
     inside = t < T
@@ -59,7 +59,7 @@ def _policy_loss_kernel(
     if SURROGATE == 0:
         plain, clipped = rho * A, _least(_largest(rho, low), high) * A
         value = -_least(plain, clipped)
-        grad = tl.where(plain > clipped, 0.0, -A)  # by rho; where both are the same, rho is not clipped or A is 0
+        grad = tl.where(plain > clipped, 0.0, -A)  # by rho; if both are equal, rho is not clipped or A is 0
         past_low, past_high, past_dual = (rho < low) & (A < 0), (rho > high) & (A > 0), (A < 0) & (rho > dual)
         value, grad = tl.where(past_dual, -dual * A, value), tl.where(past_dual, 0.0, grad)
     else:
@@ -92,7 +92,7 @@ def _policy_loss_kernel(
     tl.store(loss + t, tl.where(keep, value, 0.0), mask=inside)
     moves = keep & ~(lr > CUT)
     if SURROGATE > 0 and KIND < 4:
-        moves = none  # a ratio that is NaN would be NaN times 0
+        moves = none  # else a ratio of NaN would give NaN * 0
     tl.store(through_ratio + t, tl.where(moves, grad * rho, 0.0), mask=inside)
 
     statistics += program * 5
@@ -118,11 +118,11 @@ def policy_loss(
     kl: str,
     surrogate: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, its derivatives by the log-ratio and, through the KL penalty and the score alone, by the log-prob.
+    """Return loss, derivatives by the log-ratio, and by the log-prob through the KL penalty and the score; statistics.
 
-    All are flat (T,), but that through the KL is empty without a reference, and that through the score, minus
-    `reference.score_factor`, in "ppo". ``dual_clip`` may be infinite. The last result is (5,): how many ratios were
-    clipped low, high and past dual_clip, the largest ratio, and the sum of the KL.
+    All but the statistics are flat, (T,). The derivative through the KL is empty without a reference. The derivative
+    through the score, -`reference.score_factor`, is empty for "ppo". ``dual_clip`` may be infinite. The statistics (5,)
+    are the numbers of ratios clipped low, high and by dual_clip, the largest ratio, and the sum of the KL.
     """
     flat = [None if x is None else x.reshape(-1) for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob)]
     T, device = logprob.numel(), logprob.device

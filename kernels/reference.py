@@ -1,7 +1,7 @@
-"""What the ops equal, in plain PyTorch: no argument checks, no fused passes, differentiable throughout.
+"""Reference implementations of the ops in plain PyTorch: differentiable, without argument checks or fused passes.
 
 Legend: T packed tokens, D width, V vocabulary, P prompts, M samples per prompt. Inputs narrower than float32 are
-widened before anything non-linear; results are float32, or float64 for float64 inputs.
+widened before any non-linear operation. Results are float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# exp(20) = 5e8. A ratio that far from 1 says that something is broken upstream; cut there, the loss and the norm of its
-# gradient stay finite in float32. The cut is one-sided: exp of a very negative number is a harmless 0.
+# exp(20) = 5e8. A ratio that far from 1 means that something is broken upstream. With the clamp, the loss and the norm
+# of its gradient stay finite in float32. It is one-sided, as exp of a very negative number is a harmless 0.
 MAX_LOG_RATIO = 20.0
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x`` in float32, or unchanged when it is float64."""
+    """Return ``x`` in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -35,16 +35,16 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) 
     if temperature != 1.0:
         logits = logits / temperature
     logp = logits.log_softmax(-1)
-    # A logit of -inf has p log p = 0 * -inf: the term is 0, and so is its gradient.
+    # A logit of -inf gives p log p = 0 * -inf; count it as 0, with a gradient of 0.
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
-    return logp.gather(-1, targets[:, None]).sum(-1), entropy  # not [:, 0]: FSDP2 warns of a module that returns a view
+    return logp.gather(-1, targets[:, None]).sum(-1), entropy  # not [:, 0]: FSDP2 warns if a module returns a view
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str, log_ratio: Tensor | None = None) -> Tensor:
-    """Estimate of KL(pi || pi_ref) per token: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 with d = log pi_ref - log pi.
+    """Estimate KL(pi || pi_ref) per token: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 with d = log pi_ref - log pi.
 
-    k3_iw is rho k3, rho = exp(``log_ratio``): an estimate under the current policy from samples of an older one, with a
-    gradient through rho as well.
+    k3_iw is rho k3, rho = exp(``log_ratio``): an estimate under the current policy from samples of an older one. Its
+    gradient also goes through rho.
     """
     d = ref_logprob - logprob
     if kind == "k1":
@@ -74,7 +74,7 @@ def policy_loss(
     kl: str = "k3",
     surrogate: str = "ppo",
 ) -> Tensor:
-    """S + beta KL, elementwise; 0 where ``mask`` is false. By ``surrogate``, where sg stops the gradient, S is
+    """Return S + beta KL, elementwise; 0 where ``mask`` is false. S depends on ``surrogate`` (sg stops the gradient):
 
         ppo         -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)
         cispo       -sg(min(rho, 1 + eps_high)) A logprob
@@ -85,8 +85,8 @@ def policy_loss(
     logprob, old_logprob, advantages = widen(logprob), widen(old_logprob), widen(advantages)
     log_ratio = logprob - old_logprob if log_ratio is None else widen(log_ratio)
     keep = torch.ones_like(logprob, dtype=torch.bool) if mask is None else mask.bool()
-    # What is masked out may be anything, infinities included: it has to leave before exp, for 0 * inf is NaN and the
-    # gradient of a torch.where around the result multiplies exactly those two.
+    # Masked entries may contain anything, infinities included. They are replaced before exp, because the gradient of a
+    # torch.where around the result would multiply 0 * inf = NaN.
     log_ratio = torch.where(keep, log_ratio, 0.0)
     advantages = torch.where(keep, advantages, 0.0)
     rho = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
@@ -95,20 +95,20 @@ def policy_loss(
         if dual_clip is not None:
             loss = torch.where((advantages < 0) & (rho > dual_clip), -dual_clip * advantages, loss)
     else:
-        here, factor = torch.where(keep, logprob, 0.0), score_factor(rho, advantages, eps_high, surrogate)
-        loss = -factor * torch.where((factor == 0) & (here == -torch.inf), 0.0, here)
+        lp, factor = torch.where(keep, logprob, 0.0), score_factor(rho, advantages, eps_high, surrogate)
+        loss = -factor * torch.where((factor == 0) & (lp == -torch.inf), 0.0, lp)
     if ref_logprob is not None and beta != 0.0:
-        here, there = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
-        loss = loss + beta * kl_penalty(here, there, kl, log_ratio)
+        lp, ref_lp = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
+        loss = loss + beta * kl_penalty(lp, ref_lp, kl, log_ratio)
     return loss
 
 
 def score_factor(rho: Tensor, advantages: Tensor, eps_high: float, surrogate: str) -> Tensor:
-    """What -logprob is multiplied by: sg(min(rho, 1 + eps_high)) A in "cispo", A in "reinforce"."""
+    """Return the factor of -logprob in S: sg(min(rho, 1 + eps_high)) A in "cispo", A in "reinforce"."""
     if surrogate == "reinforce":
         return advantages
     weight = rho.detach().clamp(max=1 + eps_high)
-    # Two log-probs of -inf have no ratio; without an advantage none is needed.
+    # The ratio of two log-probs of -inf is NaN; with an advantage of 0 the factor is 0.
     return weight.masked_fill(weight.isnan() & (advantages == 0), 0.0) * advantages
 
 
@@ -124,7 +124,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Sum of token_weights times `policy_loss`, with its ``options``, of what `linear_logprob` gives."""
+    """Sum of token_weights times `policy_loss`, with its ``options``, of the log-probs from `linear_logprob`."""
     logprob, _ = linear_logprob(hidden, weight, targets, temperature=temperature, bias=bias)
     losses = policy_loss(logprob, logprob.detach() if old_logprob is None else old_logprob, advantages, **options)
     return (losses if token_weights is None else token_weights * losses).sum()
@@ -139,10 +139,10 @@ def policy_statistics(
     dual_clip: float | None = None,
     surrogate: str = "ppo",
 ) -> dict[str, Tensor]:
-    """How many ratios are clipped from below (A < 0) and from above (A > 0), and the largest ratio; scalars.
+    """Count the ratios clipped from below (A < 0) and from above (A > 0), and return the largest ratio; scalars.
 
-    With ``dual_clip`` also how many are past it (A < 0). In "cispo" only those above the cap count, whatever A's sign,
-    in "reinforce" none.
+    With ``dual_clip`` also count the ratios above it (A < 0). "cispo" counts only the ratios above the cap, for any
+    sign of A; "reinforce" counts none.
     """
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.bool()
     rho = torch.where(keep, log_ratio, -torch.inf).clamp(max=MAX_LOG_RATIO).exp()
@@ -158,25 +158,26 @@ def policy_statistics(
 
 
 def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
-    """r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)), in the order of ``rewards`` (P, M); ``weights`` (M,) or (P, M).
+    """Linearised rewards r~_(i) = -sum_{k=i}^{M-1} w_k (r_(k+1) - r_(k)), in the order of ``rewards`` (P, M).
 
-    Equal rewards, also infinite ones, have a gap of 0; a gap of weight 0 counts 0, also when it is infinite.
+    ``weights`` (M,) or (P, M). The gap between equal rewards is 0, also between equal infinities. A gap of weight 0
+    counts 0, even if it is infinite.
     """
     ordered, order = rewards.sort(dim=-1, stable=True)
     lower, upper = ordered[..., :-1], ordered[..., 1:]
-    falls = torch.where(lower == upper, 0.0, lower - upper)
-    falls = torch.where(weights[..., :-1] == 0, 0.0, weights[..., :-1] * falls)
-    below_best = falls.flip(-1).cumsum(-1).flip(-1)
+    neg_gaps = torch.where(lower == upper, 0.0, lower - upper)
+    neg_gaps = torch.where(weights[..., :-1] == 0, 0.0, weights[..., :-1] * neg_gaps)
+    below_best = neg_gaps.flip(-1).cumsum(-1).flip(-1)
     return torch.zeros_like(rewards).scatter(-1, order, torch.nn.functional.pad(below_best, (0, 1)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; in the dtype of ``x``."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of ``x``."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up (T, F) for ``x (T, 2F)``: gate, then up."""
+    """Return silu(gate) * up (T, F) for ``x (T, 2F)``, which contains gate, then up."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -184,16 +185,16 @@ def swiglu(x: Tensor) -> Tensor:
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of ``x (T, H, d)`` in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    ``rope``: cos and sin, each (T, r/2); a and b are the halves of the first r dimensions, the others stay.
+    ``rope``: cos and sin, each (T, r/2). a and b are the halves of the first r dimensions; the others do not change.
     """
-    cos, sin = (turn[:, None] for turn in rope)
+    cos, sin = (x[:, None] for x in rope)
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 def split_and_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (T, H, d), k and v (T, Hk, d) of ``qkv (T, H + 2 Hk, d)``, H = ``heads``, with q and k rotated."""
+    """Split ``qkv (T, H + 2 Hk, d)`` into q (T, H, d), k and v (T, Hk, d), and rotate q and k. H is ``heads``."""
     kv_heads = (qkv.shape[1] - heads) // 2
     qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
     q, k = (qk if rope is None else rotate(qk, rope)).split((heads, kv_heads), dim=1)
@@ -220,6 +221,6 @@ def decode_attention(
     if first is not None:
         seen = torch.arange(begin, end, device=first.device) >= first.clamp(max=column)[:, None]
         mask = seen[:, None, None]  # (R, 1, 1, columns)
-    # The query heads that share a key head go as so many queries of one head: exact as repeated keys, and faster.
+    # The query heads that share a key head become queries of one head: the same result as repeated keys, but faster.
     grouped = q.unflatten(1, (keys.shape[1], -1))
     return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)

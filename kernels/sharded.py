@@ -1,4 +1,4 @@
-"""A parameter that FSDP2 has sharded, made whole: the one place of the ops that communicates."""
+"""Gather parameters sharded by FSDP2: the only communication in the ops."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from torch import Tensor
 
 
 def gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A sharded parameter (a DTensor) whole and in ``dtype``; others as they are.
+    """Return a sharded parameter (a DTensor) gathered and in ``dtype``; other parameters unchanged.
 
-    Each rank has a gradient of the whole, from its own tokens. The parameter gets their mean, as FSDP2 gives its own.
+    Each rank computes a gradient of the full parameter from its own tokens. The parameter gets their mean, as under
+    FSDP2.
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter
-    from torch.distributed.tensor import DTensor, Partial  # a second's import, which is not for those without any
+    from torch.distributed.tensor import DTensor, Partial  # the import takes a second, so only if needed
 
     assert isinstance(parameter, DTensor)
     mesh, sharded = parameter.device_mesh, parameter.to(dtype)
     assert isinstance(sharded, DTensor)
-    whole = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
-    if whole.requires_grad:
-        whole.register_hook(lambda grad: grad / mesh.size())
-    return whole
+    full = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda grad: grad / mesh.size())
+    return full

@@ -1,8 +1,8 @@
-"""Empirical CDFs: where a reward stands among many others (`ranks`, `cdf`), and one sorted once and queried often.
+"""Empirical CDFs: the rank of a reward among many others (`ranks`, `cdf`), and `ECDF`, sorted once and queried often.
 
     strict  #{s < x} / M        weak  #{s <= x} / M        mid  the mean of both
 
-`nlgrpo.kernels.ecdf` has the functions of tensors; `ECDF` keeps rows sorted, answers, adds others and is saved.
+The tensor functions come from `nlgrpo.kernels.ecdf`. `ECDF` stores sorted rows; it can be queried, merged and saved.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FORMAT = {"format": "nlgrpo.ecdf", "version": "1"}
 
 
 class ECDF:
-    """Empirical CDFs of rows of samples, sorted once; nothing changes it afterwards.
+    """Empirical CDFs of rows of samples, sorted once. Immutable.
 
-    ``samples`` (M,) or (..., M), or ragged (S,) with ``offsets`` (P + 1,); ``weights`` of their shape, counts unless
-    given. See `nlgrpo.kernels.ecdf` for what they may be. The attributes are ``samples`` in ascending order,
-    ``weights`` in that order, float64 or None, and ``offsets``, int64 or None.
+    ``samples`` (M,) or (..., M), or ragged (S,) with ``offsets`` (P + 1,); ``weights`` of the same shape, 1 by default.
+    See `nlgrpo.kernels.ecdf` for the formats. The attributes are ``samples`` in ascending order, ``weights`` in that
+    order, float64 or None, and ``offsets``, int64 or None.
 
-    Raises ValueError for what `ranks` refuses.
+    Raises ValueError as `ranks`.
     """
 
     samples: Tensor
@@ -56,12 +56,12 @@ class ECDF:
 
     @classmethod
     def _of_sorted(cls, samples: Tensor, weights: Tensor | None, offsets: Tensor | None) -> ECDF:
-        made = cls.__new__(cls)
-        made.samples, made.weights, made.offsets = samples, weights, offsets
-        return made
+        ecdf = cls.__new__(cls)
+        ecdf.samples, ecdf.weights, ecdf.offsets = samples, weights, offsets
+        return ecdf
 
     def __len__(self) -> int:
-        """Number of samples, those of all rows."""
+        """Number of samples over all rows."""
         return self.samples.numel()
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class ECDF:
         query_offsets: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """The CDF of each row at its queries, of their shape; `nlgrpo.kernels.ecdf.cdf` says which shapes fit."""
+        """Return the CDF of each row at its queries, of their shape; see `nlgrpo.kernels.ecdf.cdf` for the shapes."""
         return kernel.evaluate(
             self.samples,
             queries,
@@ -99,13 +99,13 @@ class ECDF:
         *,
         query_offsets: Tensor | None = None,
     ) -> Tensor:
-        """log F at the queries, float64, of their shape.
+        """Return log F at the queries, float64, of their shape.
 
         ``smoother``: None is log F itself, -inf where F is 0. "add-half" is log((count + 1/2) / (M + 1)), count = M F
         of M samples, weighted or not. "exponential" is -a e^{-b r}, fitted to each row's samples with F > 0
-        (`log_cdf.fit_exponential`; vBoN, Sec. 6): it continues below the smallest sample and above the largest.
+        (`log_cdf.fit_exponential`; vBoN, Sec. 6), which extrapolates below the smallest and above the largest sample.
 
-        Raises ValueError for another smoother, for what `cdf` refuses, and for rows that cannot be fitted.
+        Raises ValueError for another smoother, for rows that cannot be fitted, and as `cdf`.
         """
         if smoother not in (None, "add-half", "exponential"):
             raise ValueError(f"smoother={smoother!r} is not known; expected None, 'add-half' or 'exponential'.")
@@ -121,11 +121,11 @@ class ECDF:
         return self._fit(side)(by_row).view(queries.shape)
 
     def quantile(self, q: float | Sequence[float] | Tensor) -> Tensor:
-        """The generalised inverse inf{x : F(x) >= q} of the weak CDF F, a sample; at q = 0 the least one with weight.
+        """Return the q-quantiles inf{x : F(x) >= q} of the weak CDF F, which are samples; min{x : F(x) > 0} at q = 0.
 
         q in [0, 1], of any shape K; the result is K for samples (M,), (..., K) for (..., M), (P, K) for ragged rows,
-        in the dtype of the samples. It inverts the CDF as it is computed: at q = k/M it is the k-th smallest sample,
-        where a product q M may round to above k. Raises ValueError for q outside of [0, 1].
+        in the dtype of the samples. It inverts the CDF as computed: at q = k/M it is the k-th smallest sample, even if
+        the product q M rounds to above k. Raises ValueError for q outside [0, 1].
         """
         try:
             q = torch.as_tensor(q, dtype=torch.float64, device=self.samples.device)
@@ -142,14 +142,14 @@ class ECDF:
         return rows.gather(1, at.expand(self._rows, -1)).view((*self.samples.shape[:-1], *q.shape))
 
     def merge(self, other: ECDF) -> ECDF:
-        """The ECDF of the samples of both, row by row, in linear time; neither is changed.
+        """Return the ECDF of the samples of both, row by row, in linear time. Neither is modified.
 
         Raises ValueError for another dtype, device, number of rows or layout, and if only one is weighted.
         """
         if not isinstance(other, ECDF):
-            raise ValueError(f"expected an ECDF to merge with, got {type(other).__name__}; make one of the samples.")
+            raise ValueError(f"expected an ECDF to merge with, got {type(other).__name__}; use ECDF(samples).")
         if self._layout != other._layout or self.samples.device != other.samples.device:
-            raise ValueError(f"{self!r} and {other!r} do not merge: dtype, device, rows and weights must agree.")
+            raise ValueError(f"cannot merge {self!r} and {other!r}: dtype, device, rows and weights must agree.")
         offsets = None
         if self.offsets is not None and other.offsets is not None:
             offsets = (self.offsets, other.offsets)
@@ -161,29 +161,29 @@ class ECDF:
         return self._of_sorted(merged, masses, total)
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> ECDF:
-        """The ECDF of the samples of all ranks of ``group``, the same on each; without a process group, this one.
+        """Return the ECDF of the samples of all ranks of ``group``, on every rank; without a process group, ``self``.
 
-        Rows may have other sizes on every rank. Ranks send their sorted samples, and each merges them. The group's
-        backend must serve the device of the samples (NCCL: a GPU). Raises ValueError on all ranks where the ranks'
-        dtypes, rows or weights do not agree.
+        Row sizes may differ between ranks. The ranks exchange their sorted samples, and each rank merges them. The
+        backend must support the device of the samples (NCCL: a GPU). Raises ValueError on all ranks if their dtypes,
+        numbers of rows or weights do not agree.
         """
         if not dist.is_available() or not dist.is_initialized():
             return self
         shards = _gather_shards(self, group)
-        while len(shards) > 1:  # in pairs: every sample is moved log2(ranks) times
+        while len(shards) > 1:  # in pairs, so that each sample is moved log2(ranks) times
             pairs = [a.merge(b) for a, b in zip(shards[::2], shards[1::2], strict=False)]
             shards = pairs + shards[2 * len(pairs) :]
         return shards[0]
 
     def to(self, device: torch.device | str) -> ECDF:
-        """This ECDF with its tensors on ``device``."""
+        """Return this ECDF with its tensors on ``device``."""
         tensors = (self.samples, self.weights, self.offsets)
         samples, weights, offsets = (None if x is None else x.to(device) for x in tensors)
         assert samples is not None
         return self._of_sorted(samples, weights, offsets)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, which is there whole or not at all."""
+        """Write a safetensors file atomically."""
         target = Path(path)
         named = {"samples": self.samples, "weights": self.weights, "offsets": self.offsets}
         tensors = {name: x.cpu().contiguous() for name, x in named.items() if x is not None}
@@ -194,17 +194,17 @@ class ECDF:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ECDF:
-        """What `save` wrote, bit for bit. Raises ValueError for a file that it did not write."""
+        """Load a file written by `save`, bit for bit. Raises ValueError for any other file."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is no file of an ECDF: {error}.") from None
+            raise ValueError(f"{path} is not an ECDF file: {error}.") from None
         if metadata != FORMAT or "samples" not in tensors:
-            raise ValueError(f"{path} is no file of an ECDF: expected {FORMAT} in its header, got {metadata}.")
+            raise ValueError(f"{path} is not an ECDF file: expected {FORMAT} in its header, got {metadata}.")
         samples, weights, offsets = tensors["samples"], tensors.get("weights"), tensors.get("offsets")
-        if not torch.equal(cls(samples, weights=weights, offsets=offsets).samples, samples):  # and its checks
-            raise ValueError(f"{path} is no file of an ECDF: its samples are not sorted.")
+        if not torch.equal(cls(samples, weights=weights, offsets=offsets).samples, samples):  # also validates all
+            raise ValueError(f"{path} is not an ECDF file: its samples are not sorted.")
         return cls._of_sorted(samples, weights, offsets).to(device)
 
     @property
@@ -217,14 +217,14 @@ class ECDF:
         return self.offsets.diff()
 
     def _by_row(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What is there for each sample, row by row."""
+        """Split a tensor with one element per sample into its rows."""
         if self.offsets is not None:
             return x.split(self._sizes.tolist())
         return x.reshape(self._rows, self.samples.shape[-1]).unbind()
 
     @property
     def _layout(self) -> tuple[object, ...]:
-        """What must agree for two to merge."""
+        """Properties that must agree for two ECDFs to merge."""
         rows = self.samples.shape[:-1] if self.offsets is None else self._rows
         return self.samples.dtype, self.weights is None, self.offsets is None, rows
 
@@ -238,13 +238,13 @@ class ECDF:
 
     def _fit(self, side: Side) -> Exponential:
         if side not in self._fits:
-            own = self._by_row(self.cdf(self.samples, side, query_offsets=self.offsets))
+            cdf_of_samples = self._by_row(self.cdf(self.samples, side, query_offsets=self.offsets))
             weights = None if self.weights is None else self._by_row(self.weights)
-            self._fits[side] = fit_exponential(self._by_row(self.samples), own, weights)
+            self._fits[side] = fit_exponential(self._by_row(self.samples), cdf_of_samples, weights)
         return self._fits[side]
 
     def _positions(self, q: Tensor) -> Tensor:
-        """Index within its row of the least sample with k / M >= q, (P or 1, K); k / M rounds, so ceil(q M) may not."""
+        """Index within its row of the smallest sample with k / M >= q, (P or 1, K). k / M rounds unlike ceil(q M)."""
         M = torch.tensor([[self.samples.shape[-1]]], device=q.device) if self.offsets is None else self._sizes[:, None]
         k = (q * M).ceil()
         k = torch.where((k - 1) / M >= q, k - 1, k)
@@ -252,49 +252,52 @@ class ECDF:
         return k.long().clamp(min=1) - 1
 
     def _weighted_positions(self, q: Tensor) -> Tensor:
-        """The same for weights: how many samples have F < q, or F = 0."""
-        above_none = q.clamp(min=math.ulp(0.0))
+        """The same with weights: the number of samples with F < q, or with F = 0 for q = 0."""
+        positive_q = q.clamp(min=math.ulp(0.0))
         sums = self._cumulative
         assert sums is not None
         if self.offsets is None:
             F = (sums / sums[..., -1:]).reshape(self._rows, sums.shape[-1])
-            counted = kernel.evaluate(F, above_none.expand(self._rows, -1), "strict") * F.shape[-1]
+            counts = kernel.evaluate(F, positive_q.expand(self._rows, -1), "strict") * F.shape[-1]
         else:
             F = sums / sums[self.offsets[1:] - 1][ecdf_torch.row_ids(self.offsets, len(self))]
-            own = torch.arange(self._rows + 1, device=q.device) * q.numel()
-            below = kernel.evaluate(F, above_none.repeat(self._rows), "strict", offsets=self.offsets, query_offsets=own)
-            counted = below.view(self._rows, q.numel()) * self._sizes[:, None]
-        return counted.round().long()
+            q_rows = torch.arange(self._rows + 1, device=q.device) * q.numel()
+            all_q = positive_q.repeat(self._rows)
+            below = kernel.evaluate(F, all_q, "strict", offsets=self.offsets, query_offsets=q_rows)
+            counts = below.view(self._rows, q.numel()) * self._sizes[:, None]
+        return counts.round().long()
 
 
 def ks_distance(a: Tensor | ECDF, b: Tensor | ECDF) -> Tensor:
     """Kolmogorov-Smirnov distance sup_x |F_a(x) - F_b(x)| of two samples, tensors or ECDFs, row by row; float64.
 
-    (M,) and (M',) give a number, (..., M) and (..., M') the leading shape, ragged ECDFs (P,). Linear in sorted data.
-    Raises ValueError for a different number of rows and for what `ECDF` refuses.
+    (M,) and (M',) give a scalar, (..., M) and (..., M') the leading shape, ragged ECDFs (P,). Linear time for ECDFs.
+    Raises ValueError for a different number of rows, and as `ECDF`.
     """
     return _distance(*_two(a, b))
 
 
 def ks_test(a: Tensor | ECDF, b: Tensor | ECDF, method: str = "auto") -> tuple[Tensor, Tensor]:
-    """`ks_distance`, and the probability of one at least as large if both are of one continuous distribution.
+    """Return `ks_distance` and its p-value under the hypothesis that both samples have one continuous distribution.
 
-    ``method``: "exact", "asymp", or "auto", exact up to 10,000 samples; the numbers of `scipy.stats.ks_2samp`. Both
-    results are float64, of the shape of the distance.
+    ``method``: "exact", "asymp", or "auto" (exact up to 10,000 samples), as in `scipy.stats.ks_2samp`. Both results are
+    float64, of the shape of the distance.
 
     Raises ValueError for weighted ECDFs, whose distance has no known distribution, and as `ks_distance`.
     """
     first, second = _two(a, b)
     if first.weights is not None or second.weights is not None:
         raise ValueError("ks_test: no p-value is known for weighted samples; ks_distance gives their distance.")
-    found = _distance(first, second)
-    pairs = zip(first._by_row(first.samples), second._by_row(second.samples), found.reshape(-1).tolist(), strict=True)
-    p = [kolmogorov_smirnov.p_value(x, y, distance, method) for x, y, distance in pairs]
-    return found, found.new_tensor(p).view(found.shape)
+    distances = _distance(first, second)
+    rows = zip(
+        first._by_row(first.samples), second._by_row(second.samples), distances.reshape(-1).tolist(), strict=True
+    )
+    p = [kolmogorov_smirnov.p_value(x, y, distance, method) for x, y, distance in rows]
+    return distances, distances.new_tensor(p).view(distances.shape)
 
 
 def _two(a: Tensor | ECDF, b: Tensor | ECDF) -> tuple[ECDF, ECDF]:
-    """Both as ECDFs of one dtype."""
+    """Return both as ECDFs of one dtype."""
     first, second = (x if isinstance(x, ECDF) else ECDF(x) for x in (a, b))
     common = torch.promote_types(first.samples.dtype, second.samples.dtype)
     first, second = (ECDF._of_sorted(x.samples.to(common), x.weights, x.offsets) for x in (first, second))
@@ -309,7 +312,7 @@ def _distance(a: ECDF, b: ECDF) -> Tensor:
 
 
 def _gather_shards(mine: ECDF, group: dist.ProcessGroup | None) -> list[ECDF]:
-    """The ECDFs of all ranks, in the order of the ranks."""
+    """Return the ECDFs of all ranks, in rank order."""
     samples, dtypes = mine.samples, list(kernel.FLOATS)
     kind = [dtypes.index(samples.dtype), mine.weights is not None, mine.offsets is not None, samples.ndim, mine._rows]
     header = torch.tensor([*map(int, kind), samples.shape[-1]], device=samples.device)
@@ -319,15 +322,15 @@ def _gather_shards(mine: ECDF, group: dist.ProcessGroup | None) -> list[ECDF]:
     if len(set(kinds)) > 1:
         seen = ", ".join(map(str, kinds))
         raise ValueError(
-            f"{mine!r}: the other ranks have another dtype, layout, number of rows or weights (per rank: {seen} for "
-            "dtype, weighted, ragged, dimensions, rows)."
+            f"{mine!r}: dtype, layout, number of rows and weights must agree on all ranks; per rank: {seen} (index of "
+            "the dtype, weighted, ragged, dimensions, rows)."
         )
     widths = [int(h[-1]) for h in headers]
     sizes = widths if mine.offsets is not None else [mine._rows * width for width in widths]
     parts = _gather(samples, sizes, group)
     weights = [None] * len(sizes) if mine.weights is None else _gather(mine.weights, sizes, group)
-    same = [mine._rows + 1] * len(sizes)
-    offsets = [None] * len(sizes) if mine.offsets is None else _gather(mine.offsets, same, group)
+    lengths = [mine._rows + 1] * len(sizes)
+    offsets = [None] * len(sizes) if mine.offsets is None else _gather(mine.offsets, lengths, group)
     shapes = [(*samples.shape[:-1], width) for width in widths]
     return [
         ECDF._of_sorted(x.view(shape), None if w is None else w.view(shape), o)
@@ -336,7 +339,7 @@ def _gather_shards(mine: ECDF, group: dist.ProcessGroup | None) -> list[ECDF]:
 
 
 def _gather(x: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Flat tensors of every rank, of the numbers of elements ``sizes``; as bytes, which every backend sends."""
+    """Gather flat tensors of ``sizes`` elements from all ranks, as bytes, which every backend supports."""
     longest = max(sizes) * x.element_size()
     if longest == 0:
         return [x.new_empty(0) for _ in sizes]

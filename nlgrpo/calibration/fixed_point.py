@@ -1,25 +1,25 @@
-"""The best reward transformation for best-of-N and worst-of-N at one beta, the fixed point of InfAlign's Corollary 2.
+"""The best reward transform for best-of-N and worst-of-N at a given beta: the fixed point of InfAlign's Corollary 2.
 
-The policy's calibrated rewards u have a density f and CDF F; the optimum of W_BoN(F) - beta KL(f || uniform) satisfies
+The policy's calibrated rewards u have a density f and CDF F. The optimum of W_BoN(F) - beta KL(f || uniform) satisfies
 
     Phi(u) = -N^2 int_u^1 (v F(v))^{N-1} dv,    f = F' ~ e^{Phi / beta}        (BoN)
 
-and that of W_WoN the same with (1-v)(1-F(v)) for v F(v). Putting one equation into the other again and again
-oscillates for small beta. Nothing has to be iterated, because together they are a differential equation,
+and that of W_WoN the same with (1-v)(1-F(v)) in place of v F(v). Fixed-point iteration oscillates for small beta. It is
+not needed, because the two equations together are a differential equation,
 
     beta (log f)' = N^2 (u F)^{N-1},   F(0) = 0,   F(1) = 1,
 
-which keeps its form when u and F are scaled. So F(u) = g(t)/g(t_1) at u = t/t_1 with one curve for all beta,
+whose form does not change when u and F are scaled. So F(u) = g(t)/g(t_1) at u = t/t_1 with one curve for all beta,
 
     dg/dt = p,   d(log p)/dt = s (t g)^{N-1},   t = g = 0 and p = 1 at its start;    s = 1 for BoN, -1 for WoN
 
-which is left where x = t^N g^{N-1} reaches N^2/beta. (For WoN, t/t_1 is 1 - u and g/g_1 is 1 - F.) x rises from 0 to
-infinity, hence each beta has exactly one solution. As there is an optimum, it is that one: also for WoN, whose
-objective is not concave. With tau = log x for the time,
+which ends at t_1, where x = t^N g^{N-1} reaches N^2/beta. (For WoN, t/t_1 is 1 - u and g/g_1 is 1 - F.) x rises from 0
+to infinity, hence each beta has exactly one solution. As an optimum exists, the solution is the optimum, also for WoN,
+whose objective is not concave. In terms of tau = log x,
 
     d(log t) = dtau/d,   d(log g) = r dtau/d,   d(log p) = s x dtau/d,    r = p t/g,   d = N + (N-1) r
 
-has neither the pole of g(t) for BoN nor the endless t for WoN, and beta says where it ends.
+This form avoids the pole of g(t) for BoN and the unbounded t for WoN; beta determines where the integration ends.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from nlgrpo.objectives.base import is_number
 Interpolant = Callable[[np.ndarray], np.ndarray]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(3)
-LEAST = {False: 1e-20, True: 1e-60}  # beta of best-of-N and worst-of-N, which take KL(f || uniform) to 6 or further
+LEAST = {False: 1e-20, True: 1e-60}  # smallest beta of best-of-N and worst-of-N: KL(f || uniform) up to 6 and more
 MOST = 1e12
 TOLERANCE = 1e-8  # of the residual
 START = np.log(1e-30)  # tau at which t = g and p = 1 up to rounding
-BEHIND = 40.0  # below the smaller of x = 1 and the end, Phi is constant up to rounding
+BEHIND = 40.0  # distance in tau below min(0, end) from which Phi is constant up to rounding
 STEP = 0.02  # in tau, of the interpolation
 
 
 class FixedPoint:
-    """Phi of Corollary 2 for ``n``, ``beta``, best-of-n or ``worst``-of-n, with Phi(1) = 0; made by `solve`."""
+    """Phi of Corollary 2 for ``n``, ``beta``, best-of-n or ``worst``-of-n, with Phi(1) = 0. Created by `solve`."""
 
     def __init__(self, n: int, beta: float, worst: bool) -> None:
         self.n, self.beta, self.worst = n, beta, worst
@@ -54,7 +54,7 @@ class FixedPoint:
         self.residual = self._residual()
 
     def __call__(self, w: Tensor) -> Tensor:
-        """Phi at u = 1 - ``w``, float64 of any shape: w, because for small beta all happens close to u = 1."""
+        """Return Phi at u = 1 - ``w``, float64 of any shape. For small beta Phi varies only near w = 0."""
         return torch.from_numpy(self._quintic(w.cpu().numpy())).to(w)
 
     def _times(self) -> np.ndarray:
@@ -62,10 +62,10 @@ class FixedPoint:
         return np.arange(end, max(START, min(end, 0.0) - BEHIND), -STEP)
 
     def _best_of_n(self) -> tuple[np.ndarray, ...]:
-        """w = 1 - u, rising from 0, with Phi and its first two derivatives in w."""
+        """Return w = 1 - u in ascending order from 0, with Phi and its first two derivatives in w."""
         n, tau, curve = self.n, self._times(), _curve(self.n, self.worst)
         log_t, log_g, log_p = curve(tau)
-        # log(1/u) from the end, of which the difference of two log t has no digits where u is close to 1
+        # log(1/u), integrated from the end: the difference of two log t would lose its digits for u close to 1.
         back = STEP * (np.arange(len(tau) - 1)[:, None] + (1 + NODES) / 2)
         r = np.exp(_log_r(curve((tau[0] - back).ravel()))).reshape(back.shape)
         steps = STEP / 2 * (1 / (n + (n - 1) * r)) @ WEIGHTS
@@ -75,7 +75,7 @@ class FixedPoint:
         return -np.expm1(log_u), self.beta * (log_p - log_p[0]), slope, -(n - 1) * slope * (1 + r) * np.exp(-log_u)
 
     def _worst_of_n(self) -> tuple[np.ndarray, ...]:
-        """The same for worst-of-n, where w is t/t_1 itself; it rises from 0 too."""
+        """The same for worst-of-n, where w is t/t_1 itself."""
         n = self.n
         log_t, log_g, log_p = _curve(n, self.worst)(self._times()[::-1])
         log_w, log_rest = log_t - log_t[-1], log_g - log_g[-1]
@@ -85,7 +85,7 @@ class FixedPoint:
         return np.exp(log_w), self.beta * log_p, slope, (n - 1) * slope * (1 + r) * np.exp(-log_w)
 
     def _residual(self) -> float:
-        """Largest |Phi(u) - Phi of the density that Phi gives| over u: Corollary 2's equation, by quadrature."""
+        """Largest error over u of Corollary 2's equation, Phi against the Phi of the density e^{Phi / beta}."""
         panels, logs = panels_for(lambda u, w: self(w) / self.beta)
         density = logs.exp()
         v, side = (panels.w, panels.above) if self.worst else (panels.u, panels.below)
@@ -96,37 +96,38 @@ class FixedPoint:
 
 @lru_cache(maxsize=512)
 def solve(n: int, beta: float, worst: bool = False) -> FixedPoint:
-    """The fixed point for ``n`` and ``beta``; its ``residual`` is at most 1e-8.
+    """Return the fixed point for ``n`` and ``beta``. Its ``residual`` is at most 1e-8.
 
-    Raises ValueError for an n that is no integer >= 2, for a beta outside of [1e-20, 1e12] (worst-of-n:
+    Raises ValueError for an n that is not an integer >= 2, for a beta outside [1e-20, 1e12] (worst-of-n:
     [1e-60, 1e12]), and for a larger residual.
     """
     check_n(n, worst)
     name = "won_fp" if worst else "bon_fp"
     if not (is_number(beta) and LEAST[worst] <= beta <= MOST):
         raise ValueError(f"{name}: beta = {beta!r}; expected a number in [{LEAST[worst]:g}, {MOST:g}].")
-    found = FixedPoint(n, float(beta), worst)
-    if not found.residual <= TOLERANCE:
+    solution = FixedPoint(n, float(beta), worst)
+    if not solution.residual <= TOLERANCE:
         raise ValueError(
-            f"{name}: the fixed point for N = {n}, beta = {beta:g} has a residual of {found.residual:.1e}, "
-            f"over {TOLERANCE:g}; take a smaller N or a larger beta."
+            f"{name}: the fixed point for N = {n}, beta = {beta:g} has a residual of {solution.residual:.1e}, "
+            f"over {TOLERANCE:g}; use a smaller N or a larger beta."
         )
-    return found
+    return solution
 
 
 def check_n(n: int | None, worst: bool) -> None:
-    """Raise ValueError for an n that is no integer >= 2."""
+    """Raise ValueError for an n that is not an integer >= 2."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 2:
         name = "won_fp" if worst else "bon_fp"
         raise ValueError(
-            f"{name}: N = {n!r}; expected an integer >= 2, as '{name}:4'. For N = 1 the best transform is 'identity'."
+            f"{name}: N = {n!r}; expected an integer >= 2, such as '{name}:4'. For N = 1 the best transform is "
+            "'identity'."
         )
 
 
 @lru_cache(maxsize=32)
 def _curve(n: int, worst: bool) -> Interpolant:
-    """log t, log g and log p at tau = log x, the curve on which the fixed points of all beta lie: (Q,) to (3, Q)."""
-    from scipy.integrate import solve_ivp  # half a second's import
+    """Return the curve of all fixed points: a function from tau = log x (Q,) to log t, log g and log p (3, Q)."""
+    from scipy.integrate import solve_ivp  # the import takes half a second
 
     sign = -1 if worst else 1
 
@@ -136,7 +137,7 @@ def _curve(n: int, worst: bool) -> Interpolant:
         return 1 / d, r / d, sign * np.exp(tau) / d
 
     near_0 = START / (2 * n - 1)  # x = t^(2n-1), log p = s x / (2n-1)
-    found = solve_ivp(
+    solution = solve_ivp(
         slopes,
         (START, np.log(n**2 / LEAST[worst]) + STEP),
         (near_0, near_0, sign * np.exp(START) / (2 * n - 1)),
@@ -144,20 +145,20 @@ def _curve(n: int, worst: bool) -> Interpolant:
         dense_output=True,
         max_step=0.2,  # for the interpolation, of order 7
         rtol=1e-13,
-        atol=(1e-14, 1e-14, 1e-300),  # log p is tiny at first, and where beta is large to the end
+        atol=(1e-14, 1e-14, 1e-300),  # log p is tiny at first, and for large beta to the end
     )
-    curve: Interpolant = found.sol
+    curve: Interpolant = solution.sol
     return curve
 
 
 def _log_r(state: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     log_t, log_g, log_p = state
-    found: np.ndarray = log_p + log_t - log_g
-    return found
+    log_r: np.ndarray = log_p + log_t - log_g
+    return log_r
 
 
 def _quintic(w: np.ndarray, phi: np.ndarray, slope: np.ndarray, curvature: np.ndarray) -> Interpolant:
-    """Phi on [0, 1] by its values and two derivatives at nodes ``w``; constant between these and the ends of [0, 1]."""
+    """Interpolate Phi on [0, 1] from its value and two derivatives at nodes ``w``; constant outside the nodes."""
     from scipy.interpolate import BPoly
 
     values = np.stack((phi, slope, curvature))
@@ -170,5 +171,5 @@ def _quintic(w: np.ndarray, phi: np.ndarray, slope: np.ndarray, curvature: np.nd
     low = (y, y + h * d / 5, y + 2 * h * d / 5 + h**2 * e / 20)
     y, d, e = values[:, 1:]
     high = (y - 2 * h * d / 5 + h**2 * e / 20, y - h * d / 5, y)
-    curve: Interpolant = BPoly(np.stack((*low, *high)), w)  # Bernstein's coefficients
+    curve: Interpolant = BPoly(np.stack((*low, *high)), w)  # Bernstein coefficients
     return curve

@@ -1,6 +1,6 @@
-"""Two-sample Kolmogorov-Smirnov: the distance of two sorted samples, and the probability of one as large by chance.
+"""Two-sample Kolmogorov-Smirnov test: the distance of two sorted samples, and its p-value.
 
-`ks_table` asks it of every prompt: do so many samples give another CDF than so many (vBoN, Table 1)?
+`ks_table` runs the test for every prompt on samples of two sizes (vBoN, Table 1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from nlgrpo.kernels import ecdf, ecdf_torch
 
 METHODS = ("auto", "exact", "asymp")
-MOST_EXACT = 10_000  # samples of the larger side up to which "auto" is exact, as in SciPy
+MOST_EXACT = 10_000  # "auto" is exact up to this size of the larger sample, as in SciPy
 COLUMNS = ("M", "against", "rejected", "rejection rate", "statistic", "p-value", "mean distance")
 
 
@@ -25,23 +25,23 @@ def distance(
     weights: tuple[Tensor | None, Tensor | None],
     offsets: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """sup_x |F_a(x) - F_b(x)| of each row of two sorted arrays of one dtype, float64.
+    """Return sup_x |F_a(x) - F_b(x)| of each row of two sorted arrays of one dtype, float64.
 
-    Both functions are constant between samples, so it is the largest difference after a run of equal values of the two
-    arrays merged. Dense (..., M) and (..., M') give the leading shape, ragged rows (P,). Linear in the samples.
+    Both CDFs are constant between samples, so the supremum is the largest difference after a run of equal values in the
+    merged array. Dense (..., M) and (..., M') give the leading shape, ragged rows (P,). Linear in the samples.
     """
     a, b = samples
-    of_a, of_b = (
+    weights_a, weights_b = (
         torch.ones_like(x, dtype=torch.float64) if w is None else w for x, w in zip(samples, weights, strict=True)
     )
-    merged, from_a = ecdf.merge(a, b, offsets=offsets, weights=(of_a, torch.zeros_like(of_b)))
+    merged, from_a = ecdf.merge(a, b, offsets=offsets, weights=(weights_a, torch.zeros_like(weights_b)))
     if weights[1] is None and weights[0] is None:
         from_b = 1 - from_a
     else:
-        _, from_b = ecdf.merge(a, b, offsets=offsets, weights=(torch.zeros_like(of_a), of_b))
+        _, from_b = ecdf.merge(a, b, offsets=offsets, weights=(torch.zeros_like(weights_a), weights_b))
     total = None if offsets is None else offsets[0] + offsets[1]
     gap = (_cdf(from_a, total) - _cdf(from_b, total)).abs()
-    within = merged[..., 1:] == merged[..., :-1]  # a run goes on
+    within = merged[..., 1:] == merged[..., :-1]  # the run of equal values continues
     if total is None:
         gap[..., :-1].masked_fill_(within, 0.0)
         return gap.amax(-1)
@@ -51,15 +51,15 @@ def distance(
 
 
 def p_value(a: Tensor, b: Tensor, distance: float, method: str = "auto") -> float:
-    """Probability of a distance at least as large between samples of these two sizes of one continuous distribution.
+    """Return the probability of a distance >= ``distance`` if both samples have one continuous distribution.
 
     a (m,), b (n,). "exact": over all orders of the pooled samples; "asymp": Kolmogorov's distribution at the effective
-    size m n / (m + n); "auto": exact up to 10,000 samples on either side. Those of `scipy.stats.ks_2samp`, which is not
-    asked for what needs no second look at the samples. Ties make it conservative.
+    size m n / (m + n); "auto": exact up to 10,000 samples on either side. The values are those of
+    `scipy.stats.ks_2samp`. Ties make the test conservative.
 
     Raises ValueError for another method.
     """
-    from scipy.stats import ks_2samp, kstwo  # half a second's import
+    from scipy.stats import ks_2samp, kstwo  # the import takes half a second
 
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not known; expected 'auto', 'exact' or 'asymp'.")
@@ -67,30 +67,31 @@ def p_value(a: Tensor, b: Tensor, distance: float, method: str = "auto") -> floa
     if method == "exact" or (method == "auto" and max(m, n) <= MOST_EXACT):
         return float(ks_2samp(a.double().cpu().numpy(), b.double().cpu().numpy(), method="exact").pvalue)
     size = round(m * n / (m + n))
-    return float(kstwo.sf(distance, size).clip(0.0, 1.0)) if size > 0 else 1.0  # one against one says nothing
+    return float(kstwo.sf(distance, size).clip(0.0, 1.0)) if size > 0 else 1.0  # size 0: one sample against one
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row of `ks_table`: the CDFs of ``smaller`` and of ``larger`` samples per prompt, over ``prompts``."""
+    """One row of `ks_table`: ``smaller`` samples against ``larger`` samples per prompt, over ``prompts`` prompts."""
 
     smaller: int
     larger: int
     prompts: int
     rejected: int
-    """Prompts whose two CDFs differ, by a p-value of at most alpha."""
+    """Number of prompts with a p-value of at most alpha."""
     statistic: float
-    """Mean distance of the rejected ones, NaN without any; so is the next."""
+    """Mean distance over the rejected prompts; NaN if there are none."""
     p_value: float
+    """Mean p-value over the rejected prompts; NaN if there are none."""
     distance: float
-    """Mean distance of all prompts: how far the two estimates of one CDF are apart."""
+    """Mean distance over all prompts, between the two estimates of one CDF."""
 
     @property
     def rate(self) -> float:
         return self.rejected / self.prompts
 
     def cells(self) -> tuple[str, ...]:
-        """The row for people, under `COLUMNS`."""
+        """Return the formatted cells of the row, in the order of `COLUMNS`."""
         few = ["-", "-"] if self.rejected == 0 else [f"{self.statistic:.2f}", f"{self.p_value:.3f}"]
         counts = str(self.smaller), str(self.larger), f"{self.rejected} of {self.prompts}", f"{self.rate:.2%}"
         return (*counts, *few, f"{self.distance:.3f}")
@@ -99,20 +100,20 @@ class Comparison:
 def ks_table(
     rewards: Tensor, sizes: Sequence[int], alpha: float = 0.05, seed: int = 0, *, nested: bool = False
 ) -> list[Comparison]:
-    """How many prompts reject that M1 and M2 samples are of one distribution, for every pair of ``sizes``, M1 <= M2.
+    """Count the prompts whose M1 and M2 samples fail a test of equal distribution, per pair M1 <= M2 of ``sizes``.
 
-    ``rewards`` (P, K): K samples per prompt, of which each comparison takes a random choice of M1 and one of M2 others
-    (vBoN, Sec. 5.1, Eq. 9). Both are of one distribution by construction, so the rate is about alpha at every size,
-    below it for few samples or many ties: a higher one says that the samples of a prompt are not alike, a rate of alpha
-    that the test sees nothing, and the mean distance how far the estimates are apart.
+    ``rewards`` (P, K): K samples per prompt. Each comparison takes M1 random samples and M2 others (vBoN, Sec. 5.1,
+    Eq. 9). Both have one distribution by construction, so the rejection rate is about alpha at every size, and lower
+    for few samples or many ties. A higher rate means that the samples of a prompt are not exchangeable; a rate of alpha
+    shows no difference. The mean distance shows how far apart the estimates are.
 
-    ``nested=True`` takes the M1 from among the M2, so that M2 may be K: the paper's Table 1. The test does not know
-    this, and its rate falls by arithmetic alone. The distance shrinks by sqrt((M2 - M1) / (M2 + M1)), so that for large
-    M1 the rate is 2 exp(-2 c^2 (M2 + M1) / (M2 - M1)) with c = 1.358 for alpha = 0.05: 1.1% for 100 of 600 and
-    0.1% for 200, as printed there (1.14%, 0.06%), whatever the rewards.
+    ``nested=True`` takes the M1 samples from the M2, so that M2 may be K, as in the paper's Table 1. The test ignores
+    this, which lowers its rate: the distance shrinks by sqrt((M2 - M1) / (M2 + M1)), so that for large M1 the rate is
+    2 exp(-2 c^2 (M2 + M1) / (M2 - M1)) with c = 1.358 for alpha = 0.05. That is 1.1% for 100 of 600 and 0.1% for 200,
+    as printed there (1.14%, 0.06%), for any rewards.
 
-    Raises ValueError for rewards that are not (P, K) or hold a NaN, for fewer than two sizes, sizes below 1, pairs that
-    need more than K samples, and an alpha outside of (0, 1).
+    Raises ValueError for rewards that are not (P, K) or contain a NaN, for fewer than two sizes, sizes below 1, pairs
+    that need more than K samples, and an alpha outside (0, 1).
     """
     chosen = _shuffled(rewards, seed)
     if not 0 < alpha < 1:
@@ -123,33 +124,37 @@ def ks_table(
     for smaller, larger in pairs:
         needed = larger if nested else smaller + larger
         if needed > rewards.shape[1]:
-            advice = "draw more" if nested else "draw more, compare fewer, or take nested=True"
-            there = rewards.shape[1]
-            raise ValueError(f"{smaller} against {larger} needs {needed} samples of a prompt, got {there}; {advice}.")
+            advice = "draw more" if nested else "draw more, compare fewer, or set nested=True"
+            K = rewards.shape[1]
+            raise ValueError(f"{smaller} against {larger} needs {needed} samples per prompt, got {K}; {advice}.")
     return [_compare(chosen[:, :m], chosen[:, 0 if nested else m :][:, :n], alpha) for m, n in pairs]
 
 
 def _shuffled(rewards: Tensor, seed: int) -> Tensor:
-    """Each row in a random order: what was drawn first may be from another step or file."""
+    """Shuffle each row, as consecutive samples may come from one step or file."""
     if rewards.ndim != 2 or 0 in rewards.shape:
         raise ValueError(f"rewards: expected (P, K), K samples of each of P prompts, got {tuple(rewards.shape)}.")
     if rewards.isnan().any():
         prompt, sample = rewards.isnan().nonzero()[0].tolist()
-        raise ValueError(f"rewards[{prompt}, {sample}] is NaN; drop the prompt, or score it again, before this.")
-    places = np.tile(np.arange(rewards.shape[1]), (len(rewards), 1))
-    places = np.random.default_rng(seed).permuted(places, axis=1)  # torch.rand would sort what its seed has drawn
-    return rewards.gather(1, torch.from_numpy(places).to(rewards.device))
+        raise ValueError(f"rewards[{prompt}, {sample}] is NaN; drop the prompt, or score it again first.")
+    order = np.tile(np.arange(rewards.shape[1]), (len(rewards), 1))
+    order = np.random.default_rng(seed).permuted(
+        order, axis=1
+    )  # torch.rand with the seed of the rewards would sort them
+    return rewards.gather(1, torch.from_numpy(order).to(rewards.device))
 
 
 def _compare(a: Tensor, b: Tensor, alpha: float) -> Comparison:
-    """The row of samples (P, M1) against (P, M2)."""
+    """Return the table row of samples (P, M1) against (P, M2)."""
     P, m, n = len(a), a.shape[1], b.shape[1]
-    found = distance((ecdf.sort(a), ecdf.sort(b)), (None, None), None)
-    steps, of = (found * m * n).round().unique(return_inverse=True)  # a p-value depends on the distance alone
-    owners = [int((of == step).nonzero()[0]) for step in range(len(steps))]
-    p = found.new_tensor([p_value(a[row], b[row], float(found[row])) for row in owners])[of]
-    few = p <= alpha
-    return Comparison(m, n, P, int(few.sum()), float(found[few].mean()), float(p[few].mean()), float(found.mean()))
+    d = distance((ecdf.sort(a), ecdf.sort(b)), (None, None), None)
+    steps, index = (d * m * n).round().unique(return_inverse=True)  # equal distances have equal p-values
+    examples = [int((index == step).nonzero()[0]) for step in range(len(steps))]
+    p = d.new_tensor([p_value(a[row], b[row], float(d[row])) for row in examples])[index]
+    rejected = p <= alpha
+    return Comparison(
+        m, n, P, int(rejected.sum()), float(d[rejected].mean()), float(p[rejected].mean()), float(d.mean())
+    )
 
 
 def _cdf(masses: Tensor, offsets: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Smooth continuations of the logarithm of an empirical CDF, whose own is -inf below the least sample."""
+"""Smoothers for the logarithm of an empirical CDF, which is -inf below the smallest sample."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STEEPEST = 700.0  # b over the range of the samples, where two of them fit any b: e^-700 is still a number
+STEEPEST = 700.0  # largest b times the range of the samples: e^-700 is still positive in float64
 
 
 @dataclass(frozen=True)
 class Exponential:
-    """log F(r) = -a e^{-b (r - origin)}, float64, one of each (P,): a row's amplitude, rate per reward, and origin."""
+    """Fitted curves log F(r) = -a e^{-b (r - origin)}: amplitude, rate and origin of each row, (P,) float64 each."""
 
     a: Tensor
     b: Tensor
     origin: Tensor
 
     def __call__(self, r: Tensor, rows: Tensor | None = None) -> Tensor:
-        """log F at rewards ``r`` (P, Q), or (S,) with the row of each."""
+        """Return log F at rewards ``r`` (P, Q), or at (S,) with the row index of each."""
         a, b, origin = (x[:, None] if rows is None else x[rows] for x in (self.a, self.b, self.origin))
         return -a * torch.exp(-b * (r.double() - origin))
 
 
 def add_half(cdf: Tensor, size: Tensor | int) -> Tensor:
-    """log((count + 1/2) / (M + 1)) with count = M ``cdf``: finite everywhere, and below 0."""
+    """Return log((count + 1/2) / (M + 1)) with count = M ``cdf``, which is finite and below 0 everywhere."""
     return ((cdf * size + 0.5) / (size + 1)).log()
 
 
 def fit_exponential(samples: Sequence[Tensor], cdf: Sequence[Tensor], weights: Sequence[Tensor] | None) -> Exponential:
-    """Least squares over a, b of sum_j w_j (log F(r_j) + a e^{-b r_j})^2, for each row on its own.
+    """Fit a and b of each row by least squares, minimising sum_j w_j (log F(r_j) + a e^{-b r_j})^2.
 
-    Over the samples with F > 0, equal ones each for itself (vBoN, Sec. 6 and its footnote on f(x) = -a exp(-b x)).
-    One tensor a row of samples, F and weights (1 unless given).
+    The sum runs over all samples with F > 0, ties included (vBoN, Sec. 6 and its footnote on f(x) = -a exp(-b x)).
+    ``samples``, ``cdf`` and ``weights`` (1 by default) contain one tensor per row.
 
-    Raises ValueError for a row that has not two different finite samples with F > 0, or that no curve is found for.
+    Raises ValueError for a row without two different finite samples with F > 0, and if the fit does not converge.
     """
     fits = []
     for row, (r, F) in enumerate(zip(samples, cdf, strict=True)):
@@ -47,14 +47,14 @@ def fit_exponential(samples: Sequence[Tensor], cdf: Sequence[Tensor], weights: S
         try:
             fits.append(_fit(r[kept].double().cpu().numpy(), F[kept].log().cpu().numpy(), w[kept].cpu().numpy()))
         except ValueError as error:
-            raise ValueError(f"row {row}: {error}; take more samples, or smoother='add-half'.") from None
+            raise ValueError(f"row {row}: {error}; use more samples, or smoother='add-half'.") from None
     a, b, origin = torch.tensor(fits, dtype=torch.float64, device=samples[0].device if samples else None).view(-1, 3).T
     return Exponential(a, b, origin)
 
 
 def _fit(r: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float, float]:
-    """a, b and the origin of y = -a e^{-b (r - origin)}. The fit is over x in [0, 1]."""
-    from scipy.optimize import OptimizeWarning, curve_fit  # half a second's import
+    """Return a, b and the origin of y = -a e^{-b (r - origin)}, fitted with r scaled to x in [0, 1]."""
+    from scipy.optimize import OptimizeWarning, curve_fit  # the import takes half a second
 
     low, spread = (r.min(), np.ptp(r)) if len(r) else (0.0, 0.0)
     if not 0 < spread < np.inf:
@@ -68,12 +68,12 @@ def _fit(r: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float, flo
         decay = np.exp(-b * x)
         return np.stack((-decay, a * x * decay), axis=-1)
 
-    start = (-y[x.argmin()], 1.0)  # at the least sample, and a rate that nothing is known of
+    start = (-y[x.argmin()], 1.0)  # exact at the smallest sample; the rate is a guess
     bounds = ((0.0, 0.0), (np.inf, STEEPEST))
     accuracy = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-12, "max_nfev": 1000}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OptimizeWarning)  # of the covariance, which nobody asks for
+            warnings.simplefilter("ignore", OptimizeWarning)  # about the covariance, which is not used
             (a, b), _ = curve_fit(curve, x, y, p0=start, sigma=w**-0.5, bounds=bounds, jac=slopes, **accuracy)
     except RuntimeError as error:
         raise ValueError(f"no exponential fits log F ({error})") from None

@@ -1,7 +1,7 @@
-"""Integrals over [0, 1] of densities that may crowd at either end: Gauss-Legendre panels in z = log(u / (1 - u)).
+"""Integrals over [0, 1] of densities that may concentrate at either end: Gauss-Legendre panels in z = log(u / (1 - u)).
 
-Both u and w = 1 - u are known to full relative precision everywhere, down to e^-80 from an end, so that a density that
-is e^1000 times higher at u = 1 than at u = 0, or as narrow as 1e-17, is integrated like any other.
+Both u and w = 1 - u have full relative precision everywhere, down to e^-80 from an end. A density that is e^1000 times
+higher at u = 1 than at u = 0, or as narrow as 1e-17, is therefore integrated accurately.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ORDER = 16  # nodes of a panel
-REACH = 80.0  # panels lie in |z| <= REACH; e^-80 of the uniform distribution lies outside
-FINE = 1e-13  # share of the whole that a panel's last coefficients may hold
-MOST = 10_000  # panels that are halved any further
+ORDER = 16  # nodes per panel
+REACH = 80.0  # panels cover |z| <= REACH; the uniform distribution has a mass of e^-80 outside
+FINE = 1e-13  # largest fraction of the integral in a panel's last two coefficients
+MOST = 10_000  # no more halving beyond this number of panels
 ROUNDS = 60  # of halving
-ROUGH = 1e-6  # share of the whole that may stay unresolved
+ROUGH = 1e-6  # fraction of the integral that may stay unresolved
 
 
 def _tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Nodes and weights on [-1, 1]; integrals from -1 to each node; the last two Legendre coefficients of a function.
+    """Return nodes and weights on [-1, 1], and matrices for integrals from -1 to each node and the last 2 coefficients.
 
-    The polynomial through values at the nodes is sum_k c_k P_k, c_k = (2k + 1)/2 sum_i weight_i P_k(x_i) value_i, and
-    P_k has the integral (P_{k+1} - P_{k-1}) / (2k + 1), P_0 has x + 1.
+    The polynomial through values at the nodes is sum_k c_k P_k, c_k = (2k + 1)/2 sum_i weight_i P_k(x_i) value_i. The
+    integral of P_k is (P_{k+1} - P_{k-1}) / (2k + 1), that of P_0 is x + 1.
     """
     x, weights = np.polynomial.legendre.leggauss(ORDER)
     P = np.polynomial.legendre.legvander(x, ORDER)
@@ -49,10 +49,10 @@ class Panels:
         half = edges.diff()[:, None] / 2
         z = edges[:-1, None] + half * (1 + NODES)
         self.u, self.w = z.sigmoid(), (-z).sigmoid()
-        self._steps = half * self.u * self.w  # du of a node is this times its weight
+        self._steps = half * self.u * self.w  # du = steps * weight
 
     def total(self, values: Tensor) -> Tensor:
-        """Integral over [0, 1] of a function given at the nodes; a scalar."""
+        """Integral over [0, 1] of a function given at the nodes, a scalar."""
         return (values * self._steps @ WEIGHTS).sum()
 
     def below(self, values: Tensor) -> Tensor:
@@ -66,18 +66,18 @@ class Panels:
         return self.total(values) - self.below(values)
 
     def rough(self, values: Tensor) -> Tensor:
-        """Share of the whole integral that the last coefficients of each panel stand for, (J,)."""
+        """Fraction of the whole integral in the last two coefficients of each panel, (J,)."""
         last = (values * self._steps @ LAST.T).abs().sum(-1)
         return last / self.total(values)
 
 
 def panels_for(log_density: Callable[[Tensor, Tensor], Tensor]) -> tuple[Panels, Tensor]:
-    """Panels on which a density is resolved, and its logarithm at their nodes less the largest one.
+    """Return panels that resolve a density, and its logarithm at their nodes minus the maximum.
 
-    ``log_density`` gets u and 1 - u, and returns numbers of their shape, of which -inf is one. Panels in which it is
-    not smooth, as at a kink or a jump, are halved until they do not matter.
+    ``log_density`` maps u and 1 - u to a tensor of their shape, which may contain -inf. Panels in which it is not
+    smooth, as at a kink or a jump, are halved until their error is negligible.
 
-    Raises ValueError for a density of which some lies outside of the panels, or that no number of them resolves.
+    Raises ValueError for a density that is too narrow for the panels or too rough to be resolved.
     """
     edges = torch.linspace(-REACH, REACH, 321, dtype=torch.float64)
     for _ in range(ROUNDS):
@@ -92,9 +92,9 @@ def panels_for(log_density: Callable[[Tensor, Tensor], Tensor]) -> tuple[Panels,
         middles = (edges[:-1] + edges[1:])[split] / 2
         edges = torch.cat((edges, middles)).sort().values
     outside = float(density[[0, -1], [0, -1]].sum() / panels.total(density)) * math.exp(-REACH)
-    if not (outside < FINE and float(rough.sum()) < ROUGH):  # more than rounding, of a transform in float32 say
+    if not (outside < FINE and float(rough.sum()) < ROUGH):  # ROUGH allows for a transform that rounds to float32
         raise ValueError(
             "the density exp(Phi / beta) is too narrow or too rough to be integrated; "
-            "expected a transform that is smooth between few places, and a larger beta."
+            "use a piecewise smooth transform with few pieces, or a larger beta."
         )
     return panels, logs

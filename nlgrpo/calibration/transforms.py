@@ -1,8 +1,8 @@
-"""Transforms Phi of a calibrated reward u in [0, 1], the second step of InfAlign-CTRL; each by its name.
+"""Transforms Phi of a calibrated reward u in [0, 1], the second step of InfAlign-CTRL, and their names.
 
-Training for Phi(u) with beta KL to the reference makes the density of u, uniform under the reference, e^{Phi(u) / beta}
-over its integral (InfAlign, Theorem 3). Which Phi is good depends on how the model is sampled; `nlgrpo.calibration` has
-the win rates of each.
+Training on Phi(u) with a KL penalty of weight beta turns the density of u, uniform under the reference, into
+e^{Phi(u) / beta} over its integral (InfAlign, Theorem 3). The best Phi depends on how responses are selected at
+inference time; `nlgrpo.calibration.alignment` computes the win rates.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from nlgrpo.objectives.base import is_number
 
 Loader = Callable[[str], Callable[..., Any]]
 
-FORMS = {  # name: how it is written
+FORMS = {  # name: syntax
     "identity": "identity",
     "log": "log",
     "exp": "exp:T",
     "bon_fp": "bon_fp:N:BETA",
     "won_fp": "won_fp:N:BETA",
 }
-STEEPEST = 500.0  # of exp:t; e^700 is the largest float64
-GRID = 1025  # places at which a function of the user is looked at
+STEEPEST = 500.0  # largest |t| of exp:t; e^710 overflows float64
+GRID = 1025  # points at which a user's function is checked
 
 
 class Transform(ABC):
-    """Phi: [0, 1] -> R that never falls; called with calibrated rewards of any shape, it returns their shape and dtype.
+    """Base class: a non-decreasing Phi: [0, 1] -> R. Maps calibrated rewards of any shape to their shape and dtype.
 
-    All is computed in float64. Raises ValueError for NaN, what lies outside of [0, 1], and integers.
+    Computes in float64. Raises ValueError for NaN, values outside [0, 1], and integer tensors.
     """
 
     def __call__(self, calibrated: Tensor) -> Tensor:
         if not calibrated.is_floating_point():
-            raise ValueError(f"{self.name}: expected a floating type, got {calibrated.dtype}.")
+            raise ValueError(f"{self.name}: expected a floating-point dtype, got {calibrated.dtype}.")
         u = calibrated.detach().double()
         wrong = ~((u >= 0) & (u <= 1))
         if bool(wrong.any()):
             raise ValueError(
                 f"{self.name}: expected calibrated rewards in [0, 1], got {float(u[wrong][0]):g}; "
-                "nlgrpo.calibration.calibrate makes them."
+                "compute them by nlgrpo.calibration.calibrate."
             )
         return self._phi(u).to(calibrated.dtype)
 
     def below_top(self, u: Tensor, w: Tensor) -> Tensor:
-        """Phi(u) - Phi(1), given u and w = 1 - u in float64, one of which may be too small to be seen in the other."""
+        """Return Phi(u) - Phi(1) from u and w = 1 - u, both in float64, which keeps a tiny u or w exact."""
         return self._phi(u) - self._phi(torch.ones_like(u[..., :1]))
 
     def at(self, beta: float) -> Transform:
-        """The transform that a training with this ``beta`` uses: itself, unless its best form depends on beta."""
+        """Return the transform for training with this ``beta``: itself, unless it depends on beta."""
         return self
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The string from which `parse_transform` makes it."""
+        """The string that `parse_transform` turns into this transform."""
 
     @abstractmethod
     def _phi(self, u: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class Identity(Transform):
-    """Phi(u) = u, the best one for the win rate of a single sample (IPO; InfAlign, Corollary 1)."""
+    """Phi(u) = u, the best transform for the win rate of a single sample (IPO; InfAlign, Corollary 1)."""
 
     @property
     def name(self) -> str:
@@ -89,10 +89,10 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class Log(Transform):
-    """Phi(u) = log max(u, 1/(2K)): training for it is distillation of best-of-m of the reference, m = 1 + 1/beta.
+    """Phi(u) = log max(u, 1/(2K)): distillation of best-of-m of the reference, m = 1 + 1/beta.
 
-    K = ``references`` is the number of samples by which u was calibrated; of its values 0, 1/(2K), .., 1 the clamp
-    moves 0 alone. Without K nothing is clamped, and calling it with u = 0 is a ValueError, as is a K < 2.
+    K = ``references`` is the number of reference samples that calibrated u. Of the values 0, 1/(2K), .., 1 the clamp
+    changes only 0. Raises ValueError for K < 2. Without K nothing is clamped, and u = 0 raises ValueError.
     """
 
     references: int | None = None
@@ -101,7 +101,7 @@ class Log(Transform):
         K = self.references
         if K is not None and (not isinstance(K, int) or isinstance(K, bool) or K < 2):
             raise ValueError(
-                f"log: references = {K!r}; expected an integer >= 2, the samples that calibrated the rewards."
+                f"log: references = {K!r}; expected an integer >= 2, the reference samples that calibrated the rewards."
             )
 
     @property
@@ -110,7 +110,9 @@ class Log(Transform):
 
     def __call__(self, calibrated: Tensor) -> Tensor:
         if self.references is None and bool((calibrated == 0).any()):
-            raise ValueError("log of a calibrated reward of 0; give references=K, the samples that calibrated it.")
+            raise ValueError(
+                "log of a calibrated reward of 0; give references=K, the number of samples that calibrated it."
+            )
         return super().__call__(calibrated)
 
     def _phi(self, u: Tensor) -> Tensor:
@@ -122,9 +124,9 @@ class Log(Transform):
 
 @dataclass(frozen=True)
 class Exponential(Transform):
-    """Phi(u) = sign(t) e^{t u} (InfAlign, Eq. 11): t > 0 for best-of-N, t < 0 for worst-of-N; t -> 0 is the identity.
+    """Phi(u) = sign(t) e^{t u} (InfAlign, Eq. 11): t > 0 for best-of-N, t < 0 for worst-of-N.
 
-    t = 10 suits N = 4. Raises ValueError for t = 0, which is constant, and for |t| > 500.
+    t -> 0 approaches the identity; t = 10 suits N = 4. Raises ValueError for t = 0, which is constant, and |t| > 500.
     """
 
     t: float
@@ -132,7 +134,7 @@ class Exponential(Transform):
     def __post_init__(self) -> None:
         if not (is_number(self.t) and 0 < abs(self.t) <= STEEPEST):
             raise ValueError(
-                f"exp:{self.t}: expected a number in [-{STEEPEST:g}, {STEEPEST:g}] that is not 0, as 'exp:10'."
+                f"exp:{self.t}: expected a number in [-{STEEPEST:g}, {STEEPEST:g}] other than 0, such as 'exp:10'."
             )
 
     @property
@@ -148,10 +150,10 @@ class Exponential(Transform):
 
 @dataclass(frozen=True)
 class FixedPoint(Transform):
-    """The best transform for best-of-n, or ``worst``-of-n, at a ``beta`` (InfAlign, Corollary 2), with Phi(1) = 0.
+    """The best transform for best-of-n, or ``worst``-of-n, at ``beta`` (InfAlign, Corollary 2), with Phi(1) = 0.
 
-    Without a beta it is that of whichever beta is trained with (`at`), and calling it is a ValueError. How it is found,
-    and for which n and beta: `nlgrpo.calibration.fixed_point`.
+    Without ``beta`` it adapts to the beta of the training (`at`), and calling it raises ValueError. See
+    `nlgrpo.calibration.fixed_point` for the method and the range of n and beta.
     """
 
     n: int
@@ -165,7 +167,7 @@ class FixedPoint(Transform):
 
     @property
     def residual(self) -> float:
-        """Largest difference of the two sides of Corollary 2's equation, by quadrature; at most 1e-8."""
+        """Largest difference between the two sides of Corollary 2's equation, by quadrature; at most 1e-8."""
         return self._solved().residual
 
     @property
@@ -191,10 +193,10 @@ class FixedPoint(Transform):
 
 @dataclass(frozen=True)
 class Custom(Transform):
-    """A function ``f`` of the user: of a float64 tensor of any shape in [0, 1], finite, of that shape, never falling.
+    """A user's function ``f``: maps a float64 tensor in [0, 1] to a finite tensor of its shape, and never decreases.
 
-    ``named`` is what `name` calls it. It is looked at on a grid of 1,025 places; raises ValueError naming where it
-    falls or is not finite, and for what is no tensor of the same shape.
+    ``named`` is its name. Raises ValueError if f decreases or is not finite somewhere on a grid of 1,025 points, or
+    does not return a tensor of the same shape.
     """
 
     f: Callable[[Tensor], Tensor]
@@ -212,11 +214,11 @@ class Custom(Transform):
         if len(falls):
             i = int(falls[0])
             raise ValueError(
-                f"{self.name} falls from f({float(grid[i]):.6g}) = {float(values[i]):.6g} to "
+                f"{self.name} decreases from f({float(grid[i]):.6g}) = {float(values[i]):.6g} to "
                 f"f({float(grid[i + 1]):.6g}) = {float(values[i + 1]):.6g}; a transform must keep the order of rewards."
             )
         if values[0] == values[-1]:
-            raise ValueError(f"{self.name} is {float(values[0]):g} everywhere; there would be nothing to train for.")
+            raise ValueError(f"{self.name} is {float(values[0]):g} everywhere; expected f(1) > f(0).")
 
     @property
     def name(self) -> str:
@@ -224,11 +226,11 @@ class Custom(Transform):
 
     def _phi(self, u: Tensor) -> Tensor:
         with torch.no_grad():
-            found = self.f(u)
-        if not isinstance(found, Tensor) or found.shape != u.shape:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            values = self.f(u)
+        if not isinstance(values, Tensor) or values.shape != u.shape:
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"{self.name} of a tensor {tuple(u.shape)} must be a tensor of that shape, got {got}.")
-        return found.double()
+        return values.double()
 
 
 def parse_transform(
@@ -239,20 +241,20 @@ def parse_transform(
     references: int | None = None,
     function: Loader | None = None,
 ) -> Transform:
-    """The transform that ``text`` names.
+    """Parse the name of a transform.
 
     - "identity"; "log", clamped at 1/(2K) for K = ``references``; "exp:10", "exp:-10".
-    - "bon_fp:4:0.1" and "won_fp:4:0.1", the fixed points for N = 4 at beta = 0.1. ``n`` and ``beta`` are those of a
-      text without them, as "bon_fp"; with no beta it is made for the beta that it is used with.
-    - "file.py:f" or "module:f", what ``function`` makes of that (`nlgrpo.runtime.user_code.function`).
+    - "bon_fp:4:0.1" and "won_fp:4:0.1", the fixed points for N = 4 at beta = 0.1. ``n`` and ``beta`` are the defaults
+      for a text without them, such as "bon_fp". Without any beta the transform adapts to that of the training.
+    - "file.py:f" or "module:f", loaded by ``function`` (`nlgrpo.runtime.user_code.function`).
 
-    Raises ValueError for an unknown name, with the nearest known one, and for arguments that do not fit.
+    Raises ValueError for an unknown name, suggesting the nearest known one, and for invalid arguments.
     """
     text = text.strip()
     name, *given = text.split(":")
     if name in ("identity", "log"):
         if given:
-            raise ValueError(f"transform {text!r}: it takes no argument; write {name!r}.")
+            raise ValueError(f"transform {text!r} takes no argument; write {name!r}.")
         return Identity() if name == "identity" else Log(references)
     if name == "exp":
         return Exponential(_number(text, given, float))
@@ -264,12 +266,12 @@ def parse_transform(
         return Custom(function(text), text)
     near = difflib.get_close_matches(name.lower(), FORMS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    own = ", or a function as file.py:f" if function is not None else ""
-    raise ValueError(f"transform {text!r} is not known; expected one of {', '.join(FORMS.values())}{own}.{hint}")
+    custom = ", or a function as file.py:f" if function is not None else ""
+    raise ValueError(f"transform {text!r} is not known; expected one of {', '.join(FORMS.values())}{custom}.{hint}")
 
 
 def _number(text: str, given: list[str], kind: Callable[[str], Any]) -> Any:
-    """The one argument that is ``given``."""
+    """Convert the single argument in ``given``. Raises ValueError if there is not exactly one valid argument."""
     try:
         (argument,) = given
         return kind(argument)

@@ -2,11 +2,11 @@
 
     pi_bon(y) = (F(y) + p(y))^N - F(y)^N,   F(y) = P(y' below y) for y' ~ pi_ref,   p = pi_ref      (vBoN, Prop. 1)
 
-"Below" is a fixed total order of the strings: by reward, equal rewards by a key of the string (vBoN, App. C). A string
-that was drawn twice is one element, which is not below itself.
+"Below" is a fixed total order of the strings: by reward, then by a key of the string (vBoN, App. C). Two equal strings
+are one element of the order, which is not below itself.
 
-Legend: P prompts, M samples of the policy a prompt, K samples of the reference. Logarithms are natural, of whole
-sequences, and computed in float64.
+Legend: P prompts, M samples of the policy per prompt, K samples of the reference per prompt. Logarithms are natural,
+of whole sequences, and computed in float64.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from nlgrpo.calibration.log_cdf import add_half, fit_exponential
 from nlgrpo.kernels import ecdf
 from nlgrpo.objectives.base import is_number
 
-LINEAR = -36.0  # log p/F + log N below which (1 + p/F)^N - 1 is N p/F: the next term is 1e-16 of it
-LEAST = -1e4  # of a log F by a curve, which soon becomes -inf where it is steep
-NEAR_ONE = -0.7  # log of the larger of F and p, where F + p may be 1
+LINEAR = -36.0  # if log p/F + log N is smaller, (1 + p/F)^N - 1 = N p/F up to a relative error of 1e-16
+LEAST = -1e4  # smallest log F of a fitted curve, which may otherwise become -inf where it is steep
+NEAR_ONE = -0.7  # F + p may be 1 if the log of the larger of F and p is above this
 
 
 @dataclass(frozen=True)
 class VariationalBoN:
-    """A reward's ``transform`` "vbon:N", whose objective is Eq. 5, or "vbon:N:bound", its lower bound Eq. 8."""
+    """The ``transform`` "vbon:N" of a reward, whose objective is Eq. 5, or "vbon:N:bound", its lower bound Eq. 8."""
 
     n: int
     bound: bool = False
@@ -43,7 +43,7 @@ class VariationalBoN:
 
 
 def parse(text: str) -> VariationalBoN | None:
-    """What "vbon:N" names; None for the name of something else. Raises ValueError for other arguments."""
+    """Parse "vbon:N" or "vbon:N:bound". Return None for any other name; raise ValueError for invalid arguments."""
     name, *arguments = text.strip().split(":")
     if name != "vbon":
         return None
@@ -54,16 +54,16 @@ def parse(text: str) -> VariationalBoN | None:
 
 
 def log_bon_density(log_cdf: Tensor, log_p: Tensor, n: float) -> Tensor:
-    """log[(F + p)^n - F^n], the log-probability that a string is the best of n, from log F and log p; float64.
+    """Return log[(F + p)^n - F^n], the log-probability that a string is the best of n, from log F and log p; float64.
 
         n log(F + p) + log(1 - (1 + p/F)^-n)                                                        (vBoN, Eq. 4, 11)
 
-    The shapes broadcast. Neither power is formed, so that p = e^-10000 is as exact as p = 1/2: the error is below 1e-12
-    of the result, or below 1e-12 where the result is near 0, for n up to 1e4. F = 0 gives n log p, n = 1 gives log p,
-    p = 0 gives -inf; n need not be whole. No bound is set on F + p: with an estimated F it may pass 1, and the result
-    0 (`vbon_reward` cuts it there).
+    The shapes broadcast. The powers are not computed, so that p = e^-10000 is as accurate as p = 1/2: for n up to 1e4,
+    the relative error is below 1e-12, or the absolute error if the result is near 0. F = 0 gives n log p, n = 1 gives
+    log p, p = 0 gives -inf; n need not be an integer. With an estimated F, F + p may exceed 1 and the result 0, which
+    `vbon_reward` clamps.
 
-    Differentiable in both: its gradient at F = 0 is (0, n).
+    Differentiable in both inputs; the gradient at F = 0 is (0, n).
 
     Raises ValueError for NaN and +inf, and for an n that is not a finite number >= 1.
     """
@@ -79,15 +79,15 @@ def log_bon_density(log_cdf: Tensor, log_p: Tensor, n: float) -> Tensor:
 
 
 def vbon_reward(log_cdf: Tensor, log_p: Tensor, n: float, *, bound: bool = False) -> Tensor:
-    """The reward whose expectation less 1 times KL(pi | pi_ref) is the vBoN objective, or its lower bound; float64.
+    """Return the reward whose expectation minus KL(pi | pi_ref) is the vBoN objective, or its lower bound; float64.
 
         log pi_bon(y) - log pi_ref(y)       (vBoN, Eq. 5)
         (n - 1) log F(y)                    (vBoN, Eq. 8), ``bound=True``
 
-    Eq. 5 is E[log pi_bon] + H(pi), and H(pi) = -E log pi_ref - KL(pi | pi_ref). Both are 0 for n = 1. For strings of
-    small probability the first is the second and log n, a constant. An estimated F may make log pi_bon positive where p
-    is large; it is cut at 0, as no probability passes 1. Where F = 0 the first is (n - 1) log p and the second -inf: an
-    estimate needs a smoother (`log_strict_cdf`).
+    Eq. 5 is E[log pi_bon] + H(pi), and H(pi) = -E log pi_ref - KL(pi | pi_ref). Both rewards are 0 for n = 1. For
+    strings of small probability the first is the second plus log n, a constant. With an estimated F, log pi_bon may be
+    positive where p is large; it is clamped at 0. If F = 0 the first is (n - 1) log p and the second -inf: an estimate
+    needs a smoother (`log_strict_cdf`).
 
     Raises ValueError as `log_bon_density`, and for log_p = -inf, which no sample of the reference has.
     """
@@ -99,10 +99,10 @@ def vbon_reward(log_cdf: Tensor, log_p: Tensor, n: float, *, bound: bool = False
 
 
 def objective(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float) -> Tensor:
-    """Estimate of -KL(pi | pi_bon) = E[log pi_bon(y) - log pi(y)] at each prompt (vBoN, Eq. 5), (P,) float64.
+    """Estimate -KL(pi | pi_bon) = E[log pi_bon(y) - log pi(y)] at each prompt (vBoN, Eq. 5), (P,) float64.
 
-    From samples y ~ pi: log pi(y), log pi_ref(y) and log F(y), each (P, M). At most 0, and 0 only for pi = pi_bon,
-    both in expectation and up to the error of F.
+    The inputs are log pi(y), log pi_ref(y) and log F(y) of samples y ~ pi, each (P, M). With the exact F, the expected
+    value is at most 0, and 0 only for pi = pi_bon.
 
     Raises ValueError for shapes that differ, NaN, infinite log-probabilities, and an n below 1.
     """
@@ -110,49 +110,51 @@ def objective(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float) -> Ten
 
 
 def bound(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float) -> Tensor:
-    """Estimate of (n - 1) E log F(y) - KL(pi | pi_ref), below `objective` (vBoN, Theorem 2, Eq. 8), (P,) float64.
+    """Estimate (n - 1) E log F(y) - KL(pi | pi_ref), a bound below `objective` (vBoN, Theorem 2, Eq. 8), (P,) float64.
 
-    By log n at least: the paper's proof drops it between its Eq. 14d and 14e. Greatest for pi ~ pi_ref F^(n-1), which
-    is pi_bon in the limit of strings of small probability. Arguments and errors as `objective`.
+    It is lower by log n at least: the paper's proof drops this term between its Eq. 14d and 14e. Its maximum is at
+    pi ~ pi_ref F^(n-1), which is pi_bon in the limit of strings of small probability. Arguments and errors as
+    `objective`.
     """
     return _estimate(log_pi, log_ref, log_cdf, n, bound=True)
 
 
 def string_keys(completion_ids: Sequence[Sequence[int]]) -> Tensor:
-    """A key of each string, int64 (S,), from its token ids: equal strings have equal keys, in every process and batch.
+    """Return a key of each string from its token ids, int64 (S,). Equal strings have equal keys in every process.
 
-    64 bits of BLAKE2b: the order of the keys has nothing to do with length or content, and the chance that any two of a
-    billion different strings share one is 3%.
+    Keys are 64 bits of BLAKE2b: their order does not depend on length or content, and the probability of any collision
+    among a billion different strings is 3%.
     """
     digests = [hashlib.blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=8) for ids in completion_ids]
     return torch.tensor([int.from_bytes(d.digest(), "little", signed=True) for d in digests], dtype=torch.int64)
 
 
 def strict_order(rewards: Tensor, keys: Tensor) -> Tensor:
-    """The place of each string in its row's total order, int64 of the shape (P, M) of both: 0 is the lowest.
+    """Return the position of each string in its row's total order, int64 (P, M), starting at 0 for the lowest.
 
         y below y'   if r(y) < r(y'), or r(y) = r(y') and key(y) < key(y')                               (vBoN, App. C)
 
-    Places rise by 1 and are equal for equal (reward, key) only: the same string. ``keys`` are those of `string_keys`.
+    ``rewards`` and ``keys`` (P, M), the latter from `string_keys`. Positions are consecutive; only equal (reward, key)
+    pairs, that is equal strings, share one.
 
     Raises ValueError for NaN rewards, for keys that are not int64, and for shapes that differ.
     """
     if keys.dtype != torch.int64 or keys.shape != rewards.shape:
         got = f"{str(keys.dtype).removeprefix('torch.')} {tuple(keys.shape)}"
-        raise ValueError(f"keys: expected int64 {tuple(rewards.shape)}, one a reward (string_keys), got {got}.")
+        raise ValueError(f"keys: expected int64 {tuple(rewards.shape)}, one per reward (string_keys), got {got}.")
     by_key = keys.argsort(dim=-1, stable=True)
-    _refuse("rewards", rewards, rewards.isnan(), "drop the sample before this")
-    at = by_key.gather(-1, ecdf.argsort(rewards.gather(-1, by_key)))
-    r, k = rewards.gather(-1, at), keys.gather(-1, at)
+    _refuse("rewards", rewards, rewards.isnan(), "drop the sample first")
+    order = by_key.gather(-1, ecdf.argsort(rewards.gather(-1, by_key)))
+    r, k = rewards.gather(-1, order), keys.gather(-1, order)
     differs = (r[..., 1:] != r[..., :-1]) | (k[..., 1:] != k[..., :-1])
-    return torch.empty_like(at).scatter_(-1, at, pad(differs.cumsum(-1), (1, 0)))
+    return torch.empty_like(order).scatter_(-1, order, pad(differs.cumsum(-1), (1, 0)))
 
 
 def strict_counts(rewards: Tensor, keys: Tensor, reference: Tensor, reference_keys: Tensor) -> Tensor:
-    """How many of K reference samples lie strictly below each sample in the total order, int64 (P, M).
+    """Count the reference samples strictly below each sample in the total order, int64 (P, M), out of K.
 
-    ``rewards`` and ``keys`` (P, M), ``reference`` and ``reference_keys`` (P, K). Rewards of two dtypes meet in the one
-    that holds both: one that was rounded is another reward.
+    ``rewards`` and ``keys`` (P, M), ``reference`` and ``reference_keys`` (P, K). Rewards of two dtypes are compared in
+    the wider one.
 
     Raises ValueError as `strict_order`, for K = 0 and for different numbers of prompts.
     """
@@ -173,31 +175,31 @@ def log_strict_cdf(
     reference_keys: Tensor,
     smoother: Literal["add-half", "exponential"] | None = "add-half",
 ) -> Tensor:
-    """log F of each sample in the total order, float64 (P, M), from K samples of the reference.
+    """Estimate log F of each sample in the total order from K samples of the reference, float64 (P, M).
 
-    "add-half" is log((count + 1/2) / (K + 1)), None log(count / K), which is -inf below the least sample, and
-    "exponential" the curve -a e^{-b r} fitted to the reference's own log F (vBoN, Sec. 6; `log_cdf.py`), which sees
-    the order in its fit only: at equal rewards it is equal. It is followed below the least sample as far as the samples
-    reach, and to `LEAST`; a prompt whose samples with F > 0 share one reward has none, and takes "add-half".
+    "add-half" is log((count + 1/2) / (K + 1)). None is log(count / K), which is -inf below the lowest sample.
+    "exponential" is the curve -a e^{-b r} fitted to the log F of the reference samples (vBoN, Sec. 6; `log_cdf.py`); it
+    depends on the reward only, not on the key. Below the lowest sample it extrapolates by the range of the samples at
+    most, and not below `LEAST`. A prompt whose samples with F > 0 all have one reward uses "add-half" instead.
 
-    Raises ValueError as `strict_counts`, for another smoother, and for prompts that no curve fits.
+    Raises ValueError as `strict_counts`, for another smoother, and for prompts for which the fit fails.
     """
     if smoother not in (None, "add-half", "exponential"):
         raise ValueError(f"smoother={smoother!r} is not known; expected None, 'add-half' or 'exponential'.")
     K = reference.shape[-1]
     F = strict_counts(rewards, keys, reference, reference_keys).double() / K
-    found = F.log() if smoother is None else add_half(F, K)
+    log_F = F.log() if smoother is None else add_half(F, K)
     if smoother == "exponential":
-        own = strict_counts(reference, reference_keys, reference, reference_keys).double() / K
+        reference_F = strict_counts(reference, reference_keys, reference, reference_keys).double() / K
         for p, r in enumerate(reference):
-            if r[own[p] > 0].unique().numel() > 1:
-                seen = torch.maximum(rewards[p : p + 1].to(r), 2 * r.min() - r.max())
-                found[p] = fit_exponential([r], [own[p]], None)(seen).clamp(min=LEAST)[0]
-    return found
+            if r[reference_F[p] > 0].unique().numel() > 1:
+                within_reach = torch.maximum(rewards[p : p + 1].to(r), 2 * r.min() - r.max())
+                log_F[p] = fit_exponential([r], [reference_F[p]], None)(within_reach).clamp(min=LEAST)[0]
+    return log_F
 
 
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
-    """log(e^a + e^b). Near 0, where `logaddexp` has an error of 1e-16 that n would enlarge, from e^a - 1."""
+    """Return log(e^a + e^b). Near 0 it uses expm1, as `logaddexp` has an error of 1e-16 that n would amplify."""
     high, low = torch.maximum(a, b), torch.minimum(a, b)
     near = torch.log1p(high.clamp(min=NEAR_ONE).expm1() + low.exp())
     return torch.where(high > NEAR_ONE, near, torch.logaddexp(a, b))
@@ -206,19 +208,19 @@ def _log_sum(a: Tensor, b: Tensor) -> Tensor:
 def _estimate(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float, *, bound: bool) -> Tensor:
     if log_pi.ndim != 2 or log_pi.shape[1] == 0 or not log_pi.shape == log_ref.shape == log_cdf.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (log_pi, log_ref, log_cdf))
-        raise ValueError(f"log_pi, log_ref, log_cdf: expected three of one shape (P, M >= 1), got {shapes}.")
+        raise ValueError(f"log_pi, log_ref, log_cdf: expected one shape (P, M >= 1) for all three, got {shapes}.")
     _refuse("log_pi", log_pi, ~log_pi.isfinite(), "expected the log-probability of a sample of the policy")
     return (vbon_reward(log_cdf, log_ref, n, bound=bound) - (log_pi.double() - log_ref.double())).mean(-1)
 
 
 def _check_n(n: float) -> None:
     if not (is_number(n) and n >= 1):
-        raise ValueError(f"n={n!r}: expected a finite number >= 1, how many samples the best is chosen from.")
+        raise ValueError(f"n={n!r}: expected a finite number >= 1, the number of samples to choose from.")
 
 
 def _refuse(name: str, x: Tensor, bad: Tensor, expected: str) -> None:
-    """ValueError for the first element of ``x`` that is ``bad``."""
+    """Raise ValueError that names the first element of ``x`` that is ``bad``."""
     if bad.any():
         index = bad.nonzero()[0].tolist()
-        place = f"{name}{index}" if index else name
-        raise ValueError(f"{place} is {float(x[tuple(index)])}; {expected}.")
+        element = f"{name}{index}" if index else name
+        raise ValueError(f"{element} is {float(x[tuple(index)])}; {expected}.")

@@ -1,8 +1,9 @@
-"""What training maximises: functionals of the policy for a procedure at inference time, and their first variations.
+"""Objectives that training maximises: functionals of the policy for an inference procedure, and first variations.
 
-One file for each family: `rank_based` (best-of-N, worst-of-N, CVaR, any distortion), `tilted` (soft best-of-N, entropic
-risk), `diversity` (Rao, DPP). `registry.parse` reads a name such as ``"bon:4"``; `aggregation` joins several objectives
-into one; `advantages` subtracts a baseline. Pure tensor functions: imports `nlgrpo.kernels` only. Read `base.py` first.
+One file per family: `rank_based` (best-of-N, worst-of-N, CVaR, any distortion), `tilted` (soft best-of-N, entropic
+risk), `diversity` (Rao, DPP). `registry.parse` reads a name such as ``"bon:4"``, `aggregation` combines several
+objectives into one, `advantages` subtracts a baseline. Pure tensor functions that import `nlgrpo.kernels` only. Read
+`base.py` first.
 """
 
 from nlgrpo.objectives.registry import (

@@ -12,7 +12,7 @@ Baseline = Literal["mean", "loo", "none"]
 
 def centre(linear: Tensor) -> Tensor:
     """Subtract the mean of each group, (P, M) -> (P, M). A group of equal values gives exactly 0."""
-    # The mean of M equal numbers may differ from them in the last bit, and a division by eps would show it.
+    # The mean of M equal numbers may differ from them in the last bit; dividing by eps would magnify that.
     equal = (linear == linear[:, :1]).all(-1, keepdim=True)
     return torch.where(equal, 0.0, linear - linear.mean(-1, keepdim=True))
 
@@ -72,13 +72,13 @@ def advantages(
 
 
 def effective_sample_size(advantages: Tensor) -> Tensor:
-    """Number of samples of a group that carry its gradient, averaged over the groups: (P, M) -> scalar in [0, M].
+    """Effective number of samples in a group's gradient, averaged over the groups: (P, M) -> scalar in [0, M].
 
         (sum_j |A_j|)^2 / sum_j A_j^2
 
-    M if all samples have the same weight, 1 if only one has any, 0 for a group of zeros.
+    M if all |A_j| are equal, 1 if only one is not 0, 0 for a group of zeros.
     """
     size = advantages.abs()
-    size = size / size.amax(-1, keepdim=True).clamp(min=torch.finfo(size.dtype).tiny)  # squares of small ones vanish
+    size = size / size.amax(-1, keepdim=True).clamp(min=torch.finfo(size.dtype).tiny)  # small squares would underflow
     squares = size.square().sum(-1)
     return torch.where(squares == 0, 0.0, size.sum(-1).square() / squares).mean()

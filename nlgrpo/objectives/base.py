@@ -91,7 +91,7 @@ def is_number(x: object) -> bool:
 
 
 def first(bad: Tensor) -> str:
-    """Name the first true element of (P, M)."""
+    """Return the place of the first true element of (P, M) in words."""
     group, sample = bad.nonzero()[0].tolist()
     return f"group {group}, sample {sample}"
 
@@ -104,6 +104,6 @@ def masses(probs: Tensor, atoms: Tensor) -> Tensor:
     total = probs.sum(-1)
     if not ((probs >= 0).all() and ((total - 1).abs() <= 1e-4).all()):
         raise ValueError(
-            f"probs of a group must be >= 0 and sum to 1; least {probs.min():g}, sums {total.tolist()[:4]}."
+            f"probs of a group must be >= 0 and sum to 1; the smallest is {probs.min():g}, sums {total.tolist()[:4]}."
         )
     return probs

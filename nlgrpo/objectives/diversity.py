@@ -1,7 +1,7 @@
-"""Diversity objectives: how unlike each other the responses to a prompt are, by a kernel k(y, y') of two responses.
+"""Diversity objectives: dissimilarity of the responses to a prompt, measured by a kernel k(y, y') of two responses.
 
 They take kernel matrices (P, M, M), the similarities of the atoms of each prompt, where other objectives take rewards.
-Legend: P prompts, M atoms per prompt, usually the M samples of a group; n responses that are compared at a time.
+Legend: P prompts, M atoms per prompt, usually the M samples of a group; n responses compared at a time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, is_number, masses
 
 DEFAULT_EPS = 1e-3
-MOST_MULTISETS = 2**17  # what is enumerated for atoms with probabilities
+MOST_MULTISETS = 2**17  # enumerated for atoms with probabilities
 
 
 class Diversity(Objective):
-    """Expectation of a symmetric function h of n independent responses, which the kernel matrix of these determines.
+    """Base class: expectation of a symmetric function h of the kernel matrix of n independent responses.
 
         R[pi] = E h(y_1, .., y_n);      dR/dpi(y) = n E[h(y_1, .., y_n) | y_1 = y]
 
-    On M samples both are means over subsets of n different ones (a U-statistic), so both are without bias, and so is
-    the policy gradient by
+    On M samples both are means over subsets of n different samples (a U-statistic), hence unbiased. The policy gradient
+    with
 
         advantage_j = M / (M - n) (r~_j - mean r~),      M > n
 
-    because the mean holds n/M of what a sample adds. Atoms with ``probs`` are compared with themselves too: that is R
-    itself. Raises ValueError for kernels that are not (P, M, M), symmetric and finite, and for M < n.
+    is unbiased too: the factor corrects for the baseline, which contains n/M of each sample's own contribution. With
+    ``probs``, tuples may contain an atom more than once, and the result is exact. Raises ValueError for kernels that
+    are not (P, M, M), symmetric and finite, and for M < n.
     """
 
     pairwise: ClassVar[bool] = True
@@ -43,16 +44,17 @@ class Diversity(Objective):
     @property
     @abstractmethod
     def order(self) -> int:
-        """n."""
+        """Number n of responses compared at a time."""
 
     @property
     def fewest(self) -> int:
         return self.order + 1
 
     def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
-        """See `Diversity`; the same with "mean" and "loo". "none" leaves r~_j as it is, which is without bias too.
+        """Return the advantages of `Diversity`, which are the same for "mean" and "loo". "none" returns r~_j itself.
 
-        Raises ValueError as `linearize`, and for M = n unless ``baseline`` is "none": all samples are alike then.
+        All are unbiased. Raises ValueError as `linearize`, and for M = n unless ``baseline`` is "none": then all
+        samples have the same r~_j.
         """
         if baseline not in ("mean", "loo"):
             return super().advantage(rewards, baseline)
@@ -60,12 +62,12 @@ class Diversity(Objective):
         M = linear.shape[1]
         if self.order >= M:
             raise ValueError(
-                f"{self}: a group of {M} gives all its samples one advantage; expected M >= {self.fewest}."
+                f"{self}: all samples of a group of {M} have the same advantage; expected M >= {self.fewest}."
             )
         return M / (M - self.order) * centre(linear)
 
     def contributions(self, kernel: Tensor) -> Tensor:
-        """Each sample's share in the value, (P, M): the mean of h over the subsets that it is in; their mean is R."""
+        """Return the mean of h over the subsets that contain each sample, (P, M). The mean over samples is R."""
         return self.linearize(kernel) / self.order
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
@@ -82,7 +84,7 @@ class Diversity(Objective):
         check_kernel(kernel, str(self), "; groups with missing samples go through linearize_present and value_present")
         M = kernel.shape[1]
         if probs is None and self.order > M:
-            raise ValueError(f"{self}: {self.order} of {M} samples cannot be compared; expected M >= {self.order}.")
+            raise ValueError(f"{self}: {self.order} of {M} samples cannot be chosen; expected M >= {self.order}.")
         return kernel, None if probs is None else masses(probs, kernel[:, 0])
 
 
@@ -92,8 +94,8 @@ class RaoDiversity(Diversity):
 
         R[pi] = -E k(y, y');      dR/dpi(y) = -2 E k(y, y')      (IAMA, App. C)
 
-    On M samples r~_j = -2 mean_{l != j} k(y_j, y_l), without bias. With k(y, y') = 1[y = y'] it is the Gini-Simpson
-    index less 1, -sum_y pi(y)^2. Advantages and errors: `Diversity`, with n = 2.
+    On M samples r~_j = -2 mean_{l != j} k(y_j, y_l), which is unbiased. With k(y, y') = 1[y = y'], R is the
+    Gini-Simpson index minus 1, -sum_y pi(y)^2. Advantages and errors: see `Diversity`, with n = 2.
     """
 
     @property
@@ -113,18 +115,20 @@ class RaoDiversity(Diversity):
 
 @dataclass(frozen=True)
 class DPPDiversity(Diversity):
-    """Log-volume that ``n`` responses span, the log-likelihood of a determinantal point process up to a constant.
+    """Log-volume spanned by ``n`` responses: the log-likelihood of a determinantal point process up to a constant.
 
         R[pi] = E log det(K + eps I),   K_ij = k(y_i, y_j);      dR/dpi(y) = n E[log det(K + eps I) | y_1 = y]
 
-    (IAMA, App. C; Chen et al. 2025.) For a kernel with k(y, y) = 1, n responses without likeness have
-    R = n log(1 + eps), and two that are equal bring it to about log(2 eps): ``eps`` says what a repetition costs.
+    (IAMA, App. C; Chen et al. 2025.) For a kernel with k(y, y) = 1, n orthogonal responses have R = n log(1 + eps), and
+    two equal responses lower it to about log(2 eps): ``eps`` sets the cost of a repetition.
 
-    On a group all subsets of n samples are taken, where there are at most ``subsets``. Otherwise at least as many are
-    drawn, with ``seed``: the M runs of n neighbours on a circle, of as many random orders as are needed. Each sample is
-    in equally many, which keeps r~, value and advantages without bias. Atoms with ``probs`` are compared in all
-    C(M + n - 1, n) ways. Advantages and errors: `Diversity`; also for an n that is no integer >= 2, an eps that is not
-    above 0, ``subsets`` < 1, a kernel that is not positive semidefinite, and too many atoms with ``probs``.
+    On a group the mean runs over all subsets of n samples if there are at most ``subsets`` of them. Otherwise it runs
+    over at least ``subsets`` random ones, drawn with ``seed``: the M runs of n neighbours on a circle, for as many
+    random orders as needed. Each sample is in the same number of subsets, so that r~, value and advantages stay
+    unbiased. With ``probs`` all C(M + n - 1, n) multisets are enumerated.
+
+    Advantages and errors: see `Diversity`. Also raises ValueError for an n that is not an integer >= 2, eps <= 0,
+    ``subsets`` < 1, a kernel that is not positive semidefinite, and too many atoms with ``probs``.
     """
 
     n: int
@@ -134,7 +138,7 @@ class DPPDiversity(Diversity):
 
     def __post_init__(self) -> None:
         if not _is_integer(self.n) or self.n < 2:
-            raise ValueError(f"DPPDiversity(n={self.n!r}): expected an integer >= 2, the responses that are compared.")
+            raise ValueError(f"DPPDiversity(n={self.n!r}): expected an integer >= 2, the responses compared at a time.")
         if not (is_number(self.eps) and self.eps > 0):
             raise ValueError(f"DPPDiversity(eps={self.eps!r}): expected a finite number > 0, in units of the kernel.")
         if not _is_integer(self.subsets) or self.subsets < 1:
@@ -156,15 +160,15 @@ class DPPDiversity(Diversity):
             return self._of_atoms(rewards, probs)
         chosen = _subsets(M, self.n, self.subsets, self.seed).to(rewards.device)  # (S, n)
         volumes = self._log_det(rewards, chosen)
-        each = volumes[:, :, None].expand(-1, -1, self.n).flatten(1)
-        total = torch.zeros_like(rewards[:, 0]).index_add(1, chosen.flatten(), each)
-        return total * (M / len(chosen))  # n / (how many subsets hold a sample, which is S n / M)
+        per_member = volumes[:, :, None].expand(-1, -1, self.n).flatten(1)
+        total = torch.zeros_like(rewards[:, 0]).index_add(1, chosen.flatten(), per_member)
+        return total * (M / len(chosen))  # n / (number of subsets that contain a sample, S n / M)
 
     def _of_atoms(self, kernel: Tensor, probs: Tensor) -> Tensor:
-        """n sum over all others y_2 .. y_n of their probability times log det."""
+        """Return n times the sum of probability times log det over all y_2 .. y_n."""
         M, others = kernel.shape[1], self.n - 1
         if M * math.comb(M + others - 1, others) > MOST_MULTISETS:
-            raise ValueError(f"{self} over {M} atoms with probs: too many to enumerate; draw samples of them.")
+            raise ValueError(f"{self} over {M} atoms with probs: too many to enumerate; use samples without probs.")
         multisets = torch.tensor(list(itertools.combinations_with_replacement(range(M), others)), device=kernel.device)
         orders = torch.tensor([_orders(row) for row in multisets.tolist()]).to(kernel)
         chance = orders * probs[:, multisets].prod(-1)  # (P, S)
@@ -176,7 +180,7 @@ class DPPDiversity(Diversity):
         return self.n * (volumes * chance[:, None]).sum(-1)
 
     def _log_det(self, kernel: Tensor, chosen: Tensor) -> Tensor:
-        """log det(K + eps I) of ``chosen`` (S, n) atoms of each prompt, (P, S)."""
+        """Return log det(K + eps I) of ``chosen`` (S, n) atoms of each prompt, (P, S)."""
         minors = kernel[:, chosen[:, :, None], chosen[:, None, :]]
         minors = minors + self.eps * torch.eye(self.n, dtype=kernel.dtype, device=kernel.device)
         factor, fault = torch.linalg.cholesky_ex(minors)
@@ -185,19 +189,19 @@ class DPPDiversity(Diversity):
             least = torch.linalg.eigvalsh(minors[group, subset])[0] - self.eps
             raise ValueError(
                 f"{self}: the kernel of group {group} is not positive semidefinite: samples {chosen[subset].tolist()} "
-                f"have an eigenvalue of {least:.3g}. Take another kernel, or a greater eps."
+                f"have an eigenvalue of {least:.3g}. Use another kernel, or a larger eps."
             )
         return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def check_kernel(kernel: Tensor, name: str, advice: str = "") -> None:
-    """Refuse a kernel (P, M, M) that is not finite or not symmetric, with a ValueError; ``advice`` if not finite."""
+    """Raise ValueError for a kernel (P, M, M) that is not finite or not symmetric. ``advice``: if it is not finite."""
     bad = ~kernel.isfinite()
     what = f"is not finite{advice}"
     if not bad.any():
         size = kernel.abs().amax((-2, -1), keepdim=True)
         bad = (kernel - kernel.mT).abs() > 1e-4 * size
-        what = "differs from that of the same two in the other order"
+        what = "differs from the entry of the same two samples in the other order"
     if bad.any():
         group, j, i = bad.nonzero()[0].tolist()
         raise ValueError(
@@ -207,7 +211,10 @@ def check_kernel(kernel: Tensor, name: str, advice: str = "") -> None:
 
 @functools.lru_cache(maxsize=64)
 def _subsets(M: int, n: int, most: int, seed: int) -> Tensor:
-    """Subsets of n of M samples, (S, n): all of them, or at least ``most``; every sample is in S n / M of them."""
+    """Return subsets of n of M samples, (S, n): all if there are at most ``most``, else at least ``most`` random ones.
+
+    Every sample is in S n / M of them.
+    """
     if math.comb(M, n) <= most:
         return torch.tensor(list(itertools.combinations(range(M), n)))
     generator = torch.Generator().manual_seed(seed)
@@ -217,7 +224,7 @@ def _subsets(M: int, n: int, most: int, seed: int) -> Tensor:
 
 
 def _orders(multiset: list[int]) -> int:
-    """How many sequences have these members."""
+    """Number of sequences with these members."""
     counts = [multiset.count(member) for member in set(multiset)]
     return math.factorial(len(multiset)) // math.prod(map(math.factorial, counts))
 

@@ -12,27 +12,28 @@ from torch import Tensor
 from nlgrpo.objectives.base import Objective, first, is_number
 from nlgrpo.objectives.rank_based import OfN, RankBased
 
-REACH = 9  # bandwidths from a sample beyond which its smoothed step is flat, to 1e-18
-NODES = 8  # of Gauss-Legendre in a stretch of one bandwidth at most: 1e-13 of the integral, for a smooth f
+REACH = 9  # number of bandwidths from a sample beyond which its smoothed step is flat, to 1e-18
+NODES = 8  # Gauss-Legendre nodes per interval of at most one bandwidth: relative error 1e-13 for a smooth f
 
 
 @dataclass(frozen=True)
 class Smoothed(Objective):
-    """A rank-based ``objective`` at the group's rewards smoothed by a Gaussian kernel instead of at the rewards.
+    """A rank-based ``objective`` on the group's reward distribution, smoothed by a Gaussian kernel.
 
         C_h(r) = 1/M sum_j Phi((r - r_j) / h)
         R = int r dF(C_h(r));      r~_j = -int_{r_j}^{r_max} f(C_h(r)) dr                    (IAMA, Sec. 4; Silverman)
 
     ``bandwidth`` is h, or "silverman" for 0.9 min(s, IQR / 1.34) M^(-1/5) of each group (Silverman 1986, eq. 3.31; s
-    the standard deviation with M - 1; s alone where the quartiles are equal). h -> 0 is ``objective`` itself, plug-in.
+    the standard deviation with M - 1; s alone if the quartiles are equal). h -> 0 gives the plug-in estimate of
+    ``objective``.
 
-    C_h varies less than the empirical CDF from group to group, and it is biased: it spreads the rewards by h, so that R
-    of "bon:4" is too large. It does not know that a reward is bounded or takes few values. The integrals are sums over
-    8 Gauss-Legendre nodes in stretches of a bandwidth, less exact where f jumps (`CVaR`); M^2 of them are made. Atoms
-    with ``probs`` are no samples: nothing is smoothed there.
+    C_h varies less from group to group than the empirical CDF, but it is biased: it spreads the rewards by h, so that R
+    of "bon:4" is too large. It ignores that a reward may be bounded or take few values. The integrals use 8
+    Gauss-Legendre nodes per interval of one bandwidth, and are less accurate where f jumps (`CVaR`). The cost is
+    O(M^2). With ``probs`` nothing is smoothed.
 
-    Raises ValueError for an objective that is not rank-based, or is unbiased already, for a bandwidth that is neither
-    "silverman" nor a finite number > 0, and in use for infinite rewards.
+    Raises ValueError for an objective that is not rank-based or has the "unbiased" estimator, and for a bandwidth that
+    is neither "silverman" nor a finite number > 0. The methods raise it for infinite rewards.
     """
 
     objective: RankBased
@@ -59,7 +60,7 @@ class Smoothed(Objective):
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if probs is not None:
             return self.objective.linearize(rewards, probs)
-        borders, widths, cdf = self._stretches(rewards)
+        borders, widths, cdf = self._intervals(rewards)
         parts = widths * self._over_nodes(self.objective._f(cdf))
         above = torch.nn.functional.pad(parts, (0, 1)).flip(-1).cumsum(-1).flip(-1)
         from_each = above.gather(-1, torch.searchsorted(borders, rewards))
@@ -68,7 +69,7 @@ class Smoothed(Objective):
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if probs is not None:
             return self.objective.value(rewards, probs)
-        borders, widths, cdf = self._stretches(rewards)
+        borders, widths, cdf = self._intervals(rewards)
         end = self.objective._integral(torch.ones_like(borders[:, -1:]))[:, 0]
         spread = (widths * self._over_nodes(end[:, None, None] - self.objective._integral(cdf))).sum(-1)
         return end * borders[:, 0] + spread
@@ -77,10 +78,10 @@ class Smoothed(Objective):
         best = rewards.argmax(-1, keepdim=True)
         return self._linearize(rewards, None) + self.objective._uncentred(rewards).gather(-1, best)
 
-    def _stretches(self, rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Borders (P, B + 1) of stretches, their widths (P, B), and C_h at the nodes in them (P, B, n).
+    def _intervals(self, rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the borders of intervals (P, B + 1), their widths (P, B), and C_h at their nodes (P, B, n).
 
-        Every reward is a border, and a stretch is a bandwidth wide at most, or C_h is flat in it.
+        Every reward is a border. An interval is at most a bandwidth wide, or C_h is flat in it.
         """
         if rewards.isinf().any():
             raise ValueError(f"reward of {first(rewards.isinf())} is infinite; {self} needs finite rewards.")
@@ -95,7 +96,7 @@ class Smoothed(Objective):
 
     @staticmethod
     def _over_nodes(values: Tensor) -> Tensor:
-        """Mean over each stretch, (P, B, n) -> (P, B)."""
+        """Mean over each interval, (P, B, n) -> (P, B)."""
         weights = torch.from_numpy(np.polynomial.legendre.leggauss(NODES)[1] / 2).to(values)
         return (values * weights).sum(-1)
 
@@ -106,9 +107,9 @@ class Smoothed(Objective):
         M = rewards.shape[1]
         if M == 1:
             return torch.zeros_like(rewards)
-        deviation = rewards.std(-1, keepdim=True)
+        std = rewards.std(-1, keepdim=True)
         low, high = rewards.quantile(torch.tensor([0.25, 0.75], dtype=rewards.dtype, device=rewards.device), dim=-1)
         between = ((high - low) / 1.34)[:, None]
-        least = torch.where(between > 0, torch.minimum(deviation, between), deviation)
+        least = torch.where(between > 0, torch.minimum(std, between), std)
         equal = (rewards == rewards[:, :1]).all(-1, keepdim=True)
         return torch.where(equal, 0.0, 0.9 * least * M**-0.2)

@@ -1,4 +1,4 @@
-"""Rank-based objectives: procedures that reweight a response by the rank of its reward among those of the policy.
+"""Rank-based objectives: procedures that reweight a response by the rank of its reward under the policy.
 
 Legend: P prompts, M samples per prompt; C the cumulative distribution of the reward under the policy.
 """
@@ -21,12 +21,12 @@ from nlgrpo.objectives.base import Objective, is_number
 
 
 class RankBased(Objective):
-    """Procedures that reweight a response by the rank of its reward: T[pi](y) = f(C(r(y))) pi(y).
+    """Base class: procedures that reweight a response by the rank of its reward, T[pi](y) = f(C(r(y))) pi(y).
 
         R[pi] = sum_k r_(k) [F(C_k) - F(C_{k-1})],  F' = f, F(0) = 0;      dR/dpi(y) = -int_{r(y)}^{r_max} f(C(r)) dr
 
-    On a group C_k = k/M, and the second is one sort and one suffix sum with the weights w_k = f(k/M)
-    (`nlgrpo.kernels.linearize`). A member of the family gives f and F; equal rewards need no care.
+    On a group C_k = k/M, and the first variation is one sort and one suffix sum with the weights w_k = f(k/M)
+    (`nlgrpo.kernels.linearize`). A subclass defines f and F. Ties need no special treatment.
     """
 
     @abstractmethod
@@ -37,15 +37,15 @@ class RankBased(Objective):
         """F(z), the integral of f from 0 to z."""
 
     def _masses(self, cdf: Tensor) -> Tensor:
-        """F(C_k) - F(C_{k-1}) for C_0 = 0 .. C_M, (.., M + 1) -> (.., M)."""
+        """Return F(C_k) - F(C_{k-1}) for C_0 = 0 .. C_M, (.., M + 1) -> (.., M)."""
         return self._integral(cdf).diff(dim=-1)
 
     def weights(self, M: int) -> Tensor:
-        """w_k = f(k/M) for k = 1 .. M, (M,) in float64."""
+        """Return w_k = f(k/M) for k = 1 .. M, (M,) in float64."""
         return self._f(_steps(M)[1:])
 
     def masses(self, M: int) -> Tensor:
-        """Share of the k-th smallest of M rewards in R, F(k/M) - F((k-1)/M) for k = 1 .. M, (M,) in float64."""
+        """Return the weight in R of the k-th smallest of M rewards, F(k/M) - F((k-1)/M), (M,) in float64."""
         return self._masses(_steps(M))
 
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
@@ -61,10 +61,10 @@ class RankBased(Objective):
         else:
             cdf = torch.nn.functional.pad(_cdf(probs.gather(-1, order)), (1, 0))
         chosen = self._masses(cdf).to(rewards)
-        return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # an infinite reward may have no mass
+        return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # infinite rewards of mass 0 count 0
 
     def _uncentred(self, rewards: Tensor) -> Tensor:
-        """f(1) r_max - int_{r(y)}^{r_max} f(C(r)) dr: the reward itself for f = 1."""
+        """Return f(1) r_max - int_{r(y)}^{r_max} f(C(r)) dr, which is the reward itself for f = 1."""
         at_best = self.weights(rewards.shape[1])[-1].item()
         linear = self._linearize(rewards, None)
         return linear + at_best * rewards.amax(-1, keepdim=True) if at_best else linear
@@ -72,7 +72,7 @@ class RankBased(Objective):
 
 @dataclass(frozen=True)
 class Mean(RankBased):
-    """Expected reward of one sample, R[pi] = E r: f = 1, and the linearised reward is r - max r, plain GRPO."""
+    """Expected reward of one sample, R[pi] = E r (plain GRPO): f = 1, and the linearised reward is r - max r."""
 
     @property
     def name(self) -> str:
@@ -87,19 +87,19 @@ class Mean(RankBased):
 
 @dataclass(frozen=True)
 class OfN(RankBased):
-    """What `BestOfN` and `WorstOfN` share: n samples are drawn, and a group is one of M >= n or, by plug-in, of any M.
+    """Base class of `BestOfN` and `WorstOfN`: one of ``n`` samples is chosen. Two estimators on groups of M samples:
 
-    ``estimator="plugin"`` takes the group's CDF for C: biased at order 1/M, any n, also n > M. ``"unbiased"`` has the
-    mean over all subsets of n of the M samples as its value, which is unbiased, and as its `advantage`
+    ``"plugin"`` replaces C by the group's empirical CDF. It has a bias of order 1/M and takes any n, also n > M.
+    ``"unbiased"`` needs M >= n. Its value is the mean over all subsets of n of the M samples, and its `advantage` is
 
         M / (M - n) (r~_j - mean r~),   w_k as in `BestOfN` and `WorstOfN`
 
-    whose policy gradient is that of R in expectation (the leave-one-out estimator of max@k), as without a baseline;
-    M / (M - n) undoes the share that the baseline takes. For n = M only the chosen sample has one, n times its distance
-    to the next. Atoms with ``probs`` are no samples: both are R itself there. With n = 1 it is REINFORCE with a
-    leave-one-out baseline.
+    Both are unbiased: the expected policy gradient is that of R (the leave-one-out estimator of max@k). The factor
+    M / (M - n) corrects for the baseline. For n = M only the chosen sample has an advantage, n times its distance to
+    the next reward. n = 1 is REINFORCE with a leave-one-out baseline. With ``probs`` both estimators are exact.
 
-    Raises ValueError for an n that is no integer >= 1, for an unknown estimator, and in use for n > M with "unbiased".
+    Raises ValueError for an n that is not an integer >= 1 and for an unknown estimator. The methods raise it for n > M
+    with "unbiased".
     """
 
     n: int
@@ -118,18 +118,18 @@ class OfN(RankBased):
 
     @abstractmethod
     def shares(self, M: int) -> Tensor:
-        """How often the k-th smallest of M is chosen from a subset of n, for k = 1 .. M, (M,)."""
+        """Return the probability that the k-th smallest of M is chosen from a random subset of n, k = 1 .. M; (M,)."""
 
     def _gap_shares(self, M: int) -> Tensor:
-        """w_k / M of the gap above the k-th smallest, (M,)."""
+        """Return w_k / M, the weight of the gap above the k-th smallest, (M,)."""
         return self.shares(M)
 
     @abstractmethod
     def _of_all(self, rewards: Tensor) -> Tensor:
-        """The advantage of n = M >= 2 samples."""
+        """Return the advantages for n = M >= 2."""
 
     def weights(self, M: int) -> Tensor:
-        """w_k, (M,) in float64: f(k/M), or those of the subsets of the M samples."""
+        """Return w_k, (M,) in float64: f(k/M) for "plugin", or the weights of the subsets for "unbiased"."""
         if self.estimator == "plugin":
             return super().weights(M)
         self._check_samples(M)
@@ -151,7 +151,7 @@ class OfN(RankBased):
 
     def _check_samples(self, M: int) -> None:
         if self.n > M:
-            raise ValueError(f"{self}: {self.n} of {M} samples cannot be drawn without bias; expected M >= {self.n}.")
+            raise ValueError(f"{self}: {self.n} of {M} samples have no unbiased estimate; expected M >= {self.n}.")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class BestOfN(OfN):
 
     R[pi] = E max(r_1, .., r_n);   dR/dpi(y) = -int_{r(y)}^{r_max} n C(r)^(n-1) dr      (IAMA, Prop. 4.2, Alg. 3)
 
-    ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(k-1, n-1) / C(M-1, n-1). Estimators and errors: `OfN`.
+    ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(k-1, n-1) / C(M-1, n-1). Estimators and errors: see
+    `OfN`.
     """
 
     @property
@@ -184,12 +185,12 @@ class BestOfN(OfN):
 
 @dataclass(frozen=True)
 class WorstOfN(OfN):
-    """Expected reward of the worst of ``n`` samples: robustness against who draws until something goes wrong.
+    """Expected reward of the worst of ``n`` samples: robustness against repeated attempts to make the model fail.
 
     R[pi] = E min(r_1, .., r_n);   f(z) = n (1 - z)^(n-1);   F(z) = 1 - (1 - z)^n      (InfAlign, Lemma 5)
 
-    It is -`BestOfN` of -r, and ``n = 1`` is `Mean`. With ``estimator="unbiased"``, w_k = n C(M-k-1, n-1) / C(M-1, n-1).
-    Estimators and errors: `OfN`.
+    It equals -`BestOfN` of -r, and ``n = 1`` is `Mean`. With ``estimator="unbiased"``,
+    w_k = n C(M-k-1, n-1) / C(M-1, n-1). Estimators and errors: see `OfN`.
     """
 
     @property
@@ -206,7 +207,7 @@ class WorstOfN(OfN):
         return order_weights(M, self.n).flip(0)
 
     def _gap_shares(self, M: int) -> Tensor:
-        mirrored = order_weights(M, self.n)[:-1].flip(0)  # the gap above the k-th smallest is that below the k-th best
+        mirrored = order_weights(M, self.n)[:-1].flip(0)  # the k-th gap from below of r is the k-th from above of -r
         return torch.nn.functional.pad(mirrored, (0, 1))
 
     def _of_all(self, rewards: Tensor) -> Tensor:
@@ -218,14 +219,14 @@ class WorstOfN(OfN):
 
 @dataclass(frozen=True)
 class BestOfPoisson(RankBased):
-    """Expected reward of the best of a Poisson number of samples of mean ``rate``, 0 where none is drawn.
+    """Expected reward of the best of K samples, where K is Poisson with mean ``rate``; 0 if K = 0.
 
         R[pi] = E[max(r_1, .., r_K); K >= 1],  K ~ Poisson(rate)
         f(z) = rate e^{rate (z-1)};   F(z) = e^{rate (z-1)} - e^{-rate}      (IAMA, 5.3)
 
-    f integrates to 1 - e^{-rate}, because zero draws happen: R moves with a constant added to the rewards
-    by that share of it, its first variation does not. rate -> 0 is rate times `Mean`. On a group it is a plug-in
-    estimate, biased at order 1/M.
+    f integrates to 1 - e^{-rate} = P(K >= 1): adding a constant c to the rewards adds (1 - e^{-rate}) c to R and leaves
+    the first variation unchanged. rate -> 0 gives rate times `Mean`. On a group it is a plug-in estimate with a bias of
+    order 1/M.
 
     Raises ValueError for a rate that is not positive and finite.
     """
@@ -234,7 +235,9 @@ class BestOfPoisson(RankBased):
 
     def __post_init__(self) -> None:
         if not (is_number(self.rate) and self.rate > 0):
-            raise ValueError(f"BestOfPoisson(rate={self.rate!r}): expected a finite number > 0, the mean of draws.")
+            raise ValueError(
+                f"BestOfPoisson(rate={self.rate!r}): expected a finite number > 0, the mean number of samples."
+            )
 
     @property
     def name(self) -> str:
@@ -249,13 +252,13 @@ class BestOfPoisson(RankBased):
 
 @dataclass(frozen=True)
 class CVaR(RankBased):
-    """Expected reward of the worst share ``alpha`` of responses, the conditional value at risk of the lower tail.
+    """Conditional value at risk of the lower tail: expected reward of the worst fraction ``alpha`` of responses.
 
     R[pi] = 1/alpha int_0^alpha C^{-1}(z) dz;   f(z) = 1[z <= alpha] / alpha;   F(z) = min(z, alpha) / alpha   (IAMA, C)
 
-    alpha = 1 is `Mean`, alpha -> 0 the minimum. On M samples, w_k is the average of f over the cell ((k-1)/M, k/M]:
-    f(k/M) itself is 0 for every k, and the gradient with it, where alpha M < 1. Biased at order 1/M. With ``probs``,
-    which are exact, f is taken at C_k, which gives the first variation itself.
+    alpha = 1 is `Mean`, alpha -> 0 gives the minimum. On M samples, w_k is the average of f over ((k-1)/M, k/M], with a
+    bias of order 1/M. f(k/M) itself would be 0 for every k, and so would the gradient, if alpha M < 1. With ``probs``
+    w_k is f(C_k), the exact first variation.
 
     Raises ValueError for an alpha that is not in (0, 1].
     """
@@ -264,14 +267,14 @@ class CVaR(RankBased):
 
     def __post_init__(self) -> None:
         if not (is_number(self.alpha) and 0 < self.alpha <= 1):
-            raise ValueError(f"CVaR(alpha={self.alpha!r}): expected a number in (0, 1], the share of the lower tail.")
+            raise ValueError(f"CVaR(alpha={self.alpha!r}): expected a number in (0, 1], the size of the lower tail.")
 
     @property
     def name(self) -> str:
         return f"cvar:{self.alpha!r}"
 
     def weights(self, M: int) -> Tensor:
-        """M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
+        """Return M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
         return M * self.masses(M)
 
     def _f(self, z: Tensor) -> Tensor:
@@ -283,17 +286,18 @@ class CVaR(RankBased):
 
 @dataclass(frozen=True)
 class Distortion(RankBased):
-    """Any other member of the family: ``f``, a function of ranks z in [0, 1] or a table of its values.
+    """Custom rank-based objective: ``f`` is a function of ranks z in [0, 1], or a table of its values.
 
-    A function gets a float tensor of any shape and returns one of that shape; its integral need not be 1, nor f >= 0.
-    R takes it over each atom's share of [0, 1] by Gauss-Legendre of 32 nodes, exact for polynomials up to degree 63 and
-    less so where f jumps or is steep without end, as the root of z at 0. A table of K numbers is a step function,
-    f(z) = table_k for (k-1)/K < z <= k/K; with K = M it is the weights w_k themselves. Biased at order 1/M on a group,
-    for a smooth f.
+    A function maps a float tensor of any shape to one of the same shape. Its integral need not be 1, and f may be
+    negative. R integrates f over each atom's part of [0, 1] by 32-point Gauss-Legendre quadrature. This is exact for
+    polynomials up to degree 63, and less accurate where f jumps or has an infinite slope, as sqrt(z) at 0. A table of K
+    numbers is a step function, f(z) = table_k for (k-1)/K < z <= k/K; with K = M it contains the weights w_k. On a
+    group the bias is of order 1/M for a smooth f.
 
-    ``named`` is what `name` calls a function, its own name unless given; a table is called by its numbers.
+    ``named``: the function's name in `name`, by default its ``__qualname__``. A table is named by its numbers.
 
-    Raises ValueError for a table that is empty or not finite, and for a function that does not return what it should.
+    Raises ValueError for a table that is empty or not finite, and for a function that does not return a finite tensor
+    of the same shape.
     """
 
     f: Callable[[Tensor], Tensor] | Sequence[float]
@@ -316,16 +320,16 @@ class Distortion(RankBased):
     def _f(self, z: Tensor) -> Tensor:
         if not callable(self.f):
             table, rounding = torch.tensor(self.f, dtype=z.dtype, device=z.device), 4 * torch.finfo(z.dtype).eps
-            step = ((z - rounding) * len(table)).ceil().long()  # k/M of a table of M is its step k, not the next one
+            step = ((z - rounding) * len(table)).ceil().long()  # z = k/K is in step k despite rounding
             return table[(step - 1).clamp(0, len(table) - 1)]
         with torch.no_grad():
-            found = self.f(z)
-        if not isinstance(found, Tensor) or found.shape != z.shape or not found.isfinite().all():
+            values = self.f(z)
+        if not isinstance(values, Tensor) or values.shape != z.shape or not values.isfinite().all():
             raise ValueError(
                 f"Distortion: f of a tensor {tuple(z.shape)} in [0, 1] must be a finite tensor of that shape, got "
-                f"{tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__}."
+                f"{tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__}."
             )
-        return found.to(z)
+        return values.to(z)
 
     def _integral(self, z: Tensor) -> Tensor:
         return self._masses(torch.stack((torch.zeros_like(z), z), -1))[..., 0]
@@ -345,12 +349,12 @@ class Distortion(RankBased):
 
 
 def order_weights(n: int, best_of: int) -> Tensor:
-    """Probability that the k-th smallest of ``n`` samples is the largest of N = ``best_of`` drawn from them, (n,).
+    """Probability that the k-th smallest of ``n`` samples is the largest of a random subset of N = ``best_of``, (n,).
 
     w_k = C(k-1, N-1) / C(n, N), k = 1..n
 
-    From the top by w_n = N/n, w_(k-1) = w_k (k-N)/(k-1): no factorial overflows, and what underflows is far below the
-    weights that matter (relative error about n eps, where lgamma has log C(n, N) eps).
+    Computed from the top by w_n = N/n, w_(k-1) = w_k (k-N)/(k-1): no factorial overflows, and weights that underflow
+    are negligible. The relative error is about n eps (lgamma: log C(n, N) eps).
     """
     k = torch.arange(n, 1, -1, dtype=torch.float64)
     ratios = torch.cat([torch.ones(1, dtype=torch.float64), ((k - best_of) / (k - 1)).clamp(min=0)])
@@ -358,11 +362,11 @@ def order_weights(n: int, best_of: int) -> Tensor:
 
 
 def _steps(M: int) -> Tensor:
-    """C_0 = 0, C_1 = 1/M, .., C_M = 1, (M + 1,) in float64."""
+    """Return C_0 = 0, C_1 = 1/M, .., C_M = 1, (M + 1,) in float64."""
     return torch.arange(M + 1, dtype=torch.float64) / M
 
 
 def _cdf(masses: Tensor) -> Tensor:
-    """Running sum of the last dimension, ending on 1 exactly, as f and F may be steep there."""
+    """Return the running sum of the last dimension, scaled to end at exactly 1, where f and F may be steep."""
     total = masses.cumsum(-1)
     return total / total[..., -1:]

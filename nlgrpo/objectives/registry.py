@@ -1,10 +1,10 @@
-"""Objectives: functionals of the policy that stand for a procedure at inference time, and their first variation.
+"""All objectives, how a config names them, and rewards that are missing for some samples.
 
-Training replaces the rewards of a group of M samples of one prompt by the *linearised* rewards, the first variation of
-the objective at the group's empirical distribution, up to a constant per group (IAMA, Alg. 1 to 4). Rewards are data:
-no gradient flows through anything here. Legend: P prompts, M samples per prompt.
+Training replaces the rewards of a group of M samples of one prompt by the *linearised* rewards: the first variation of
+the objective at the group's empirical distribution, up to a constant per group (IAMA, Alg. 1 to 4). No gradient flows
+through anything here. Legend: P prompts, M samples per prompt.
 
-A string names an objective in a config: "mean", "bon:4", "soft:0.1"; `parse` reads it and `Objective.name` writes it.
+A config names an objective by a string: "mean", "bon:4", "soft:0.1". `parse` reads it and `Objective.name` writes it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 
 
 def linearize_present(objective: Objective, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
-    """`Objective.advantage` (P, M) when some rewards are NaN: the reward abstained for that completion.
+    """Return `Objective.advantage` (P, M) where NaN marks a missing reward: the reward abstained for that completion.
 
-    The entries of a group that are there count as a smaller group of their own. The absent ones get 0, so that they
-    pull the policy nowhere, and so do all of a group that has one entry or fewer than the objective needs. Of a kernel
-    matrix (P, M, M), a sample is absent whose similarity with itself is NaN.
+    The remaining entries of a group form a smaller group. Missing entries get 0, and so do all entries of a group with
+    fewer than ``objective.fewest``. In kernel matrices (P, M, M) a sample is missing if its similarity to itself is
+    NaN.
     """
     absent = _absent(objective, rewards)
     if not absent.any():
@@ -62,19 +62,19 @@ def linearize_present(objective: Objective, rewards: Tensor, baseline: Baseline 
 
 
 def present(objective: Objective, rewards: Tensor) -> Tensor:
-    """(P, M) bool: the entries that count, which are not NaN, in groups of as many as the objective needs."""
-    there = ~_absent(objective, rewards)
-    return there & (there.sum(-1, keepdim=True) >= objective.fewest)
+    """Mask (P, M) of the entries that are used: not NaN, in a group with at least ``objective.fewest`` of them."""
+    available = ~_absent(objective, rewards)
+    return available & (available.sum(-1, keepdim=True) >= objective.fewest)
 
 
 def learns_from_one(objective: Objective) -> bool:
-    """Whether a group of one has a linearised reward that its reward changes; soft best-of-N has none."""
+    """Whether the linearised reward of a group of one depends on its reward. It does not for soft best-of-N."""
     one, two = (objective.advantage(torch.tensor([[x]], dtype=torch.float64), "none") for x in (1.0, 2.0))
     return not torch.equal(one, two)
 
 
 def value_present(objective: Objective, rewards: Tensor) -> Tensor:
-    """`Objective.value` (P,) over the entries of each group that are not NaN; NaN for a group of too few."""
+    """Return `Objective.value` (P,) over the entries of each group that are not NaN; NaN if too few are left."""
     absent = _absent(objective, rewards)
     if not absent.any():
         return objective.value(rewards)
@@ -85,9 +85,9 @@ def value_present(objective: Objective, rewards: Tensor) -> Tensor:
 
 
 def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
-    """One number per completion, (P, M), for tables: its reward, or its share in the diversity of its group.
+    """Return one number per completion, (P, M), for tables: its reward, or its contribution to the group's diversity.
 
-    The mean over a group is the group's mean reward, or its diversity. NaN for what is absent.
+    The mean over a group is its mean reward, or its diversity. Missing entries are NaN.
     """
     if not isinstance(objective, Diversity):
         return rewards
@@ -98,12 +98,12 @@ def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
 
 
 class Form(NamedTuple):
-    """How an objective is written: "bon:4:unbiased" is the name of the form and its arguments."""
+    """Syntax of an objective's name: "bon:4:unbiased" is the form "bon" with two arguments."""
 
     text: str
     make: type[Objective]
-    arguments: tuple[type, ...] = ()  # how each is read
-    needed: int = 0
+    arguments: tuple[type, ...] = ()  # the type of each
+    needed: int = 0  # arguments that have no default
 
 
 FORMS = {
@@ -121,21 +121,21 @@ FORMS = {
 
 
 def is_pairwise(text: str) -> bool:
-    """Whether the objective that ``text`` names takes kernel matrices in the place of rewards."""
+    """Whether the objective named ``text`` takes kernel matrices instead of rewards."""
     form = FORMS.get(text.strip().partition(":")[0])
     return form is not None and form.make.pairwise
 
 
 def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None) -> Objective:
-    """The objective that ``text`` names: "mean", "bon:4" -> BestOfN(4), "soft:0.1" -> SoftBestOfN(0.1).
+    """Parse the name of an objective: "mean", "bon:4" -> BestOfN(4), "soft:0.1" -> SoftBestOfN(0.1).
 
-    - "bon:N" and "wor:N" may be followed by their estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased"), and "dpp:N" by
-      its eps, "dpp:3:0.01".
-    - "distortion:1,0.5,0" is a `Distortion` by a table; "distortion:file.py:f" by what ``function`` makes of the text
-      "file.py:f". Without ``function`` there are only tables.
-    - A rank-based one may be followed by ":kde" or ":kde:BANDWIDTH", "wor:4:kde" -> `Smoothed` (WorstOfN(4)).
+    - "bon:N" and "wor:N" take an optional estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased"); "dpp:N" takes an
+      optional eps, "dpp:3:0.01".
+    - "distortion:1,0.5,0" is a `Distortion` with a table. "distortion:file.py:f" calls ``function("file.py:f")`` to
+      load f; without ``function`` only tables are allowed.
+    - A rank-based objective may end in ":kde" or ":kde:BANDWIDTH": "wor:4:kde" -> `Smoothed` (WorstOfN(4)).
 
-    Raises ValueError for an unknown name, with the nearest known one, and for an argument that does not fit.
+    Raises ValueError for an unknown name, suggesting the nearest known one, and for invalid arguments.
     """
     text = text.strip()
     rank_based, smoothed, bandwidth = text.rpartition(":kde")
@@ -145,7 +145,7 @@ def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None
     if name not in FORMS:
         known = ", ".join(form.text for form in FORMS.values())
         near = difflib.get_close_matches(name.lower(), FORMS, cutoff=0.6)
-        near.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # two letters swapped come first
+        near.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # names with swapped letters come first
         hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
         raise ValueError(f"objective {text!r} is not known; expected one of {known}.{hint}")
     return _distortion(text, rest, function) if name == "distortion" else _of_form(text, FORMS[name])
@@ -154,16 +154,16 @@ def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None
 def _of_form(text: str, form: Form) -> Objective:
     given = text.split(":")[1:]
     if given and not form.arguments:
-        raise ValueError(f"objective {text!r}: it takes no argument; write {form.text!r}.")
+        raise ValueError(f"objective {text!r} takes no argument; write {form.text!r}.")
     if not form.needed <= len(given) <= len(form.arguments):
         raise ValueError(f"objective {text!r}: expected {form.text!r} with a number, got {':'.join(given)!r}.")
     try:
-        read = [kind(argument) for kind, argument in zip(form.arguments, given, strict=False)]
+        arguments = [kind(argument) for kind, argument in zip(form.arguments, given, strict=False)]
     except ValueError:
         raise ValueError(
             f"objective {text!r}: expected {form.text!r} with a number, got {':'.join(given)!r}."
         ) from None
-    return form.make(*read)
+    return form.make(*arguments)
 
 
 def _smoothed(text: str, objective: Objective, bandwidth: str) -> Objective:
@@ -171,7 +171,7 @@ def _smoothed(text: str, objective: Objective, bandwidth: str) -> Objective:
         width = float(bandwidth) if bandwidth else "silverman"
     except ValueError:
         raise ValueError(f"objective {text!r}: expected ':kde' or ':kde:BANDWIDTH', got {bandwidth!r}.") from None
-    return Smoothed(objective, width)  # type: ignore[arg-type]  # it refuses what is not rank-based
+    return Smoothed(objective, width)  # type: ignore[arg-type]  # raises for objectives that are not rank-based
 
 
 def _distortion_of(text: str, f: Callable[..., Any], named: str) -> Objective:
@@ -179,7 +179,7 @@ def _distortion_of(text: str, f: Callable[..., Any], named: str) -> Objective:
         return Distortion(f, named=named)
     except ValueError as error:
         raise ValueError(f"objective {text!r}: {error}") from error
-    except Exception as error:  # f is the user's
+    except Exception as error:  # f is user code
         raise ValueError(f"objective {text!r}: f raised {type(error).__name__}: {error}.") from error
 
 
@@ -190,28 +190,28 @@ def _distortion(text: str, rest: str, function: Callable[[str], Callable[..., An
         if ":" in rest and function is not None:
             return _distortion_of(text, function(rest), rest)
         raise ValueError(
-            f"objective {text!r}: expected 'distortion:' and numbers between commas, f at equal steps of [0, 1]"
+            f"objective {text!r}: expected 'distortion:' and numbers separated by commas, f at equal steps of [0, 1]"
             + (", or a function as module:function or file.py:function." if function is not None else ".")
         ) from None
     return Distortion(table)
 
 
 def _absent(objective: Objective, rewards: Tensor) -> Tensor:
-    """(P, M) bool."""
+    """Mask (P, M) of the missing samples."""
     if objective.pairwise and rewards.ndim == 3:
         return rewards.diagonal(dim1=-2, dim2=-1).isnan()
     return rewards.isnan()
 
 
 def _picked(rewards: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Of rewards (P, M), or kernels (P, M, M), the groups ``rows`` (p, 1) with their ``columns`` (p, k) only."""
+    """Select groups ``rows`` (p, 1) and their samples ``columns`` (p, k) from rewards (P, M) or kernels (P, M, M)."""
     if rewards.ndim == 2:
         return rewards[rows, columns]
     return rewards[rows[:, :, None], columns[:, :, None], columns[:, None, :]]
 
 
 def _by_presence(absent: Tensor, fewest: int) -> list[tuple[Tensor, Tensor]]:
-    """For each number k >= ``fewest`` of entries that are there: the groups with k, (p, 1), and where, (p, k)."""
+    """Group the rows by their number k >= ``fewest`` of present entries: row indices (p, 1), column indices (p, k)."""
     present_first = absent.to(torch.uint8).argsort(dim=-1, stable=True)
     counts = (~absent).sum(-1)
     rows_of = {k: (counts == k).nonzero() for k in counts.unique().tolist() if k >= fewest}

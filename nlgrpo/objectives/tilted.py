@@ -16,10 +16,10 @@ class SoftBestOfN(Objective):
 
         e_j = exp((r_j - max r) / tau),   Z = E e,   R[pi] = E[r e] / Z,   dR/dpi(y_j) = e_j / Z (r_j - R)
 
-    (IAMA, Alg. 4.) tau -> inf is `Mean`, tau -> 0 the maximum. On a group it is a plug-in estimate, biased at order
-    1/M.
+    (IAMA, Alg. 4.) tau -> inf gives `Mean`, tau -> 0 the maximum. On a group it is a plug-in estimate with a bias of
+    order 1/M.
 
-    Raises ValueError for a tau that is not positive and finite, and in use for infinite rewards.
+    Raises ValueError for a tau that is not positive and finite. The methods raise it for infinite rewards.
     """
 
     tau: float
@@ -33,10 +33,10 @@ class SoftBestOfN(Objective):
         return f"soft:{self.tau!r}"
 
     def _tilt(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """e_j / Z (P, M), r_j - max r (P, M), and R - max r (P, 1).
+        """Return e_j / Z (P, M), r_j - max r (P, M), and R - max r (P, 1).
 
-        The shift by max r cancels in e/Z and is needed, as r/tau reaches hundreds; in r_j - R it makes a group of equal
-        rewards exactly 0.
+        The shift by max r cancels in e/Z. It prevents overflow, as r/tau reaches hundreds, and makes r_j - R exactly 0
+        in a group of equal rewards.
         """
         _refuse_infinite(self, rewards)
         shifted = rewards - rewards.amax(-1, keepdim=True)
@@ -60,11 +60,11 @@ class EntropicRisk(Objective):
 
         R[pi] = 1/beta log E e^{beta r};      dR/dpi(y_j) = e^{beta r_j} / (beta E e^{beta r})      (IAMA, App. C)
 
-    beta > 0 seeks risk (beta -> inf is the maximum), beta < 0 avoids it (-> -inf: the minimum), beta -> 0 is `Mean`.
-    On a group it is a plug-in estimate, biased at order 1/M. Exponents are shifted by their maximum, and 1/beta is
-    taken from the first variation, whose expectation is 0 then: beta -> 0 loses no digits.
+    beta > 0 seeks risk (beta -> inf gives the maximum), beta < 0 avoids it (beta -> -inf: the minimum), beta -> 0 gives
+    `Mean`. On a group it is a plug-in estimate with a bias of order 1/M. Exponents are shifted by their maximum, and
+    1/beta is subtracted from the first variation, so that its expectation is 0 and small beta loses no digits.
 
-    Raises ValueError for a beta that is 0 or not finite, and in use for infinite rewards.
+    Raises ValueError for a beta that is 0 or not finite. The methods raise it for infinite rewards.
     """
 
     beta: float
@@ -78,7 +78,7 @@ class EntropicRisk(Objective):
         return f"erm:{self.beta!r}"
 
     def _excess(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """s = max beta r of the atoms that have mass (P, 1), e^{beta r - s} - 1 (P, M), and its expectation (P, 1)."""
+        """Return s = max beta r over atoms with mass (P, 1), e^{beta r - s} - 1 (P, M), and its expectation (P, 1)."""
         _refuse_infinite(self, rewards)
         exponents = self.beta * rewards
         if probs is None:

@@ -280,13 +280,13 @@ def test_files_keep_every_bit(tmp_path, dtype):
 def test_files_of_others_are_refused(tmp_path):
     path, ours = tmp_path / "x", {"format": "nlgrpo.ecdf", "version": "1"}
     path.write_bytes(b"not a safetensors file")
-    with pytest.raises(ValueError, match="is no file of an ECDF"):
+    with pytest.raises(ValueError, match="is not an ECDF file"):
         ECDF.load(path)
     save_file({"samples": torch.ones(3)}, path)
     with pytest.raises(ValueError, match=r"expected .*nlgrpo\.ecdf.* in its header, got None"):
         ECDF.load(path)
     save_file({"weights": torch.ones(3)}, path, metadata=ours)
-    with pytest.raises(ValueError, match="is no file of an ECDF"):
+    with pytest.raises(ValueError, match="is not an ECDF file"):
         ECDF.load(path)
     save_file({"samples": torch.tensor([2.0, 1.0])}, path, metadata=ours)
     with pytest.raises(ValueError, match="not sorted"):

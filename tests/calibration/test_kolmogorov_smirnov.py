@@ -112,7 +112,7 @@ def test_cells():
         (torch.tensor([[0.0, 1.0], [2.0, math.nan]]), {"sizes": (1, 1)}, r"rewards\[1, 1\] is NaN"),
         (normal(2, 9), {"sizes": (5,)}, "two or more"),
         (normal(2, 9), {"sizes": (0, 5)}, "at least 1"),
-        (normal(2, 9), {"sizes": (4, 6)}, "4 against 6 needs 10 samples of a prompt, got 9; .* nested=True"),
+        (normal(2, 9), {"sizes": (4, 6)}, "4 against 6 needs 10 samples per prompt, got 9; .* nested=True"),
         (normal(2, 9), {"sizes": (4, 10), "nested": True}, "4 against 10 needs 10 .* got 9; draw more"),
         (normal(2, 9), {"sizes": (4, 4), "alpha": 5}, "alpha=5"),
     ],

@@ -472,13 +472,16 @@ nan = math.nan
         ({"samples": torch.ones(3, dtype=torch.complex64)}, "got complex64"),
         ({"samples": [1.0, 2.0]}, "samples: expected a tensor, got list"),
         ({"offsets": torch.tensor([0, 1, 1, 3])}, "row 1 of samples is empty"),
-        ({"offsets": torch.tensor([0, 2, 1, 3])}, "they fall from 2 to 1 after row 1"),
+        (
+            {"offsets": torch.tensor([0, 2, 1, 3])},
+            "they decrease from 2 to 1 after row 1; expected them to increase from 0 to 3",
+        ),
         ({"offsets": torch.tensor([1, 3])}, "the first must be 0, got 1"),
         ({"offsets": torch.tensor([-1, 3])}, "the first must be 0, got -1"),
         ({"offsets": torch.tensor([0, 2])}, "the last must be 3, the number of elements of samples, got 2"),
         ({"offsets": torch.tensor([0, 2, 4])}, "row 1 ends at 4, but samples has 3"),
         ({"offsets": torch.tensor([0, 9, 3])}, "row 0 ends at 9"),
-        ({"offsets": torch.tensor([0, -(2**62), 3])}, "they fall"),
+        ({"offsets": torch.tensor([0, -(2**62), 3])}, "they decrease"),
         ({"offsets": torch.tensor([], dtype=torch.int64)}, r"int64 tensor \(P \+ 1,\), got torch.int64 \(0,\)"),
         ({"offsets": torch.tensor([[0, 3]])}, r"got torch.int64 \(1, 2\)"),
         ({"offsets": torch.tensor([0.0, 3.0])}, r"got torch.float32 \(2,\)"),
@@ -486,7 +489,7 @@ nan = math.nan
         ({"offsets": torch.empty(2, dtype=torch.int64, device="meta")}, "offsets are on meta, but samples on cpu"),
         (
             {"samples": torch.ones(1, 3), "offsets": torch.tensor([0, 3])},
-            r"all rows after each other, \(S,\), got \(1, 3\)",
+            r"expected the rows concatenated, \(S,\), got \(1, 3\)",
         ),
         ({"weights": torch.ones(2)}, r"weights: expected \(3,\) on cpu, one per sample, got \(2,\)"),
         ({"weights": torch.ones(3, device="meta")}, "got .* on meta"),
@@ -498,7 +501,7 @@ nan = math.nan
         ({"weights": torch.full((3,), 1e308, dtype=torch.float64)}, "row 0 sum to inf"),
         ({"weights": torch.tensor([1.0, 0.0, 0.0]), "offsets": torch.tensor([0, 1, 3])}, "row 1 sum to 0"),
         ({"side": "middle"}, "side='middle' is not known; expected 'strict'"),
-        ({"dtype": torch.float16}, "dtype=torch.float16: a CDF is given in torch.float64 or torch.float32"),
+        ({"dtype": torch.float16}, "dtype=torch.float16: expected torch.float64 or torch.float32"),
         ({"impl": "triton"}, "impl='triton' is not known to ecdf_ranks; expected 'auto', 'cpp' or 'torch'"),
     ],
 )
@@ -529,7 +532,7 @@ def test_ranks_refuses(impl, change, says):
         ({"offsets": torch.tensor([0, 1, 2])}, "give both"),
         (
             {"offsets": torch.tensor([0, 1, 2]), "query_offsets": torch.tensor([0, 4])},
-            "as many rows as the samples have, 2, got 1",
+            "the number of rows of the samples, 2, got 1",
         ),
         (
             {"offsets": torch.tensor([0, 1, 2]), "query_offsets": torch.tensor([0, 5, 4])},
@@ -566,8 +569,8 @@ def test_a_nan_query_of_a_ragged_row_is_named():
         ({"offsets": (torch.tensor([0, 2]), torch.tensor([0, 2]))}, r"offsets\[1\]: the last must be 3"),
         ({"weights": (torch.ones(2), torch.ones(2))}, r"weights: expected \(3,\)"),
         ({"weights": (torch.ones(2), -torch.ones(3))}, r"weights\[0\] is -1"),
-        ({"offsets": (torch.tensor([0, 2]), None)}, "offsets: expected a pair of tensors, of a and of b, got tuple"),
-        ({"weights": torch.ones(2)}, "weights: expected a pair of tensors, of a and of b, got Tensor"),
+        ({"offsets": (torch.tensor([0, 2]), None)}, "offsets: expected a pair of tensors, for a and b, got tuple"),
+        ({"weights": torch.ones(2)}, "weights: expected a pair of tensors, for a and b, got Tensor"),
         ({"impl": "triton"}, "not known to ecdf_merge"),
     ],
 )

@@ -230,7 +230,7 @@ def test_under_autocast_it_computes_as_a_linear_layer_does():
         logprob, entropy = kernels.linear_logprob(hidden, weight, targets)
     truth = kernels.linear_logprob(hidden.bfloat16(), weight.bfloat16(), targets)
     torch.testing.assert_close((logprob, entropy), truth, atol=0, rtol=0)
-    with pytest.raises(ValueError, match=r"of one type, got torch\.bfloat16, torch\.float32"):
+    with pytest.raises(ValueError, match=r"of one dtype, got torch\.bfloat16, torch\.float32"):
         kernels.linear_logprob(hidden.bfloat16(), weight, targets)
 
 

@@ -273,7 +273,7 @@ def test_a_gradient_by_the_advantages_is_not_lost(device):
     A = torch.randn(5, device=device, requires_grad=True)
     kernels.policy_loss(x, x, A).sum().backward()
     torch.testing.assert_close(A.grad, -torch.ones_like(A))
-    with pytest.raises(ValueError, match="no gradient by the advantages"):
+    with pytest.raises(ValueError, match="no gradient with respect to the advantages"):
         kernels.policy_loss(x, x, A, impl="triton")
 
 

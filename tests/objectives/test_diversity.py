@@ -165,7 +165,11 @@ def test_samples_that_are_all_alike_have_no_advantage(objective):
             torch.tensor([[[1.0, math.nan], [0, 1]]]),
             "group 0, samples 0 and 1 is nan and is not finite",
         ),
-        (RaoDiversity(), torch.tensor([[[1.0, 0.5], [0.2, 1]]]), "is 0.5 and differs from that of the same two"),
+        (
+            RaoDiversity(),
+            torch.tensor([[[1.0, 0.5], [0.2, 1]]]),
+            "is 0.5 and differs from the entry of the same two samples in the other order",
+        ),
         (
             DPPDiversity(2),
             torch.tensor([[[1.0, 2.0], [2.0, 1]]]),
@@ -179,7 +183,7 @@ def test_refused_kernels(objective, kernel, says):
 
 
 def test_refused_use():
-    with pytest.raises(ValueError, match="a group of 2 gives all its samples one advantage; expected M >= 3"):
+    with pytest.raises(ValueError, match="all samples of a group of 2 have the same advantage; expected M >= 3"):
         RaoDiversity().advantage(torch.eye(2)[None])
     with pytest.raises(ValueError, match="baseline='median'"):
         RaoDiversity().advantage(torch.eye(3)[None], "median")

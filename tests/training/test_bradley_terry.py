@@ -87,7 +87,7 @@ def test_one_pair_has_an_interval():
 
 @pytest.mark.parametrize(
     ("chosen", "rejected", "message"),
-    [([], [], "n >= 1"), ([1.0], [1.0, 2.0], r"\(1,\), \(2,\)"), ([math.nan, 1.0], [0.0, 0.0], "1 of 2 pairs")],
+    [([], [], "n >= 1"), ([1.0], [1.0, 2.0], r"\(1,\) and \(2,\)"), ([math.nan, 1.0], [0.0, 0.0], "1 of 2 pairs")],
 )
 def test_bad_scores(chosen, rejected, message):
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""PPO's update against plain PyTorch on transformers' models, in float64; and what a run with a critic does."""
+"""PPO's update against plain PyTorch on transformers' models, in float64; and runs with a critic."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ OPTIM = OptimConfig(eps=EPS, max_grad_norm=0.0)
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    """Pictures take longer than these runs."""
+    """Drawing figures takes longer than these runs."""
     monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
 
 
@@ -78,26 +78,26 @@ def plain_ppo(policy, reference, trunk, head, rollout, gain, cfg: Config):
     optimizer = torch.optim.AdamW(groups, eps=EPS, weight_decay=0.0)
     prompts = [p for p in rollout.prompt_ids for _ in range(M)]
     pairs = list(zip(prompts, rollout.completion_ids(), strict=True))
-    told = []
+    targets = []
     with torch.no_grad():
-        for (prompt, completion), worth in zip(pairs, gain.flatten().tolist(), strict=True):
+        for (prompt, completion), final_reward in zip(pairs, gain.flatten().tolist(), strict=True):
             old, hidden = of_completion(policy, prompt, completion)
             ref, _ = of_completion(reference, prompt, completion)
             own = hidden if shared else of_completion(trunk, prompt, completion)[1]
             values = own @ head[0]
             rewards = -BETA * (old - ref) if cfg.loss.kl_in == "reward" else torch.zeros_like(old)
-            rewards[-1] += worth
-            told_each = plain_gae(rewards.tolist(), values.tolist(), cfg.critic.gamma, cfg.critic.lam)
-            advantages = torch.tensor(told_each, dtype=torch.float64)
-            told.append([old, ref, values, advantages, advantages + values])
+            rewards[-1] += final_reward
+            gae_advantages = plain_gae(rewards.tolist(), values.tolist(), cfg.critic.gamma, cfg.critic.lam)
+            advantages = torch.tensor(gae_advantages, dtype=torch.float64)
+            targets.append([old, ref, values, advantages, advantages + values])
     if cfg.critic.whiten:
-        every = torch.cat([advantages for *_, advantages, _ in told])
-        for entry in told:
+        every = torch.cat([advantages for *_, advantages, _ in targets])
+        for entry in targets:
             entry[3] = (entry[3] - every.mean()) / (every.std() + 1e-8)
     count = sum(len(completion) for _, completion in pairs)
     for _ in range(cfg.loss.epochs):
         total = torch.zeros((), dtype=torch.float64)
-        for (prompt, completion), (old, ref, before, advantages, returns) in zip(pairs, told, strict=True):
+        for (prompt, completion), (old, ref, before, advantages, returns) in zip(pairs, targets, strict=True):
             logp, hidden = of_completion(policy, prompt, completion)
             values = (hidden if shared else of_completion(trunk, prompt, completion)[1]) @ head[0]
             ratio = (logp - old).exp()
@@ -132,7 +132,7 @@ def test_the_update_is_that_of_plain_pytorch(root, name):
     values = values if values.trunk == "shared" else replace(values, path=str(root / "value"))
     cfg = Config(model=ModelConfig(str(root / "policy")), loss=loss, critic=values, optim=OPTIM)
     learner = make_learner(root, cfg)
-    assert head_of(learner).abs().max() == 0  # a new head says 0
+    assert head_of(learner).abs().max() == 0  # a new head predicts 0
     with torch.no_grad():
         head_of(learner).copy_(0.3 * torch.randn(1, 16, generator=torch.Generator().manual_seed(4)))
     head = head_of(learner).detach().clone().requires_grad_()
@@ -154,7 +154,7 @@ def test_the_update_is_that_of_plain_pytorch(root, name):
     assert stats["clip_ratio/region_mean"] > 0
 
 
-def test_what_is_dropped_teaches_the_critic_nothing(root):
+def test_dropped_completions_do_not_train_the_critic(root):
     for key in ("policy", "reference"):
         tiny_model(root / key, "gpt2")
     loss, values = CASES["shared"]
@@ -198,7 +198,7 @@ def metrics_of(folder):
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
-def test_a_run_goes_on_bit_for_bit(root, prompts, tmp_path, trunk):
+def test_a_run_resumes_bit_for_bit(root, prompts, tmp_path, trunk):
     more = ("--critic.trunk", trunk, "--critic.warmup_steps", "2", "--loss.epochs", "2", "--loss.kl_in", "reward")
     assert train.main(arguments(root, tmp_path / "whole", "--train.steps", "6", *more)) == 0
     assert train.main(arguments(root, tmp_path / "halves", "--train.steps", "3", *more)) == 0
@@ -212,11 +212,11 @@ def test_a_run_goes_on_bit_for_bit(root, prompts, tmp_path, trunk):
     states = [decoder.load(tmp_path / name / "model").state_dict() for name in ("whole", "halves")]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert [step["learning_rate"] for step in whole] == [0, 0, 3e-3, 3e-3, 3e-3, 3e-3]
-    assert whole[1]["kl"] == pytest.approx(0, abs=1e-12)  # the critic has learned alone
+    assert whole[1]["kl"] == pytest.approx(0, abs=1e-12)  # only the critic has been trained
     assert whole[1]["value/loss"] != whole[0]["value/loss"]
 
 
-def test_it_learns_and_so_does_its_critic(root, prompts, tmp_path):
+def test_policy_and_critic_learn(root, prompts, tmp_path):
     assert train.main(arguments(root, tmp_path / "run", "--train.steps", "40")) == 0
     steps = metrics_of(tmp_path / "run")
     first, last = steps[:4], steps[-4:]
@@ -224,7 +224,7 @@ def test_it_learns_and_so_does_its_critic(root, prompts, tmp_path):
     assert sum(s["value/loss"] for s in last) < sum(s["value/loss"] for s in first) / 2
 
 
-def test_the_policy_of_a_checkpoint_beside_a_critic_can_begin_a_reward_model(root, prompts, tmp_path):
+def test_a_checkpoint_with_a_critic_can_initialize_a_reward_model(root, prompts, tmp_path):
     from nlgrpo.model import reward_model
 
     assert train.main(arguments(root, tmp_path / "run", "--train.steps", "2")) == 0
@@ -271,10 +271,10 @@ def test_a_group_of_one_needs_no_baseline_with_a_critic():
             validate.check(replace(alone, rewards=rewards))
 
 
-# --- what is not told to it -------------------------------------------------------------------------------------------
+# --- completions without a reward -------------------------------------------------------------------------------------
 
 
-def test_which_completions_a_reward_judges():
+def test_which_completions_have_a_reward():
     rewards = {name: torch.tensor([[1.0, torch.nan, 2.0], [torch.nan] * 3]) for name in ("a", "b", "c")}
     rewards["b"] = torch.tensor([[torch.nan, torch.nan, 2.0], [torch.nan, torch.nan, 5.0]])
     groups = GlobalBatch(rewards, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, {}, {})
@@ -286,8 +286,8 @@ def test_which_completions_a_reward_judges():
     assert groups.has_reward(pair, {"a": 1.0, "b": 1.0, "c": 0.0}).tolist() == of_a
 
 
-def test_a_completion_that_no_reward_judges_teaches_nothing(root, prompts, tmp_path):
-    """One that abstains is not one of reward 0, whatever the critic expects."""
+def test_a_completion_without_a_reward_is_not_trained_on(root, prompts, tmp_path):
+    """An abstention is not a reward of 0."""
     (root / "judge.py").write_text(
         "def some(completion_ids, **_):\n"
         "    return [None if ids[0] % 2 else 5.0 for ids in completion_ids]\n"
@@ -314,7 +314,7 @@ def test_a_completion_that_no_reward_judges_teaches_nothing(root, prompts, tmp_p
 # --- when it begins ---------------------------------------------------------------------------------------------------
 
 
-def test_the_policys_schedule_begins_behind_the_critics_warm_up():
+def test_the_policys_schedule_starts_after_the_critics_warm_up():
     given = ["length-mean", "--loss.algorithm", "ppo", "--critic.warmup_steps", "3", "--train.steps", "7"]
     given += ["--optim.lr", "1", "--critic.lr", "10", "--optim.warmup_steps", "2", "--optim.schedule", "linear"]
     cfg, _ = from_arguments([*given, "--loss.target_kl", "0.1", "--loss.beta", "1"])
@@ -322,7 +322,7 @@ def test_the_policys_schedule_begins_behind_the_critics_warm_up():
     run.config, run.progress = cfg, runs.Progress(beta=1.0)
     assert [run.rates(step)["lr"] for step in range(7)] == [0, 0, 0, 0.5, 1, 1, 0.5]
     assert [run.rates(step)["critic_lr"] for step in range(3)] == [5, 10, 10]
-    assert [run.next_beta(step, 0.0) for step in range(3)] == [1, 1, 1]  # a policy that waits has no KL
+    assert [run.next_beta(step, 0.0) for step in range(3)] == [1, 1, 1]  # the policy is not trained yet
     assert run.next_beta(3, 0.0) < 1
 
 
@@ -337,7 +337,7 @@ def test_the_policys_schedule_begins_behind_the_critics_warm_up():
         ({"n_positions": 6}, "has a context of 6 tokens, but a prompt and its completion may have"),
     ],
 )
-def test_a_critic_that_cannot_serve_is_told_before_a_run_is_removed(root, prompts, tmp_path, capsys, changed, said):
+def test_an_unsuitable_critic_is_reported_before_a_run_is_removed(root, prompts, tmp_path, capsys, changed, said):
     given = arguments(root, tmp_path / "run", "--train.steps", "1")
     assert train.main(given) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}

@@ -98,5 +98,5 @@ def test_where_it_is_clipped_a_value_gets_no_gradient():
 def test_what_the_value_loss_refuses(clip):
     with pytest.raises(ValueError, match="clip="):
         clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip)
-    with pytest.raises(ValueError, match="three of one shape"):
+    with pytest.raises(ValueError, match="values, old_values and returns of one shape"):
         clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(3), 0.2)

@@ -108,7 +108,7 @@ def logprobs_of(theirs, rollout, rows=range(P * M)):
 
 
 def plain_loss(cfg, logp, old, ref, adv, divide):
-    """Of one completion, (length,) each; ``divide`` is its denominator."""
+    """Terms (length,) of one completion; ``divide`` is its denominator."""
     ratio = (logp - old).exp() if cfg.level == "token" else (logp - old).mean().exp().expand_as(logp)
     clipped = torch.clip(ratio, 1 - cfg.eps_low, 1 + cfg.eps_high)
     gain = torch.min(ratio * adv, clipped * adv)
@@ -182,7 +182,7 @@ def plain_update(theirs, reference, rollout, adv, cfg, *, lr=0.01, max_grad_norm
 
 
 def exported(model, values):
-    """What stands by our names, by transformers' names."""
+    """Tensors by transformers' names instead of ours."""
     return hf_weights.state_for_export(values, model.shape, tensor_map(model.shape))
 
 
@@ -192,7 +192,7 @@ def by_name(learner, gradients):
 
 
 def assert_near(ours, truth, rtol=1e-9):
-    """Relative to the largest entry of the tensor."""
+    """The tolerance is relative to the largest entry of the tensor."""
     assert ours.keys() <= truth.keys()  # a tied head has one name here and maybe two there
     for name, value in ours.items():
         bound = rtol * float(truth[name].detach().abs().max()) + 1e-15
@@ -325,7 +325,7 @@ def without(rollout, dropped):
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_dropped_groups_count_nowhere(folders, rollout, normalization, level, epochs):
+def test_dropped_groups_do_not_count(folders, rollout, normalization, level, epochs):
     cfg = LossConfig(normalization=normalization, level=level, beta=0.3, epochs=epochs)
     adv, dropped = some_advantages(), torch.tensor([False, True, False, True])
     ours, truth = make_learner(folders[0], cfg, micro=30), make_learner(folders[0], cfg, micro=30)
@@ -338,7 +338,7 @@ def test_dropped_groups_count_nowhere(folders, rollout, normalization, level, ep
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14)
 
 
-def test_where_all_groups_are_dropped_nothing_moves(folders, rollout):
+def test_an_update_with_all_groups_dropped_changes_nothing(folders, rollout):
     learner = make_learner(folders[0], LossConfig(beta=0.3, epochs=2), optim=OptimConfig(eps=EPS, weight_decay=0.1))
     update(learner, rollout, some_advantages())  # from here on AdamW has momentum
     before = [p.detach().clone() for p in learner.model.parameters()]
@@ -347,8 +347,8 @@ def test_where_all_groups_are_dropped_nothing_moves(folders, rollout):
     assert stats["grad_norm"] == 0
 
 
-def test_the_learner_says_how_far_the_samplers_log_probs_were(folders, rollout):
-    """Compared while the policy has not moved: in the first minibatch of the first epoch."""
+def test_the_learner_reports_the_difference_to_the_samplers_log_probs(folders, rollout):
+    """Compared before the policy changes: in the first minibatch of the first epoch."""
     root, theirs = folders
     with torch.no_grad():
         truth = [logp for logp, _ in logprobs_of(theirs["policy"], rollout)]

@@ -103,7 +103,7 @@ def test_names_are_those_in_trl_s_source():
         {"lengths": np.ones(20, dtype=int)},
     ],
 )
-def test_parts_that_disagree_are_refused(change):
+def test_inconsistent_shapes_and_names_are_refused(change):
     case = dict(zip(("rewards", "weights", "lengths", "finished"), rollouts(), strict=True))
     with pytest.raises(ValueError, match=r"must all be|needs a weight"):
         ours(**{**case, **change})

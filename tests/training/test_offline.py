@@ -37,7 +37,7 @@ ALGORITHMS = ("bon_sft", "dpo", "ipo", "bonbon")
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7"]
 REWARDS = """
 def first(completion_ids, **_):
-    # Tokens are worth their number modulo 8: some tie.
+    # The reward of a token is its number modulo 8: some tie.
     return [float(ids[0] % 8) for ids in completion_ids]
 
 def low(completion_ids, **_):
@@ -57,7 +57,7 @@ def of_some(prompts, completion_ids, **_):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    """Pictures take longer than these runs."""
+    """Drawing figures takes longer than these runs."""
     monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
 
 
@@ -155,7 +155,7 @@ def test_the_update_is_that_of_plain_pytorch(root, algorithm, micro):
     assert (stats["learning_rate"], stats["sets"]) == (LR, 4)
 
 
-def test_without_a_set_nothing_moves(root):
+def test_a_step_without_sets_changes_nothing(root):
     learner = make_learner(root, LossConfig("dpo", beta=BETA))
     offline.update(learner, chosen_of(SETS), OfflineConfig(), LR)  # fills the optimiser's moments
     before = learner.model.embed.weight.detach().clone()
@@ -164,11 +164,11 @@ def test_without_a_set_nothing_moves(root):
     assert stats == {"sets": 0, "grad_norm": 0.0, "learning_rate": LR, "tokens": 0}
 
 
-# --- what a step takes ------------------------------------------------------------------------------------------------
+# --- data of a step ---------------------------------------------------------------------------------------------------
 
 
 def options(root, **more):
-    """One token a completion, so that all strings can be enumerated."""
+    """One token per completion, so all strings can be enumerated."""
     given = {
         "model.path": root / "policy",
         "model.dtype": "float64",
@@ -234,16 +234,16 @@ def test_pairs_are_the_best_and_the_worst_by_the_weighted_sum(root, rollouts):
     more = {"offline__n": 3, "rewards__low__weight": 20.0, "rewards__first__weight": -1.0}
     run = run_of(root, loss__algorithm="bonbon", **more)
     _, found = of_step(run, 0, 4)
-    worth = {y: -float(y % 8) - 20 * (y >= 16) for y in range(len(WORDS))}
+    reward_of = {y: -float(y % 8) - 20 * (y >= 16) for y in range(len(WORDS))}
     assert len(found) > 10
-    assert all(worth[chosen[0]] > worth[rejected[0]] for (_, chosen), (_, rejected) in found)
-    mean = sum(worth[chosen[0]] for (_, chosen), _ in found) / len(found)
-    single = sum(sum(worth[y] for (y,) in load(rollouts).ids(p)) / 50 for p in range(4)) / 4
+    assert all(reward_of[chosen[0]] > reward_of[rejected[0]] for (_, chosen), (_, rejected) in found)
+    mean = sum(reward_of[chosen[0]] for (_, chosen), _ in found) / len(found)
+    single = sum(sum(reward_of[y] for (y,) in load(rollouts).ids(p)) / 50 for p in range(4)) / 4
     assert mean > single + 5  # the best of 3, of rewards that spread over 27
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_share_what_a_step_takes(root, rollouts, world):
+def test_ranks_split_the_sets_of_a_step(root, rollouts, world):
     run = run_of(root, loss__algorithm="ipo")
     whole, found = of_step(run, 4, 4)
     parts = [of_step(run, 4, 4, Ranks(r, world, torch.device("cpu"))) for r in range(world)]
@@ -252,7 +252,7 @@ def test_ranks_share_what_a_step_takes(root, rollouts, world):
     assert max(len(mine) for _, mine in parts) - min(len(mine) for _, mine in parts) <= 1
 
 
-def test_prompts_that_teach_nothing_are_left_out_and_counted(root, rollouts, tmp_path, capsys):
+def test_prompts_without_pairs_are_dropped_and_counted(root, rollouts, tmp_path, capsys):
     given = options(root, loss__algorithm="dpo", rewards__first__weight=0.0, rewards__of_some__weight=1.0)
     assert train.main([*given, "--dry-run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -298,7 +298,7 @@ def best_of(p, n):
 
 
 def of_the_rollouts(folder):
-    """The distribution of the samples that were kept, which is what training sees of the reference."""
+    """The distribution of the saved samples, which training uses for the reference."""
     kept = load(folder)
     rows = [kept.row([WORDS.index(word) for word in p.split()]) for p in PROMPTS]
     counts = torch.tensor([[[y for (y,) in kept.ids(r)].count(w) for w in range(len(WORDS))] for r in rows])
@@ -360,7 +360,7 @@ def test_ipo_leads_to_its_least_squares(root, rollouts, tmp_path):
 
 
 @pytest.mark.parametrize("runs_of", [1, 2])
-def test_its_curves_are_those_that_it_logs(runs_of):
+def test_the_report_shows_the_logged_curves(runs_of):
     logged = [
         {"step": i, "loss": 1.0, "logps/chosen": -3.0 - i, "logps/rejected": -4.0, "rewards/margins": 0.5 * i,
          "rewards/accuracies": 0.25 * i} for i in range(4)
@@ -377,7 +377,7 @@ def test_its_curves_are_those_that_it_logs(runs_of):
 
 
 @pytest.mark.parametrize("algorithm", ["bon_sft", "bonbon"])
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, rollouts, tmp_path, monkeypatch, capsys, algorithm):
+def test_a_stopped_run_resumes_bit_for_bit(root, rollouts, tmp_path, monkeypatch, capsys, algorithm):
     more = {"loss__algorithm": algorithm, "optim__lr": 0.01, "rollout__prompts": 3, "offline__rejected": "random"}
     whole, stopped = (options(root, **more, train__steps=6, train__out=tmp_path / x) for x in ("whole", "stopped"))
     assert train.main(whole) == 0
@@ -404,7 +404,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, rollouts, tmp_path, mo
     assert len(untimed[0]) == 6
 
 
-def test_rollouts_that_do_not_serve_are_refused(root, rollouts, tmp_path):
+def test_unsuitable_rollouts_are_refused(root, rollouts, tmp_path):
     more = {"loss__algorithm": "dpo"}
     with pytest.raises(ValueError, match=r"rollout.samples = 64: .* has 50 samples per prompt; set 50 or less"):
         run_of(root, **more, rollout__samples=64)

@@ -253,7 +253,7 @@ ONE = torch.zeros(1)
         (lambda: ipo(*4 * [torch.zeros(1, 2)], 0.1), r"expected four .* \(1, 2\)"),
         (lambda: dpo(ONE, ONE, ONE, ONE, 0.0), "beta=0.0"),
         (lambda: ipo(ONE, ONE, ONE, ONE, math.inf), "beta=inf"),
-        (lambda: bonbon(ONE, ONE, ONE, ONE, n=1, alpha=0.1), "n=1: expected a whole number >= 2"),
+        (lambda: bonbon(ONE, ONE, ONE, ONE, n=1, alpha=0.1), "n=1: expected an integer >= 2"),
         (lambda: bonbon(ONE, ONE, ONE, ONE, n=2, alpha=1.1), "alpha=1.1"),
         (lambda: bonbon_margin(2.5), "n=2.5"),
         (lambda: pairs(torch.zeros(2, 3), 4), r"K >= n = 4, got \(2, 3\)"),
@@ -261,7 +261,7 @@ ONE = torch.zeros(1)
         (lambda: pairs(torch.tensor([[0.0, math.nan]]), 2), r"rewards\[0, 1\] is NaN"),
         (lambda: pairs(torch.zeros(2, 3), 2, rejected="best"), "rejected='best'"),
         (lambda: pairs(torch.zeros(2, 3), 1), "n=1"),
-        (lambda: winners(torch.zeros(2, 3), 0), "n=0: expected a whole number >= 1"),
+        (lambda: winners(torch.zeros(2, 3), 0), "n=0: expected an integer >= 1"),
     ],
 )
 def test_refused(call, says):

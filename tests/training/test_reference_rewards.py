@@ -1,4 +1,4 @@
-"""Rewards held against the reference's samples: by counting, and by the distributions that training leads to."""
+"""Calibrated rewards: against direct counting, and by the distributions that training leads to."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from nlgrpo.training.build import build
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7"]
 REWARDS = """
 def first(completion_ids, **_):
-    # Tokens are worth their number modulo 8: some tie.
+    # The reward of a token is its number modulo 8: some tie.
     return [float(ids[0] % 8) for ids in completion_ids]
 
 def mostly(completion_ids, **_):
@@ -30,7 +30,7 @@ def mostly(completion_ids, **_):
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    """Pictures take longer than these runs."""
+    """Drawing figures takes longer than these runs."""
     monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
 
 
@@ -44,7 +44,7 @@ def root(tmp_path_factory):
 
 
 def options(root, **more):
-    """One token a completion, so that all strings can be enumerated."""
+    """One token per completion, so all strings can be enumerated."""
     given = {
         "model.path": root / "model",
         "model.dtype": "float64",
@@ -75,7 +75,7 @@ def metrics_of(folder):
 
 
 def held_of(root, **more):
-    """What the first step of a run is told: its rollout, rewards, what is held, and the reference's own numbers."""
+    """Data of the first step of a run: rollout, rewards, calibrated rewards, and the numbers of the reference."""
     cfg, _ = from_arguments(options(root, **more))
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     learner = run.learner()
@@ -126,15 +126,15 @@ def test_a_vbon_reward_counts_in_a_total_order(root, rollouts, bound):
             assert float(held["first"].values[p, m]) == pytest.approx(truth, rel=1e-9)
 
 
-def test_rollouts_of_another_reward_do_not_serve(root, rollouts):
+def test_rollouts_of_another_reward_are_refused(root, rollouts):
     function = f"{root / 'rewards.py'}:mostly"
     more = {"rewards__first__function": function, "rewards__first__transform": "identity"}
     with pytest.raises(ValueError, match=r"reward 'first' was .*:first x 1.0, and the run's is .*:mostly x 1.0"):
         held_of(root, **more, calibration__rollouts=rollouts)
 
 
-def test_rollouts_that_were_scored_by_other_columns_do_not_serve(root, tmp_path):
-    """An answer that was corrected since, for instance."""
+def test_rollouts_scored_with_other_columns_are_refused(root, tmp_path):
+    """For instance an answer that was corrected since."""
     rows = [json.loads(line) | {"answer": i} for i, line in enumerate((root / "prompts.jsonl").open())]
     source, folder = tmp_path / "rows.jsonl", tmp_path / "rollouts"
     more = {"data__source": source, "rewards__first__transform": "identity", "calibration__rollouts": folder}
@@ -148,7 +148,7 @@ def test_rollouts_that_were_scored_by_other_columns_do_not_serve(root, tmp_path)
     held_of(root, **more)
 
 
-def test_where_the_reward_abstains_nothing_is_held(root, rollouts):
+def test_abstentions_are_not_calibrated(root, rollouts):
     run, batch, rollout, scores, held, ref = held_of(
         root, rewards__first__transform="identity", calibration__rollouts=rollouts
     )
@@ -165,7 +165,7 @@ def test_where_the_reward_abstains_nothing_is_held(root, rollouts):
     assert torch.equal(dropped.values[~groups].isnan(), absent[~groups])
 
 
-def test_what_cannot_be_held_stops_the_run_with_its_state(root, rollouts, tmp_path, monkeypatch, capsys):
+def test_a_failed_calibration_stops_the_run_with_a_checkpoint(root, rollouts, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise ValueError("no curve")
 
@@ -189,7 +189,7 @@ def test_a_fixed_point_is_that_of_the_weighted_reward(root, rollouts):
 # --- prompts without rollouts -----------------------------------------------------------------------------------------
 
 
-def test_prompts_without_rollouts_are_told_before_training(root, tmp_path):
+def test_prompts_without_rollouts_are_reported_before_training(root, tmp_path):
     given = [*options(root), "--samples", "8", "--prompts", "3", "--out", str(tmp_path / "few")]
     assert cli.main(["rollout", *given]) == 0
     more = {"rewards__first__transform": "identity", "calibration__rollouts": tmp_path / "few"}
@@ -215,7 +215,7 @@ def test_drawn_samples_are_the_same_whenever_a_prompt_comes(root, tmp_path):
     assert len(run.references.known) == 1
 
 
-def test_a_run_that_draws_goes_on_bit_for_bit(root, tmp_path):
+def test_a_run_that_draws_resumes_bit_for_bit(root, tmp_path):
     more = {"rewards__first__transform": "exp:5", "calibration__missing": "draw", "calibration__samples": 9}
     more |= {"optim__lr": 0.01, "rollout__prompts": 2}
     for name, steps in (("whole", [6]), ("halves", [3, 6])):
@@ -255,7 +255,7 @@ def best_of(p, n):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_vbon_leads_to_the_best_of_n_of_the_reference(root, tmp_path, algorithm):
-    """KL(pi | pi_bon), which Eq. 5 minimises, falls to a tenth; plain training for the reward goes elsewhere."""
+    """KL(pi | pi_bon), which Eq. 5 minimises, falls to a tenth; plain training on the reward does not reduce it so."""
     reference = distributions(root / "model")
     target = best_of(reference, 4)
 

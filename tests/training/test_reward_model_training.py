@@ -1,4 +1,4 @@
-"""``nlgrpo reward-model train``: one curve whatever the ranks and micro-batches, resuming, and bad input."""
+"""``nlgrpo reward-model train``: the same curve for any ranks and micro-batches, resuming, and bad input."""
 
 import json
 import os
@@ -87,7 +87,7 @@ LOSS = {"loss__margin": 0.2, "loss__centering": 0.05, "data__margin_column": "le
 
 
 def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
-    """What five updates measure, the scores before and after them, and the parameters."""
+    """Metrics of five updates, the scores before and after them, and the parameters."""
     changes = dict(VARIANTS[name])
     more = ["--model.activation-checkpointing"] if changes.pop("model__activation_checkpointing", False) else []
     cfg = from_arguments(arguments(work, "none", *more, model=model, **LOSS, **changes)[1:])
@@ -123,7 +123,7 @@ def assert_same_curve(ours, theirs):
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_curve_of_one(work, monkeypatch):
+def test_two_ranks_give_the_curve_of_one(work, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.start_processes(in_a_rank, (work,), nprocs=2, start_method="forkserver")  # which has imported all once
     for rank in range(2):
@@ -202,7 +202,7 @@ def test_a_run_learns_and_its_model_is_a_reward(work, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit(work):
+def test_a_run_resumes_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "optim__warmup_steps": 2, **LOSS}
     update = "nlgrpo.training.scalar_heads.trainer:Trainer.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
@@ -243,7 +243,7 @@ def test_from_runs_and_checkpoints_of_our_own(work, capsys):
 
 
 def test_from_a_checkpoint_of_the_main_job(work, monkeypatch):
-    """Its own head, of the whole vocabulary, is left out."""
+    """The language model head is dropped."""
     from nlgrpo import train
 
     monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
@@ -357,7 +357,7 @@ def test_columns_need_three_names():
         (["--train.tensorboard", "maybe"], ""),
     ],
 )
-def test_what_cannot_be_run_ends_in_a_message(work, capsys, more, message):
+def test_invalid_input_ends_in_a_message(work, capsys, more, message):
     more = [str(work / "pairs.jsonl") if part == "SOURCE" else part for part in more]
     try:
         status = reward_model_command.main([*arguments(work, "bad"), *more])
@@ -384,7 +384,7 @@ def test_help_lists_the_keys(capsys):
     )
 
 
-def test_seeds_are_of_the_head_and_the_order(work):
+def test_the_seed_sets_the_head_and_the_order(work):
     seed_everything(0)
     heads = []
     for seed in (0, 0, 1):

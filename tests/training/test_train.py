@@ -1,4 +1,4 @@
-"""Whole runs: resumed, killed, stopped and mended ones against undisturbed ones, and two ranks against one."""
+"""Whole runs: resumed, killed, stopped and fixed runs against undisturbed ones, and two ranks against one."""
 
 import itertools
 import json
@@ -60,7 +60,7 @@ def slow(completion_ids, **kwargs):
 
 
 def fickle(completion_ids, trainer_state, **kwargs):
-    """As the file says, fails at step 3 for the fifth completion: the second prompt's first."""
+    """Fails at step 3 for the fifth completion, the first of the second prompt, in the way that the file names."""
     values = [-abs(len(ids) - 4) / 10 for ids in completion_ids]
     mode = MODE.read_text() if trainer_state.global_step == 3 else ""
     if mode == "raise":
@@ -72,7 +72,7 @@ def fickle(completion_ids, trainer_state, **kwargs):
 
 
 def sometimes(prompts, completion_ids, **kwargs):
-    """Has an opinion on prompts of odd length only."""
+    """Abstains on prompts of even length."""
     return [len(c) / 10 if len(p.split()) % 2 else None for p, c in zip(prompts, completion_ids)]
 '''
 
@@ -91,12 +91,12 @@ def work(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _undrawn(one_thread, monkeypatch):
-    """No pictures."""
+    """No figures."""
     monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder / "report.html")
 
 
 def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None, **changes) -> list[str]:
-    """Of a run in the folder ``out``; ``changes`` has __ for the dot, and a reward is its function and more options."""
+    """Arguments of a run in the folder ``out``; ``changes`` has __ for dots, a reward is its function and options."""
     options = {
         "model.path": work / "model",
         "model.dtype": "float64",
@@ -123,7 +123,7 @@ def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None
 
 
 def untimed(folder: Path, *names: str) -> list[dict]:
-    """The lines of metrics.jsonl, without what a clock measured, or only what is named."""
+    """The lines of metrics.jsonl without timings, or with the given metrics only."""
     timed = re.compile(r"time/|step_time|perf/")
     lines = read_jsonl(folder / "metrics.jsonl")
     return [{k: v for k, v in line.items() if (k in names if names else not timed.match(k))} for line in lines]
@@ -172,7 +172,7 @@ SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 
 @pytest.fixture(scope="module")
 def ended(work):
-    """How the runs ended, by folder: one that nothing disturbs, and others that go on to the same end."""
+    """How the runs ended, by folder: an undisturbed one, and interrupted ones that resume."""
     jobs = [("whole", Job(arguments(work, "whole", **STATEFUL)))]
     for steps in (4, 8):
         jobs.append(("halves", Job(arguments(work, "halves", **(STATEFUL | {"train__steps": steps})))))
@@ -186,7 +186,7 @@ def ended(work):
             (name, Job(arguments(work, name, **STATEFUL), "nlgrpo.training.learner:clip_gradients", 18, number))
         )
         jobs.append((name, Job(arguments(work, name, **STATEFUL))))
-    for _ in range(6):  # killed over and over, and in the end it gets there
+    for _ in range(6):  # killed repeatedly until it finishes
         jobs.append(("often", Job(arguments(work, "often", **STATEFUL), "nlgrpo.training.learner:clip_gradients", 11)))
     jobs.append(("often", Job(arguments(work, "often", **STATEFUL))))
     found: dict[str, list] = {}
@@ -206,7 +206,7 @@ def test_an_undisturbed_run(work, ended):
 
 
 @pytest.mark.slow
-def test_half_and_half_equal_the_whole(work, ended):
+def test_two_halves_equal_one_run(work, ended):
     assert [end.status for end in ended["halves"]] == [0, 0]
     assert "resuming from step 4" in ended["halves"][1].output
     assert same(work / "halves", work / "whole")
@@ -214,7 +214,7 @@ def test_half_and_half_equal_the_whole(work, ended):
 
 @pytest.mark.parametrize("name", KILLS)
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
+def test_a_killed_run_resumes_with_identical_results(work, ended, name):
     assert [end.status for end in ended[name]] == [-signal.SIGKILL, 0]
     assert ("resuming from step" in ended[name][1].output) == (name != "in the first step")
     assert same(work / name, work / "whole")
@@ -222,7 +222,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(work, ended, name):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_over_and_over_gets_there(work, ended):
+def test_a_run_killed_repeatedly_finishes(work, ended):
     assert [end.status for end in ended["often"]][:2] == [-signal.SIGKILL] * 2
     assert ended["often"][-1].status == 0
     assert same(work / "often", work / "whole")
@@ -253,7 +253,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(work, 
     assert same(folder, work / "whole")
 
 
-def test_what_is_run_again_when_it_is_finished(work, capsys, monkeypatch):
+def test_starting_a_finished_run_again(work, capsys, monkeypatch):
     options = arguments(work, "again", train__steps=2)
     assert train.main(options) == 0
     logged, exported = (work / "again" / "metrics.jsonl").read_bytes(), weights(work / "again")
@@ -280,24 +280,24 @@ def test_what_is_run_again_when_it_is_finished(work, capsys, monkeypatch):
     assert (work / "again" / "notes.txt").read_text() == "mine"
 
 
-def test_what_only_the_end_needs_may_change(work):
-    """Length, micro-batches, how often it saves; and with data of its own also how the model is evaluated."""
+def test_keys_that_may_change_on_resume(work):
+    """Number of steps, micro-batches, checkpoint interval; with separate evaluation data also the evaluation."""
     assert train.main(arguments(work, "free", train__steps=1)) == 0
     changes = {"train__micro_batch_tokens": 30, "train__checkpoint_every": 1, "rollout__max_rows": 4}
     assert train.main(arguments(work, "free", train__steps=2, **changes)) == 0
     assert len(untimed(work / "free")) == 2
 
 
-def test_the_length_of_a_run_is_part_of_it_where_its_learning_rate_falls(work, capsys):
-    """Another length would have had other rates from its first step on."""
+def test_the_number_of_steps_may_not_change_with_a_schedule(work, capsys):
+    """Another number of steps would have changed the learning rates from the first step on."""
     options = {"optim__schedule": "linear", "train__checkpoint_every": 1}
     assert train.main(arguments(work, "falls", train__steps=2, **options)) == 0
     assert train.main(arguments(work, "falls", train__steps=4, **options)) == 1
     assert "train.steps: 2 -> 4" in capsys.readouterr().err
 
 
-def test_held_out_prompts_are_part_of_the_data(work, capsys):
-    """More of them would leave others to train on."""
+def test_the_number_of_held_out_prompts_may_not_change(work, capsys):
+    """Holding out more of them would change the training prompts."""
     assert train.main(arguments(work, "held", train__steps=1)) == 0
     assert train.main(arguments(work, "held", train__steps=2, evaluation__prompts=3)) == 1
     assert "evaluation.prompts: 0 -> 3" in capsys.readouterr().err
@@ -317,7 +317,7 @@ with distributed.start() as ranks:
 """
 
 
-def test_a_folder_is_of_one_process_at_a_time(work, capsys):
+def test_one_process_at_a_time_uses_a_folder(work, capsys):
     options = arguments(work, "shared", train__steps=1)
     assert train.main(options) == 0
     assert train.main(options) == 0  # the same process again
@@ -334,13 +334,13 @@ def test_a_folder_is_of_one_process_at_a_time(work, capsys):
             assert "another process is using" in capsys.readouterr().err
         assert sorted((work / "idle").iterdir()) == before
     finally:
-        other.kill()  # which lets go of it
+        other.kill()  # releases the lock
         other.communicate()
     assert train.main([*arguments(work, "idle", train__steps=1), "--train.restart"]) == 0
 
 
-def test_a_restart_holds_its_folder_while_it_clears_it(work, monkeypatch):
-    """And a folder that was put in the place of one that this process had is another's to claim, or this one's."""
+def test_a_restart_keeps_its_lock_while_it_clears_the_folder(work, monkeypatch):
+    """A folder that replaced one of this process can be claimed by another process, or by this one."""
     options = [*arguments(work, "cleared", train__steps=1), "--train.restart"]
     opened = f"os.open({str(work / 'cleared')!r}, os.O_RDONLY)"
     tries = f"import fcntl, os; fcntl.flock({opened}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -377,7 +377,7 @@ def test_a_run_without_its_checkpoints_reports_that_it_restarts(work, capsys):
     assert (untimed(work / "bare"), weights(work / "bare")) == (logged, trained)
 
 
-def test_a_folder_of_something_else_is_left_alone(work, capsys):
+def test_a_folder_without_a_run_is_not_changed(work, capsys):
     (work / "other").mkdir()
     (work / "other" / "thesis.tex").write_text("x")
     for extra in ([], ["--train.restart"]):
@@ -414,7 +414,7 @@ def unfailing(work):
         ("count", "returned 15 values for 16 completions (step 3, prompts 0 to 3)"),
     ],
 )
-def test_a_failed_reward_stops_with_a_checkpoint_and_once_mended_goes_on(work, unfailing, capsys, mode, words):
+def test_a_failed_reward_saves_a_checkpoint_and_resumes_once_fixed(work, unfailing, capsys, mode, words):
     options = arguments(work, f"fickle {mode}", **FICKLE)
     (work / "mode").write_text(mode)
     assert train.main(options) == 1
@@ -424,7 +424,7 @@ def test_a_failed_reward_stops_with_a_checkpoint_and_once_mended_goes_on(work, u
     saved = work / f"fickle {mode}" / "checkpoints" / "step-00000003"
     assert checkpoint.verify(saved) is None
     assert json.loads((saved / "state.json").read_text())["state"]["step"] == 3
-    assert train.main(options) == 1  # not mended yet
+    assert train.main(options) == 1  # not fixed yet
     (work / "mode").write_text("")
     assert train.main(options) == 0
     assert "resuming from step 3" in capsys.readouterr().out
@@ -464,8 +464,8 @@ def groups_of(rewards: dict[str, list], dropped: list[bool]) -> GlobalBatch:
 
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_dropped_groups_count_nowhere(scale):
-    """Not in the value of another reward either, nor in the scale of the batch."""
+def test_dropped_groups_do_not_count(scale):
+    """Neither in the value of another reward nor in the scale of the batch."""
     nan = math.nan
     ours = groups_of({"a": [[1, 3], [nan, nan], [2, 6]], "b": [[5, 4], [90, 10], [0, 1]]}, [False, True, False])
     truth = groups_of({"a": [[1, 3], [2, 6]], "b": [[5, 4], [0, 1]]}, [False, False])
@@ -475,8 +475,8 @@ def test_dropped_groups_count_nowhere(scale):
         linear = groups.linearize(objectives).sum(0)
         adv = groups.advantages(linear + 100 * groups.dropped[:, None] * torch.tensor([1.0, 2.0]), scale)
         values = groups.values(objectives).nanmean(1)
-        worth = WeightedSum([1, 2]).value(values)
-        metrics = groups.metrics(worth, groups.values(objectives), groups.scores(objectives), {"a": 1.0, "b": 2.0}, adv)
+        value = WeightedSum([1, 2]).value(values)
+        metrics = groups.metrics(value, groups.values(objectives), groups.scores(objectives), {"a": 1.0, "b": 2.0}, adv)
         found.append((values, adv[~groups.dropped], metrics))
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-14, atol=0)
     assert found[0][2].pop("rewards/dropped_groups") == 1
@@ -523,7 +523,7 @@ AGGREGATES = {
 def test_objectives_of_different_kinds_are_aggregated(work, name, capsys):
     """The advantages of a step's first group are what its linearised rewards and the logged values ask for."""
     kinds = ["--rewards.short.objective", "wor:2", "--rewards.digest.objective", "bon:4"]
-    for steps in (2, 5):  # a moving average goes on with the run
+    for steps in (2, 5):  # the moving average is restored on resume
         assert train.main([*arguments(work, name, train__steps=steps, **AGGREGATES[name]), *kinds]) == 0
     plan = f"maximise {AGGREGATES[name]['loss__aggregate']} of 1 wor:2(short), 1 bon:4(digest)"
     assert plan + " at each prompt" * ("prompt" in name) + " - 0.05 KL" in capsys.readouterr().out
@@ -569,7 +569,7 @@ def test_unbiased_estimators_keep_their_own_baseline(work, objective):
         torch.testing.assert_close(torch.tensor([row["advantage"] for row in rows], dtype=torch.float64), truth)
 
 
-def test_diversity_beside_rewards(work):
+def test_diversity_together_with_rewards(work):
     """Best-of-4, worst-of-2 and Rao's entropy in one run: advantages are those of the completions that were shown."""
     rewards = {"digest": "digest", "short": "length(target=3, scale=10)", "differ": r"equal(pattern='^\W*(\w*)')"}
     kinds = {"digest": "bon:4", "short": "wor:2", "differ": "rao"}
@@ -600,7 +600,7 @@ def test_diversity_beside_rewards(work):
 
 
 @pytest.mark.parametrize(("baseline", "samples"), [("loo", 4), ("none", 4), ("none", 1)])
-def test_the_baseline_is_a_choice(work, baseline, samples):
+def test_the_baseline_can_be_chosen(work, baseline, samples):
     out = work / f"{baseline} of {samples}"
     options = arguments(
         work, out, {"digest": "digest"}, train__steps=2, loss__baseline=baseline, rollout__samples=samples
@@ -683,7 +683,7 @@ def test_micro_batches_do_not_change_the_curve(work, load):
 
 
 @pytest.mark.slow
-def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
+def test_two_ranks_stopped_by_sigterm_and_resumed_equal_one(work):
     load = LOADS["kl in the loss"]
     assert train.main(arguments(work, "one rank", **load)) == 0
     options = arguments(work, "two ranks", **load)
@@ -702,7 +702,7 @@ def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
     launcher = torchrun(2, options)
     output = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 0, output
-    assert output.count(f"resuming from step {step}") == 1  # one rank speaks
+    assert output.count(f"resuming from step {step}") == 1  # one rank prints
     assert_same_curve(work / "two ranks", work / "one rank")
     draws = [[row["completion"] for row in read_jsonl(work / f / "samples.jsonl")] for f in ("one rank", "two ranks")]
     assert draws[0] == draws[1]
@@ -710,7 +710,7 @@ def test_two_ranks_stopped_by_sigterm_and_going_on_are_as_one(work):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_the_kl_in_the_reward_are_as_one(work):
+def test_two_ranks_with_the_kl_in_the_reward_equal_one(work):
     load = LOADS["kl in the reward"]
     assert train.main(arguments(work, "one", train__micro_batch_tokens=40, **load)) == 0
     launcher = torchrun(2, arguments(work, "two", **load))
@@ -739,7 +739,7 @@ def test_a_process_without_torchrun_saves_on_sigterm_and_exits_with_0(work):
 
 
 def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monkeypatch):
-    """Neither the model nor a checkpoint is to hold NaN."""
+    """Neither the model nor a checkpoint may hold NaN."""
     original, calls = learner.clip_gradients, []
 
     def poisoned(model, max_norm):
@@ -758,7 +758,7 @@ def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monke
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_shows_the_plan_and_makes_nothing(work, capsys, monkeypatch):
+def test_a_dry_run_prints_the_plan_and_creates_nothing(work, capsys, monkeypatch):
     monkeypatch.setattr(decoder, "load", lambda *a, **k: pytest.fail("a dry run loads weights"))
     before = sorted(work.iterdir())
     options = arguments(work, "dry", loss__epochs=3, loss__minibatches=2, train__steps=30)

@@ -108,7 +108,7 @@ def ours(trainer, inputs, loss_type, beta, bias_correction, level, **options):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("moved", [0, 1, 4])
 def test_cispo_is_that_of_trl(trainer, inputs, beta, bias_correction, level, moved, monkeypatch):
-    """On policy, off it, and as far off as many epochs on one batch lead; TRL's epsilon_high is the cap itself."""
+    """On policy, off policy, and far off policy as after many epochs; TRL's epsilon_high is the cap itself."""
     monkeypatch.setattr(trainer, "epsilon_high", 1.2)
     keep = inputs["completion_mask"].bool()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""``nlgrpo value``: targets by recursion, steps against transformers and autograd, toy values that are known."""
+"""``nlgrpo value``: targets by recursion, steps against transformers and autograd, toy cases with known values."""
 
 import dataclasses
 import json
@@ -158,9 +158,9 @@ def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
             raw = of_prefixes(theirs, run.outcomes.prompts[i], run.outcomes.completions[i])
             values = raw.sigmoid() if loss.kind == "bce" else raw
             reward = run.outcomes.rewards[i].item()
-            told = torch.tensor(by_hand(values.tolist(), reward, loss.gamma, loss.lam), dtype=torch.float64)
-            entropy = -(told * raw.sigmoid().log() + (1 - told) * (1 - raw.sigmoid()).log())
-            total = total + (entropy if loss.kind == "bce" else (raw - told).square()).sum()
+            targets = torch.tensor(by_hand(values.tolist(), reward, loss.gamma, loss.lam), dtype=torch.float64)
+            entropy = -(targets * raw.sigmoid().log() + (1 - targets) * (1 - raw.sigmoid()).log())
+            total = total + (entropy if loss.kind == "bce" else (raw - targets).square()).sum()
             states += len(raw)
         optimizer.zero_grad()
         (total / states).backward()
@@ -176,11 +176,11 @@ def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
-def test_what_is_held_out_is_judged_by_its_discounted_rewards(work, gamma):
-    """Not by targets that move with the values, whatever lambda is."""
+def test_held_out_completions_are_evaluated_by_their_discounted_rewards(work, gamma):
+    """Not by targets that depend on the values, for any lambda."""
     run = training.build(config(work, loss__lam=0.6, loss__gamma=gamma), ALONE)
     run.update(run.rows(0))
-    judged, held, residuals = run.evaluate(), run.held_out, []
+    results, held, residuals = run.evaluate(), run.held_out, []
     for prompt, completion, reward in zip(held.prompts, held.completions, held.rewards.tolist(), strict=True):
         H = len(completion)
         for h in range(H + 1):
@@ -188,7 +188,7 @@ def test_what_is_held_out_is_judged_by_its_discounted_rewards(work, gamma):
             with torch.no_grad():
                 value = run.model(torch.tensor(tokens), [len(tokens)])[-1, 0].item()
             residuals.append((value - gamma ** max(0, H - 1 - h) * reward) ** 2)
-    assert judged["mse"] == pytest.approx(sum(residuals) / len(residuals), rel=1e-6)
+    assert results["mse"] == pytest.approx(sum(residuals) / len(residuals), rel=1e-6)
 
 
 def test_micro_batches_change_nothing(work):
@@ -197,10 +197,10 @@ def test_micro_batches_change_nothing(work):
         found = [run.update(run.rows(step)) for step in range(3)]
         return found, run.evaluate()
 
-    (ours, judged), (truth, expected) = curve(1), curve(10**6)
+    (ours, results), (truth, expected) = curve(1), curve(10**6)
     for mine, its in zip(ours, truth, strict=True):
         assert mine == pytest.approx(its, rel=1e-9)
-    assert judged["mse"] == pytest.approx(expected["mse"], rel=1e-9)
+    assert results["mse"] == pytest.approx(expected["mse"], rel=1e-9)
 
 
 def of_a_rank(work, ranks, mode):
@@ -210,12 +210,12 @@ def of_a_rank(work, ranks, mode):
         run = training.build(config(work, mode=mode, train__micro_batch_tokens=30, **how), ranks)
     found = [run.update(run.rows(step)) for step in range(3)]
     found.append(run.update([0]))  # one completion for two ranks: one of them has nothing to do
-    judged = run.evaluate()
-    return found, {k: judged[k] for k in ("states", "mse")}, full_parameters(run.model, torch.float64)
+    results = run.evaluate()
+    return found, {k: results[k] for k in ("states", "mse")}, full_parameters(run.model, torch.float64)
 
 
 def with_a_head(load):
-    """Causal models as if their new heads were trained ones, which teachers have."""
+    """Causal models whose new heads count as trained ones, as teachers need."""
     return lambda *args, **options: (load(*args, **options)[0], True)
 
 
@@ -228,16 +228,16 @@ def in_a_rank(rank, work, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "compress"])
-def test_two_ranks_are_as_one(work, monkeypatch, mode):
-    """Also where one rank has fewer micro-batches, and with teachers, each of which is a collective."""
+def test_two_ranks_equal_one(work, monkeypatch, mode):
+    """Also if one rank has fewer micro-batches, and with teachers: each forward pass is a collective."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.start_processes(in_a_rank, (work, mode), nprocs=2, start_method="forkserver")
-    truth, judged, weights = of_a_rank(work, ALONE, mode)
+    truth, results, weights = of_a_rank(work, ALONE, mode)
     for rank in range(2):
         ours, found, parameters = torch.load(work / f"{rank}.pt", weights_only=False)
         for mine, its in zip(ours, truth, strict=True):
             assert mine == pytest.approx(its, rel=1e-9, abs=1e-12)
-        assert found == pytest.approx(judged, rel=1e-9)
+        assert found == pytest.approx(results, rel=1e-9)
         torch.testing.assert_close(parameters, weights, rtol=1e-9, atol=1e-11)
 
 
@@ -257,16 +257,16 @@ def spread(rollouts, known):
 
 
 def test_a_value_becomes_the_mean_of_what_follows(work):
-    """The reward is known from the first token on: before it V is the prompt's mean, and behind it the reward."""
+    """The first token determines the reward: before it V is the mean of the prompt, after it the reward."""
     run = training.build(config(work, evaluation__prompts=0, train__epochs=150, train__completions=60), ALONE)
     for step in range(run.steps):
         run.update(run.rows(step))
         run.progress.step += 1
     run.held_out = run.outcomes
-    worth = run.evaluate()
+    results = run.evaluate()
     rollouts = load(work / "rollouts")
     assert spread(rollouts, True) == 1
-    assert [part["explained_variance"] > 0.9 for part in worth["parts"]] == [False, True, True, True, True]
+    assert [part["explained_variance"] > 0.9 for part in results["parts"]] == [False, True, True, True, True]
     batches = run.batches(run.outcomes, range(len(run.outcomes)))
     found = torch.cat([training.values_of(batch, run.model)[batch.offset == 0] for batch in batches]).detach()
     rows = torch.cat([batch.row[batch.offset == 0] for batch in batches])
@@ -315,7 +315,7 @@ def test_the_exported_model_is_read_by_the_search(work):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit(work):
+def test_a_run_resumes_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "train__epochs": 3, "loss__lam": 0.5}
     update = "nlgrpo.training.scalar_heads.trainer:Trainer.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
@@ -332,7 +332,7 @@ def test_a_run_goes_on_bit_for_bit(work):
 
 
 def test_a_completion_without_a_token_is_one_state(work):
-    """As what a model drew may be nothing in the tokens of another."""
+    """A completion may have no tokens in another tokenizer."""
     run = training.build(config(work), ALONE)
     bare = dataclasses.replace(run.held_out, completions=[[], *run.held_out.completions[1:]])
     run.held_out = bare
@@ -344,7 +344,7 @@ def test_a_completion_without_a_token_is_one_state(work):
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_learned_from_is_what_was_drawn(work):
+def test_outcomes_are_the_drawn_completions(work):
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     rollouts = load(work / "rollouts")
     found = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["first"], max_length=64)
@@ -352,10 +352,10 @@ def test_what_is_learned_from_is_what_was_drawn(work):
     for row in range(len(PROMPTS)):
         assert found.completions[row * SAMPLES : (row + 1) * SAMPLES] == rollouts.ids(row)
     assert found.rewards.tolist() == [float(ids[0] % 8) for ids in found.completions]
-    judged = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["mostly", "first"], max_length=64)
+    some = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["mostly", "first"], max_length=64)
     abstained = sum(ids[0] % 5 == 0 for ids in found.completions)
-    assert (judged.abstained, len(judged)) == (abstained, len(found) - abstained)
-    assert f"{abstained} dropped because a reward abstained" in repr(judged)
+    assert (some.abstained, len(some)) == (abstained, len(found) - abstained)
+    assert f"{abstained} dropped because a reward abstained" in repr(some)
     short = value_dataset.load([str(work / "rollouts")] * 2, tokenizer, rewards=["first"], max_length=8)
     assert short.too_long > 0
     assert len(short) + short.too_long == 2 * len(found)
@@ -405,7 +405,7 @@ def test_refused(work, capsys, changes, said):
 
 
 def test_tokens_that_a_value_model_does_not_have(work, tmp_path, capsys):
-    """A policy's embedding may have rows that no token of the shared tokenizer has, nor the value model's."""
+    """A policy's embedding may have more rows than the shared tokenizer and the value model have tokens."""
     tiny_model(tmp_path / "small", "gpt2", vocab_size=8)
     assert cli.main(arguments(work, "refused", model__path=tmp_path / "small")) == 1
     assert "small has a vocabulary of 8, but the rollouts have the token id " in capsys.readouterr().err
@@ -428,8 +428,8 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
     assert "data.rewards = ('first',): allowed is empty" in refused(data__rewards=("first",), **policy)
 
 
-def test_a_reward_without_weight_judges_nothing(work):
-    """It abstains for some completions, and decides of none."""
+def test_a_reward_of_weight_0_does_not_count(work):
+    """It abstains on some completions, and drops none."""
     given = {"rewards": ["first", "mostly"], "max_length": 64}
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     found = value_dataset.load([str(work / "rollouts")], tokenizer, weights=[2.0, 0.0], **given)
@@ -439,7 +439,7 @@ def test_a_reward_without_weight_judges_nothing(work):
 
 
 def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys):
-    """Two words have changed places in the value model's; what has, has in its tokens, and nothing else."""
+    """Two words are swapped in the value model's vocabulary; only their token ids change."""
     tiny_model(tmp_path / "model", "gpt2")
     tokens = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
@@ -496,7 +496,7 @@ def test_the_command(work, capsys):
 
 
 def test_the_end_token_is_a_state_of_its_own(work):
-    """A finished beam is valued where its completion is whole."""
+    """A finished beam is scored at the end of its completion."""
     run = training.build(config(work), ALONE)
     ended = next(i for i, ids in enumerate(run.outcomes.completions) if ids[-1] == EOS)
     [batch] = run.batches(run.outcomes, [ended])

@@ -1,4 +1,4 @@
-"""Scores of preference pairs: their loss, and how good they are: accuracy with its interval, calibration, margins.
+"""Loss and evaluation of scores on preference pairs: accuracy with an interval, calibration, margins.
 
 The margin of a pair is m = r_chosen - r_rejected, and the model's probability that the preferred answer wins is
 sigmoid(m) (Bradley and Terry 1952).
@@ -14,32 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-Z95 = 1.959963984540054  # of the normal distribution, 97.5%
+Z95 = 1.959963984540054  # 97.5% quantile of the normal distribution
 
 
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centering: float = 0.0
 ) -> Tensor:
-    """Loss of each pair, (n,), from the scores (n,) of the preferred and of the other answer.
+    """Loss of each pair, (n,), from the scores (n,) of the chosen and the rejected answer.
 
         -log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2
 
     The first term is the negative log-likelihood of Bradley and Terry (1952), in which an answer wins with probability
-    sigmoid(r_chosen - r_rejected), as in InstructGPT (Ouyang et al. 2022, eq. 1, with two answers a prompt); with a
-    margin it is Llama 2's (Touvron et al. 2023, eq. 2). It does not see a constant that is added to all scores of a
-    prompt; the second term (Eisenstein et al. 2023, "Helping or herding?", 3) fixes it near zero.
+    sigmoid(r_chosen - r_rejected), as in InstructGPT (Ouyang et al. 2022, eq. 1, with two answers per prompt); with a
+    margin it is that of Llama 2 (Touvron et al. 2023, eq. 2). It does not change when a constant is added to all scores
+    of a prompt; the second term (Eisenstein et al. 2023, "Helping or herding?", 3) keeps that constant near zero.
     """
-    lost = F.softplus(margin - (chosen - rejected))
-    return lost if centering == 0 else lost + centering * (chosen + rejected).square()
+    loss = F.softplus(margin - (chosen - rejected))
+    return loss if centering == 0 else loss + centering * (chosen + rejected).square()
 
 
 def evaluate_pairs(chosen: Tensor, rejected: Tensor, *, bins: int = 10) -> dict[str, Any]:
-    """How good the scores (n,) of both sides are, as plain numbers and lists; computed in float64.
+    """Evaluate the scores (n,) of both sides. Returns plain numbers and lists, computed in float64:
 
-    ``accuracy``    share of pairs with m > 0, a tie counts half; ``low`` and ``high`` are `wilson`'s 95% interval
-    ``log_loss``    mean of -log sigmoid(m), in nats; log 2 for a model that cannot tell
-    ``brier``       mean of (1 - sigmoid(m))^2; 1/4 for such a model
-    ``ece``, ``reliability``  of `reliability`
+    ``accuracy``    fraction of pairs with m > 0, ties counting 1/2; ``low`` and ``high``: `wilson`'s 95% interval
+    ``log_loss``    mean of -log sigmoid(m), in nats; log 2 for constant scores
+    ``brier``       mean of (1 - sigmoid(m))^2; 1/4 for constant scores
+    ``ece``, ``reliability``  see `reliability`
     ``margin``      mean, std (with Bessel's correction) and quantiles of m
     ``reward``      mean and std of the scores of both sides
 
@@ -47,7 +47,9 @@ def evaluate_pairs(chosen: Tensor, rejected: Tensor, *, bins: int = 10) -> dict[
     """
     chosen, rejected = (torch.as_tensor(x).double().cpu() for x in (chosen, rejected))
     if chosen.shape != rejected.shape or chosen.dim() != 1 or not len(chosen):
-        raise ValueError(f"need scores (n,) of both sides, n >= 1, got {tuple(chosen.shape)}, {tuple(rejected.shape)}")
+        raise ValueError(
+            f"expected scores (n,) of both sides, n >= 1, got {tuple(chosen.shape)} and {tuple(rejected.shape)}"
+        )
     margin = chosen - rejected
     if not margin.isfinite().all():
         bad = int((~margin.isfinite()).sum())
@@ -71,15 +73,15 @@ def evaluate_pairs(chosen: Tensor, rejected: Tensor, *, bins: int = 10) -> dict[
 
 
 def wilson(share: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval (1927) for a share of n independent trials; 95% for the default z.
+    """Wilson's score interval (1927) for a success rate ``share`` in n independent trials; 95% for the default z.
 
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-    Taken instead of a bootstrap because it has its coverage for few pairs and for shares near 0 and 1 too, where a
-    bootstrap's interval shrinks to a point.
+    Used instead of a bootstrap because it keeps its coverage for few pairs and for rates near 0 and 1, where a
+    bootstrap interval shrinks to a point.
     """
     if n < 1 or not 0 <= share <= 1:
-        raise ValueError(f"need a share in [0, 1] of n >= 1 trials, got {share} of {n}")
+        raise ValueError(f"expected a share in [0, 1] of n >= 1 trials, got {share} of {n}")
     center = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
@@ -87,25 +89,25 @@ def wilson(share: float, n: int, z: float = Z95) -> tuple[float, float]:
 
 
 def reliability(margin: Tensor, bins: int = 10) -> list[dict[str, float]]:
-    """Confidence against accuracy, in ``bins`` of equal width over [1/2, 1]; empty ones are left out.
+    """Confidence and accuracy in ``bins`` of equal width over [1/2, 1]; empty bins are left out.
 
-    The model says that the answer with the higher score wins, with confidence sigmoid(|m|); it is right where m > 0.
-    (Which side is called "chosen" is known before, so sigmoid(m) itself against "chosen wins" would show nothing.)
-    A calibrated model is right as often as it says. ECE, the expected calibration error, is the mean over pairs of the
-    distance of both in their bin (Naeini et al. 2015; Guo et al. 2017, eq. 3).
+    The model predicts that the answer with the higher score wins, with confidence sigmoid(|m|), and is right if m > 0.
+    (sigmoid(m) against "chosen wins" would show nothing, because "chosen" always wins.) For a calibrated model both are
+    equal. ECE, the expected calibration error, is the mean over pairs of |accuracy - confidence| of their bin (Naeini
+    et al. 2015; Guo et al. 2017, eq. 3).
     """
     confidence, right = margin.abs().sigmoid(), _right(margin)
-    place = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     rows = []
-    for number in place.unique().tolist():
-        here = place == number
+    for number in bin_of.unique().tolist():
+        members = bin_of == number
         rows.append(
             {
                 "from": 0.5 + number / (2 * bins),
                 "to": 0.5 + (number + 1) / (2 * bins),
-                "pairs": int(here.sum()),
-                "confidence": float(confidence[here].mean()),
-                "accuracy": float(right[here].mean()),
+                "pairs": int(members.sum()),
+                "confidence": float(confidence[members].mean()),
+                "accuracy": float(right[members].mean()),
             }
         )
     return rows
@@ -120,5 +122,5 @@ def _spread(values: Tensor) -> dict[str, Any]:
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:
-    found = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64))
-    return {f"{q:.0%}": float(value) for q, value in zip(QUANTILES, found, strict=True)}
+    quantiles = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64))
+    return {f"{q:.0%}": float(value) for q, value in zip(QUANTILES, quantiles, strict=True)}

@@ -1,7 +1,7 @@
 """Policy-gradient losses on packed tokens: normalisations, token- and sequence-level ratios, and their statistics.
 
-Legend: T packed tokens of R responses. Every denominator is a number that the caller counted over all ranks and
-micro-batches, so that the sum of the losses of any partition of the responses is the loss of the whole.
+Legend: T packed tokens of R responses. The caller counts every denominator over all ranks and micro-batches, so that
+the losses of any partition of the responses add up to the loss of the whole step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Level = Literal["token", "sequence"]
 
 
 def token_weights(kind: Normalisation, lengths: Tensor, *, sequences: int, tokens: float, max_length: int) -> Tensor:
-    """Weight in the loss of each token of response r, from ``lengths`` (R,) to (R,) in float64.
+    """Return the weight in the loss of each token of response r, (R,) in float64, from the ``lengths`` (R,).
 
         grpo      1 / (sequences length_r)         mean over tokens, then over responses
         bnpo      1 / tokens                       ``tokens`` of the optimiser step
-        dapo      1 / tokens                       ``tokens`` of the generation batch / optimiser steps made from it
+        dapo      1 / tokens                       ``tokens`` of the generation batch / optimiser steps per batch
         dr_grpo   1 / (sequences max_length)       constant length
 
-    ``sequences`` counts the responses of the optimiser step and ``tokens`` their tokens, both over all ranks and
-    micro-batches; ``max_length`` is the longest response that may be generated. Responses without tokens count in
-    ``sequences``. Raises ValueError for another ``kind`` and for counts below those that ``lengths`` shows.
+    ``sequences`` and ``tokens`` count the responses and tokens of the optimiser step over all ranks and micro-batches.
+    ``max_length`` is the maximum length of a response. Responses without tokens count in ``sequences``. Raises
+    ValueError for another ``kind`` and for counts that are too small for ``lengths``.
     """
     if kind not in ("grpo", "bnpo", "dapo", "dr_grpo"):
         raise ValueError(f"loss {kind!r} is not known; expected 'grpo', 'bnpo', 'dapo' or 'dr_grpo'.")
@@ -46,9 +46,11 @@ def token_weights(kind: Normalisation, lengths: Tensor, *, sequences: int, token
 
 
 def sequence_log_ratio(log_ratio: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """Mean log-ratio of each response (GSPO): (T,) and the response of each token (T,) -> (R,); 0 without tokens.
+    """Mean log-ratio of each response (GSPO), (R,); 0 for a response without tokens.
 
-    log rho_r = 1/length_r sum_{t in r} (log pi(t) - log pi_old(t))
+        log rho_r = 1/length_r sum_{t in r} (log pi(t) - log pi_old(t))
+
+    ``log_ratio`` (T,), ``sequence`` (T,) int64: the response of each token. ``sequences``: R.
     """
     zeros = log_ratio.new_zeros(sequences)
     lengths = zeros.index_add(0, sequence, torch.ones_like(log_ratio))
@@ -71,33 +73,36 @@ def packed_loss(
     kl: str = "k3",
     surrogate: str = "ppo",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss summed over packed tokens, to be minimised, and the sums that its metrics are made of.
+    """Return the policy loss summed over packed tokens, and the sums from which its metrics are computed.
 
         L = sum_t weights_r(t) [S_t + beta KL_t]
 
-    and S_t by ``surrogate``, where sg stops the gradient:
+    S_t depends on ``surrogate`` (sg stops the gradient):
 
         ppo         -min(rho_t A_r(t), clip(rho_t, 1 - eps_low, 1 + eps_high) A_r(t))
         cispo       -sg(min(rho_t, 1 + eps_high)) A_r(t) log pi(t)
-        reinforce   -A_r(t) log pi(t)       off-policy, nothing corrects for the policy that sampled
+        reinforce   -A_r(t) log pi(t)       no off-policy correction
 
     logprob, old_logprob, ref_logprob (T,); ``sequence`` (T,) int64, the response r(t) of each token; advantages and
-    ``weights`` (R,), the latter from `token_weights`. ``old_logprob`` None says that the policy has not moved since it
-    sampled: rho is 1, its gradient is not 0. ``level="sequence"`` gives all tokens of a response the ratio of
-    `sequence_log_ratio`. ``surrogate``, ``dual_clip`` (of "ppo" only) and ``kl`` ("k1", "k2", "k3" or, importance-
-    weighted, "k3_iw"): see `nlgrpo.kernels.policy_loss`.
+    ``weights`` (R,), the latter from `token_weights`. ``old_logprob=None`` is for a policy that has not changed since
+    sampling: rho is 1, with its gradient. ``level="sequence"`` gives all tokens of a response the ratio of
+    `sequence_log_ratio`. ``surrogate``, ``dual_clip`` ("ppo" only) and ``kl`` ("k1", "k2", "k3", or the importance-
+    weighted "k3_iw"): see `nlgrpo.kernels.policy_loss`.
 
-    With ``kl="k3"``, or "k3_iw" for TRL's use_bias_correction_kl, this is the loss of TRL's GRPOTrainer; "cispo" with
-    the weights of "dapo" is that of its loss_type="cispo", where epsilon_high is the cap 1 + eps_high.
+    With ``kl="k3"``, or "k3_iw" for TRL's use_bias_correction_kl, this is the loss of TRL's GRPOTrainer. "cispo" with
+    the weights of "dapo" is its loss_type="cispo", where epsilon_high is the cap 1 + eps_high.
 
-    Statistics, detached, to be summed over micro-batches and ranks (``ratio_max``: to be maximised):
-    ``tokens``; ``ratios``, how many ratios there are (tokens, or responses); of these, ``clip_low`` with
-    rho < 1 - eps_low and A < 0, ``clip_high`` with rho > 1 + eps_high and A > 0, ``clip_region`` with either, and with
-    ``dual_clip`` ``clip_dual`` with rho > dual_clip and A < 0; in "cispo" ``clip_high`` is every rho > 1 + eps_high and
-    ``clip_low`` 0, in "reinforce" both are 0;
-    ``kl``, the sum over tokens of the estimate in the loss, when ``ref_logprob`` is given, whatever beta.
+    Statistics, detached, to be summed over micro-batches and ranks (``ratio_max``: the maximum):
 
-    Raises ValueError for shapes that do not fit, for an unknown level, kl or surrogate, and as `policy_loss`.
+    ``tokens``, ``ratios``  number of tokens, and of ratios (tokens or responses)
+    ``clip_low``            ratios with rho < 1 - eps_low and A < 0; 0 in "cispo" and "reinforce"
+    ``clip_high``           ratios with rho > 1 + eps_high and A > 0; in "cispo" for any A, 0 in "reinforce"
+    ``clip_region``         clip_low + clip_high
+    ``clip_dual``           with ``dual_clip``: ratios with rho > dual_clip and A < 0
+    ``ratio_max``           largest ratio
+    ``kl``                  with ``ref_logprob``: sum over tokens of the KL estimate, for any beta
+
+    Raises ValueError for shapes that do not match, for an unknown level, kl or surrogate, and as `policy_loss`.
     """
     _check_packed(logprob, old_logprob, advantages, sequence, weights, level)
     logprob = reference.widen(logprob)
@@ -131,12 +136,12 @@ def packed_loss_from_hidden(
     temperature: float = 1.0,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-    """`packed_loss` of the log-probs of ``targets`` (T,), and these and the entropies, detached, from hidden states.
+    """`packed_loss` from hidden states. Returns loss, statistics, and the detached log-probs and entropies (T,).
 
-    hidden (T, D) and weight (V, D): see `nlgrpo.kernels.linear_policy_loss`, which makes the gradient in the forward.
-    ``advantages`` and ``weights`` are those of the tokens (T,), which in PPO differ inside of a response; ratios are
-    token-level. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta, kl and surrogate. Raises as
-    `linear_policy_loss` does.
+    hidden (T, D), weight (V, D) and ``targets`` (T,): see `nlgrpo.kernels.linear_policy_loss`, which computes the
+    gradient in the forward. ``advantages`` and ``weights`` are per token, (T,), as in PPO they differ within a
+    response. Ratios are token-level. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta, kl and surrogate.
+    Raises ValueError as `linear_policy_loss`.
     """
     loss, logprob, entropy, statistics = kernels.linear_policy_loss(
         hidden, weight, targets, old_logprob, advantages, token_weights=weights, temperature=temperature, **options
@@ -145,7 +150,7 @@ def packed_loss_from_hidden(
 
 
 def _counted(statistics: dict[str, Tensor], tokens: int, ratios: int) -> dict[str, Tensor]:
-    more = {"clip_region": statistics["clip_low"] + statistics["clip_high"]}  # never both: A has one sign
+    more = {"clip_region": statistics["clip_low"] + statistics["clip_high"]}  # a ratio is never in both
     more |= {name: statistics["ratio_max"].new_tensor(n) for name, n in (("tokens", tokens), ("ratios", ratios))}
     return statistics | more
 

@@ -1,4 +1,4 @@
-"""The loop that learns value models for a frozen model, one per iteration (IRO, Alg. 3; SPI, Alg. 1)."""
+"""The loop of ``nlgrpo iro``: trains one value model per iteration for a frozen model (IRO, Alg. 3; SPI, Alg. 1)."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ ADVICE = "another folder with --out"
 
 @dataclass
 class LoopOptions:
-    """What the loop takes besides the keys of a configuration."""
+    """Options of the loop besides the keys of a configuration."""
 
     out: Path | None = None
-    """Folder of everything; none: runs/<recipe>-iro."""
+    """Output folder; default: runs/<recipe>-iro."""
     iterations: int = 3
-    """T, value models."""
+    """T, the number of value models."""
     samples: int = 16
-    """K, completions of a prompt in the first iteration; the others have beams x successors."""
+    """K, completions per prompt in the first iteration; later iterations have beams x successors."""
     prompts: int | None = None
-    """Of an iteration, the next ones of the source each time; none: all of them, every time."""
+    """Prompts per iteration; each iteration takes the next ones of the source. Default: all prompts every time."""
     beams: int = 4
-    """K of the search."""
+    """K, beams of the search."""
     successors: int = 4
-    """B, chunks that are drawn behind each beam."""
+    """B, chunks sampled per beam."""
     chunk: int = 16
-    """L, tokens of a chunk."""
+    """L, tokens per chunk."""
     search_temperature: float = 0.0
-    """Above 0, beams are drawn in proportion to e^(V / temperature); 0: the best ones."""
+    """Above 0, beams are sampled in proportion to exp(V / temperature); 0 keeps the best ones."""
     diverse: bool = True
-    """Keep different candidates before the same ones."""
+    """Prefer distinct candidates over duplicates when choosing beams."""
     betas: tuple[float, ...] = ()
-    """Of the value models, V = sum_t V_t / beta_t; none: 1 each."""
+    """Weights of the value models: V = sum_t V_t / beta_t. Default: 1 each."""
     value: TrainerOptions = field(default_factory=TrainerOptions)
     compress: bool = True
-    """Fit one value model to the sum of all at the end."""
+    """At the end, train one value model on the sum of all."""
     dry_run: bool = False
-    """Say what there is to do; do nothing."""
+    """Print the plan and stop."""
 
     @property
     def search(self) -> Search:
@@ -85,7 +85,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class GuidedSampler(Sampler):
-    """Draws the U = K B candidates of a search for each prompt; one that ended early fills the places it takes."""
+    """Draws the U = K B final candidates of a search per prompt; a candidate that ended early is repeated."""
 
     guide: Guide
     dtype: torch.dtype
@@ -100,16 +100,16 @@ class GuidedSampler(Sampler):
 
     def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
         with gathered(model):
-            found, _ = guided_search.search(
+            candidates, _ = guided_search.search(
                 model, batch.ids, self.guide.search, self.sampling, self.values,
                 seed=self.seed, index=batch.index, max_rows=self.max_rows,
             )  # fmt: skip
-        return guided_responses.as_rollout(batch.ids, found)
+        return guided_responses.as_rollout(batch.ids, candidates)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The stages of a loop, and where they are kept."""
+    """The stages of a loop, and their folders."""
 
     options: LoopOptions
     cfg: Config
@@ -127,72 +127,72 @@ class Loop:
         return self.folder / f"compressed-{self.options.iterations}"
 
     def guide(self, t: int) -> Guide:
-        """Of the first t value models."""
+        """The guide made of the first t value models."""
         return Guide([self.value(i + 1) for i in range(t)], list(self.options.weights[:t]), self.options.search)
 
     def job(self, t: int) -> Job:
-        """The rollouts of iteration t; the values that guide them must be there."""
+        """Job for the rollouts of iteration t; the value models 1 .. t-1 must exist."""
         job = build(self.cfg, self.queue, self.rollouts(t), samples=self.options.samples)
-        whole = job.prompts.take(0, len(job.prompts))
-        batch = whole.only(self._prompts(t, whole.ids[: self._training(job)]))
+        source = job.prompts.take(0, len(job.prompts))
+        batch = source.only(self._prompts(t, source.ids[: self._training_prompts(job)]))
         job = dataclasses.replace(job, batch=batch, sampler=dataclasses.replace(job.sampler, seed=self._seed(t)))
         if t == 1:
             return job
-        given = vars(job.sampler) | {"samples": self.options.search.candidates}
+        options = vars(job.sampler) | {"samples": self.options.search.candidates}
         guide = self.guide(t - 1)
         origin = dataclasses.replace(job.origin, guide=guide.digest())
-        sampler = GuidedSampler(**given, guide=guide, dtype=job.dtype, device=self.queue.ranks.device)
+        sampler = GuidedSampler(**options, guide=guide, dtype=job.dtype, device=self.queue.ranks.device)
         return dataclasses.replace(job, origin=origin, sampler=sampler)
 
     def _prompts(self, t: int, ids: Sequence[Sequence[int]]) -> list[int]:
-        """Those of iteration t: others in each, and behind them always the same ones, which no value learns from."""
+        """Indices of the prompts of iteration t: new ones in each, then the same held-out ones, never trained on."""
         count = min(self.options.prompts or len(ids), len(ids))
-        last = {tuple(ids[i]): i for i in range(len(ids))}  # of a prompt that is there twice the last place
+        last = {tuple(ids[i]): i for i in range(len(ids))}  # the last index of a repeated prompt
         places = sorted(last.values())
         first = len(places) - min(self._held_out(count), len(places) // 2)
-        learned, held = {*places[:first]}, places[first:]
-        there, new = [i for i in range(len(ids)) if last[tuple(ids[i])] in learned], count - len(held)
-        return [there[((t - 1) * new + i) % len(there)] for i in range(new)] + held
+        train, held = {*places[:first]}, places[first:]
+        pool, new = [i for i in range(len(ids)) if last[tuple(ids[i])] in train], count - len(held)
+        return [pool[((t - 1) * new + i) % len(pool)] for i in range(new)] + held
 
     def _held_out(self, prompts: int) -> int:
-        """Of an iteration, those that no value learns from."""
+        """Number of held-out prompts of an iteration with ``prompts`` prompts."""
         return min(self.options.value.held_out, prompts // 2)
 
-    def _training(self, job: Job) -> int:
-        """How many of the prompts a run would train on: the first ones, where it holds the last ones out."""
+    def _training_prompts(self, job: Job) -> int:
+        """Number of prompts that ``nlgrpo train`` would train on; its evaluation prompts come after them."""
         whole = self.cfg.data.evaluation or self.cfg.evaluation.prompts == 0
         return len(job.prompts) if whole else len(job.prompts.split(self.cfg.evaluation.prompts)[0])
 
     def _seed(self, t: int) -> int:
-        """No noise is met in two iterations."""
+        """Seed of iteration t, different in every iteration."""
         return self.cfg.train.seed ^ (1 << 61) ^ (t << 48)
 
     def fit(self, t: int) -> ValueConfig:
-        begun = str(self.value(t - 1)) if t > 1 else self.options.value.path or self.cfg.model.path
-        return self._fit(self.value(t), begun, [self.rollouts(t)])
+        start = str(self.value(t - 1)) if t > 1 else self.options.value.path or self.cfg.model.path
+        return self._fit(self.value(t), start, [self.rollouts(t)])
 
     def compression(self) -> ValueConfig:
         T = self.options.iterations
         values = tuple(str(self.value(t + 1)) for t in range(T))
         rollouts = [self.rollouts(t + 1) for t in range(T)]
         cfg = self._fit(self.compressed, values[-1], rollouts)
-        data = RolloutsConfig(tuple(map(str, rollouts)))  # and no rewards, which are in the values
+        data = RolloutsConfig(tuple(map(str, rollouts)))  # no rewards: the teachers' values are the targets
         teachers = CompressConfig(values, self.options.weights)
         return dataclasses.replace(cfg, data=data, compress=teachers, loss=RegressionConfig())
 
-    def _fit(self, folder: Path, begun: str, rollouts: Sequence[Path]) -> ValueConfig:
-        how, train = self.options.value, self.cfg.train
-        prompts = len(reference_rollouts.read_index(rollouts[0]).prompts)  # as many in every iteration
+    def _fit(self, folder: Path, start: str, rollouts: Sequence[Path]) -> ValueConfig:
+        options, train = self.options.value, self.cfg.train
+        prompts = len(reference_rollouts.read_index(rollouts[0]).prompts)  # the same number in every iteration
         counting = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
         return ValueConfig(
             name=folder.name,
-            model=dataclasses.replace(self.cfg.model, path=begun),
+            model=dataclasses.replace(self.cfg.model, path=start),
             data=RolloutsConfig(tuple(map(str, rollouts)), tuple(counting), tuple(counting.values())),
-            loss=RegressionConfig(kind=how.kind, lam=how.lam, gamma=how.gamma),
-            optim=OptimConfig(lr=how.lr, schedule="cosine"),
+            loss=RegressionConfig(kind=options.kind, lam=options.lam, gamma=options.gamma),
+            optim=OptimConfig(lr=options.lr, schedule="cosine"),
             train=ValueTrainConfig(
-                epochs=how.epochs,
-                completions=how.completions,
+                epochs=options.epochs,
+                completions=options.completions,
                 seed=train.seed,
                 out=str(folder),
                 micro_batch_tokens=train.micro_batch_tokens,
@@ -204,18 +204,18 @@ class Loop:
         )
 
     def claim(self, job: Job) -> None:
-        """Make the folder, or check that it is of this loop; ValueError otherwise. More iterations may be asked for.
+        """Create the loop's folder, or check that it holds this loop; the number of iterations may change.
 
-        ``job``: of any iteration; what all of them draw from and score by is part of the loop, whose values are fitted
-        to it.
+        ``job``: of any iteration. The digests of its model, prompts and rewards identify the loop. Raises ValueError if
+        the folder holds something else.
         """
-        own = {name: value for name, value in vars(self.options).items() if name not in ("out", "dry_run")}
-        whole = _Whole(own, self.cfg, _contents(job))
+        options = {name: value for name, value in vars(self.options).items() if name not in ("out", "dry_run")}
+        identity = _Identity(options, self.cfg, _contents(job))
         free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in trainer.FREE))
-        run_folder.claim(self.folder, whole, self.queue.ranks, free=free, restart=False, advice=ADVICE)
+        run_folder.claim(self.folder, identity, self.queue.ranks, free=free, restart=False, advice=ADVICE)
 
     def run(self) -> bool:
-        """All stages in turn; False where a signal ended it early. Collective."""
+        """Run all stages in turn. Returns False if a signal stopped it early. Collective."""
         for t in range(1, self.options.iterations + 1):
             self.queue.console.rule(f"iteration {t}: rollouts")
             if not self._rolled_out(t):
@@ -229,7 +229,7 @@ class Loop:
         return self._fitted(self.compression())
 
     def _rolled_out(self, t: int) -> bool:
-        """A method, for what has drawn and scored, models among it, to be gone when values are fitted."""
+        """Draw and score the rollouts of iteration t. A method, so that its models are freed before training."""
         job = self.job(t)
         if t == 1:
             self.claim(job)
@@ -237,19 +237,19 @@ class Loop:
 
     def _fitted(self, cfg: ValueConfig) -> bool:
         results = cfg.run / value_training.ValueTrainer.RESULTS
-        there = results.is_file() and "after" in json.loads(results.read_text("utf-8"))
-        if self.queue.ranks.any(not there):
+        done = results.is_file() and "after" in json.loads(results.read_text("utf-8"))
+        if self.queue.ranks.any(not done):
             assert self.queue.stop is not None
             return trainer.fit(cfg, value_training.build, self.queue.ranks, self.queue.stop)
         advice = ADVICE + ", or --no-compress" * bool(cfg.compress.values)
         run_folder.claim(cfg.run, cfg, self.queue.ranks, free=trainer.FREE, restart=False, advice=advice)
-        self.queue.console.print(f"{cfg.run} is there", highlight=False, soft_wrap=True)
+        self.queue.console.print(f"{cfg.run} is already done", highlight=False, soft_wrap=True)
         return True
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """What ``config.json`` of the loop's folder holds."""
+class _Identity:
+    """Content of ``config.json`` in the loop's folder."""
 
     iro: dict[str, Any]
     config: Config
@@ -258,41 +258,41 @@ class _Whole:
 
 def _contents(job: Job) -> dict[str, Any]:
     """Digests of the files and the data that the configuration names."""
-    whole = job.prompts.take(0, len(job.prompts))
+    source = job.prompts.take(0, len(job.prompts))
     return {
         "model": job.origin.model,
         "tokenizer": job.origin.tokenizer,
-        "prompts": digest_of_text(*map(digest_of_prompt, whole.ids)),
-        "columns": digest_of_text(*digests_of_columns(whole.columns, len(whole.ids))),
+        "prompts": digest_of_text(*map(digest_of_prompt, source.ids)),
+        "columns": digest_of_text(*digests_of_columns(source.columns, len(source.ids))),
         "rewards": {scorer.name: scorer.digest for scorer in job.scorers},
     }
 
 
 def results(loop: Loop) -> list[dict[str, Any]]:
-    """Return a row per iteration: rewards of its rollouts, explained variance of its value when held out, beta."""
-    found = []
+    """Return a row per iteration: rewards of its rollouts, held-out explained variance of its value model, beta."""
+    rows = []
     for t in range(1, loop.options.iterations + 1):
         rollouts = reference_rollouts.load(loop.rollouts(t))
         counting = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
-        worth = torch.stack([weight * rollouts.reward(name) for name, weight in counting]).sum(0)
+        rewards = torch.stack([weight * rollouts.reward(name) for name, weight in counting]).sum(0)
         fitted = json.loads((loop.value(t) / value_training.ValueTrainer.RESULTS).read_text("utf-8"))["after"]
-        found.append(
+        rows.append(
             {
                 "iteration": t,
-                "prompts": len(worth),
-                "samples": worth.shape[1],
-                "mean": _mean(worth.nanmean(1)),
-                "best": _mean(worth.nan_to_num(nan=-math.inf).amax(1)),
+                "prompts": len(rewards),
+                "samples": rewards.shape[1],
+                "mean": _mean(rewards.nanmean(1)),
+                "best": _mean(rewards.nan_to_num(nan=-math.inf).amax(1)),
                 "explained_variance": fitted.get("explained_variance"),
                 "value": str(loop.value(t).relative_to(loop.folder)),
                 "beta": loop.options.weights[t - 1],
             }
         )
-    return found
+    return rows
 
 
 def _mean(values: Tensor) -> dict[str, float | None]:
-    """Over prompts whose completions were judged, with the standard error; None where none was."""
-    judged = values[values.isfinite()]
-    error = judged.std().item() / math.sqrt(len(judged)) if len(judged) > 1 else 0.0
-    return {"value": judged.mean().item() if len(judged) else None, "error": error}
+    """Mean and standard error over the prompts with a finite value; the mean is None if there are none."""
+    finite = values[values.isfinite()]
+    error = finite.std().item() / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
+    return {"value": finite.mean().item() if len(finite) else None, "error": error}

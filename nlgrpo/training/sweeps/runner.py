@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, each in a process and a folder of its own."""
+"""Run the points of a sweep, each in its own process and folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,15 @@ from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.sweeps.state import Point, State, SweepState
 
 LOCK = "sweep.lock"
-
-
-FULL = (atomic_files.CANNOT, os.strerror(errno.ENOSPC))  # the latter of a log that has no room for more
+FULL = (atomic_files.CANNOT, os.strerror(errno.ENOSPC))  # errors of a full disk; the second if the log itself fails
 
 
 def _base(setting: Setting) -> dict[str, Any]:
-    """The configuration without the values that vary and without the run's folder, as JSON has it."""
+    """The configuration as JSON values, without the varied keys and the run's folder."""
     base = json.loads(json.dumps(to_dict(setting.config)))
-    of_all = [f"rewards.{name}.objective" for name in base["rewards"]]
+    objectives = [f"rewards.{name}.objective" for name in base["rewards"]]
     for key in ["train.out", *setting.overrides]:
-        for name in of_all if key == grid.OBJECTIVE else [key]:
+        for name in objectives if key == grid.OBJECTIVE else [key]:
             *path, last = name.split(".")
             section = base
             for part in path:
@@ -51,19 +49,19 @@ def _base(setting: Setting) -> dict[str, Any]:
 
 
 def check_usable(folder: Path) -> None:
-    """Refuse a folder that holds something else; what a sweep that was killed at once leaves is nothing."""
+    """Raise ValueError if the folder holds something else than a sweep; files of a sweep killed early are fine."""
     if folder.exists() and not (folder / sweep_state.FILE).exists():
         empty = {LOCK, f"{sweep_state.FILE}.tmp", "logs"}
         if not (folder.is_dir() and {path.name for path in folder.iterdir()} <= empty):
-            raise ValueError(f"{folder} exists and holds no sweep; choose another folder with --out")
+            raise ValueError(f"{folder} exists but holds no sweep; choose another folder with --out")
 
 
 def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[Point]]:
-    """The folder's manifest, or a new one, with these points in it; and the points in the order of ``settings``."""
+    """Return the folder's manifest, or a new one, with a point for each of ``settings``, and these points in order."""
     base = _base(settings[0])
     manifest = sweep_state.read(folder) if (folder / sweep_state.FILE).exists() else SweepState(folder, base, [])
     _same_sweep(manifest, base, settings[0].overrides)
-    keys = list((manifest.points or settings)[0].overrides)  # in the order in which names have them
+    keys = list((manifest.points or settings)[0].overrides)  # the order that folder names use
     wanted = []
     for setting in settings:
         overrides = {key: setting.overrides[key] for key in keys}
@@ -73,7 +71,7 @@ def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[P
             point = Point(overrides, folder / grid.folder_name(overrides, taken))
             manifest.points.append(point)
         wanted.append(point)
-    for point in manifest.points:  # what its folder says is newer than what was last written here
+    for point in manifest.points:  # its folder is more recent than the manifest
         if point.finished():
             point.state = "done"
         elif point.state in ("running", "done"):
@@ -85,65 +83,66 @@ def _same_sweep(manifest: SweepState, base: Mapping[str, Any], overrides: Mappin
     known = manifest.points[0].overrides if manifest.points else overrides
     if set(known) != set(overrides):
         raise ValueError(
-            f"{manifest.folder} holds a sweep over {', '.join(known)}, and this one is over {', '.join(overrides)}; "
-            "give every one of its options, if only one value, or choose another folder with --out"
+            f"{manifest.folder} holds a sweep over {', '.join(known)}, but this one is over {', '.join(overrides)}; "
+            "pass all options of the former, even with one value, or choose another folder with --out"
         )
     changed = differences(manifest.base, base)
     if changed:
-        lines = [f"{manifest.folder} holds a sweep of another configuration:", *(f"  {line}" for line in changed)]
+        lines = [f"{manifest.folder} holds a sweep with a different configuration:", *(f"  {line}" for line in changed)]
         raise ValueError("\n".join([*lines, "  Choose another folder with --out"]))
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """The folder, made where there is none, for this sweep alone: a lock that a run which outlives it holds as well."""
+    """Create and lock the folder; yields the lock's descriptor. Runs inherit it and may hold the lock longer."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another sweep, or a run that one left behind, is at work in {folder}; wait for it"
+                f"another sweep, or a run that it started, is using {folder}; wait until it ends"
             ) from None
         yield file.fileno()
 
 
 @dataclass
 class SweepRunner:
-    """Runs the points of a manifest, ``jobs`` at a time; a thread waits for the process of each."""
+    """Runs the points of a manifest, ``jobs`` at a time, with one thread per running process."""
 
     manifest: SweepState
     ranks: int
     jobs: int
-    lock: int  # the folder's, which every run holds as well
+    lock: int  # descriptor of the folder's lock, which every run inherits
     stop: StopSignal = field(default_factory=StopSignal)
-    insisted: bool = False  # by a second Ctrl-C
-    broken: bool = False  # by what ends the other points too
+    insisted: bool = False  # a second Ctrl-C was received
+    broken: bool = False  # an error that ends the whole sweep
     writes: threading.Lock = field(default_factory=threading.Lock)
 
     def run_all(self, points: Sequence[tuple[Setting, Point]], retry: bool) -> bool:
-        """Run what is to be run, in this order. Returns whether a signal ended it early."""
+        """Run the unfinished points in this order. Returns whether a signal stopped the sweep early."""
         todo = to_run([point for _, point in points], retry)
         say(f"{self.manifest.folder}: {len(points)} points, {len(todo)} to run")
-        free, ended = SimpleQueue[int](), list[Point]()
-        for place in range(self.jobs):
-            free.put(place)
+        slots, ended = SimpleQueue[int](), list[Point]()
+        for slot in range(self.jobs):
+            slots.put(slot)
 
         def run(number: int, point: Point) -> None:
             if self.stop.received or self.broken:
                 return
-            place, where = free.get(), f"[{number}/{len(todo)}] {point.name}"
+            slot, label = slots.get(), f"[{number}/{len(todo)}] {point.name}"
             try:
-                say(f"{where}: {'goes on' if point.folder.exists() else 'begins'}")
-                self._run(next(setting for setting, its in points if its is point), point, place)
+                say(f"{label}: {'resumes' if point.folder.exists() else 'starts'}")
+                self._run(next(setting for setting, its in points if its is point), point, slot)
                 ended.append(point)
-                how = f"{point.state} after {clock_time(point.seconds)}" + (f": {point.error}" if point.error else "")
-                say(f"{where}: {how}{_time_left(self.manifest, (len(todo) - len(ended)) / self.jobs)}")
+                result = f"{point.state} after {clock_time(point.seconds)}"
+                result += f": {point.error}" if point.error else ""
+                say(f"{label}: {result}{_time_left(self.manifest, (len(todo) - len(ended)) / self.jobs)}")
             except BaseException:
                 self.broken = True
                 raise
             finally:
-                free.put(place)
+                slots.put(slot)
 
         with ThreadPoolExecutor(self.jobs) as pool:
             runs = [pool.submit(run, i, point) for i, point in enumerate(todo, 1)]
@@ -154,28 +153,28 @@ class SweepRunner:
                 except KeyboardInterrupt:  # the second Ctrl-C
                     self.insisted = True
         self.stop.restore()
-        for each in runs:
-            each.result()
+        for future in runs:
+            future.result()
         return self.stop.received and bool(to_run(todo, retry=False))
 
-    def _run(self, setting: Setting, point: Point, place: int) -> None:
-        """Run one point to its end, or to the checkpoint that it writes when it is stopped."""
+    def _run(self, setting: Setting, point: Point, slot: int) -> None:
+        """Run one point to its end, or until it has saved a checkpoint after a signal."""
         self._note(point, "running")
-        began = time.monotonic()
+        start = time.monotonic()
         line = command(["train", *setting.arguments, f"--train.out={point.folder}"], self.ranks)
         with point.log.open("ab") as log:
             log.write(f"$ {shlex.join(line)}\n".encode())
             log.flush()
             first = log.tell()
-            status = self._wait(line, log.fileno(), _environment(place, self.ranks, self.jobs))
-        point.seconds = round(point.seconds + time.monotonic() - began, 1)
+            status = self._wait(line, log.fileno(), _environment(slot, self.ranks, self.jobs))
+        point.seconds = round(point.seconds + time.monotonic() - start, 1)
         if point.finished():
             self._note(point, "done", status)
         elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # stopped on purpose
             self._note(point, "stopped", status)
         else:
             error = _error(point, status, first)
-            full = any(said in error for said in FULL)
+            full = any(text in error for text in FULL)
             self._note(point, "stopped" if full else "failed", status, error)
             if full:
                 raise ValueError(f"{point.name}: {error.removeprefix('error: ')}")
@@ -186,9 +185,9 @@ class SweepRunner:
             self.manifest.write()
 
     def _wait(self, line: Sequence[str], log: int, environment: Mapping[str, str]) -> int:
-        """Return the exit status of a process. A stop of the sweep is passed on once, and a second one again.
+        """Run a process and return its exit status. Sends it SIGTERM when the sweep stops, and again if insisted.
 
-        It leads a session of its own, because a Ctrl-C goes to the whole group of the terminal, and the ranks of a
+        The process has its own session: a Ctrl-C goes to the terminal's whole process group, and the ranks of a
         torchrun would get it twice.
         """
         child = subprocess.Popen(
@@ -200,11 +199,11 @@ class SweepRunner:
             pass_fds=[self.lock],
             start_new_session=True,
         )
-        told = 0
+        signals_sent = 0
         while child.poll() is None:
-            if told < (self.stop.received or self.broken) + self.insisted:
+            if signals_sent < (self.stop.received or self.broken) + self.insisted:
                 child.terminate()
-                told += 1
+                signals_sent += 1
             time.sleep(0.05)
         return child.wait()
 
@@ -215,38 +214,38 @@ def to_run(points: Sequence[Point], retry: bool) -> list[Point]:
 
 
 def command(arguments: Sequence[str], ranks: int) -> list[str]:
-    """What starts `nlgrpo` with these arguments in a process of its own, by torchrun where the ranks are several."""
+    """Command line that runs `nlgrpo` with these arguments, under torchrun if there are several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments]
 
 
-def _environment(place: int, ranks: int, jobs: int) -> dict[str, str]:
-    """Of a run at one of the ``jobs`` places: of several, each has GPUs and its share of the cores to itself."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what it prints comes before the error that ends it
-    if not {"", os.getcwd()} & set(sys.path):  # `python -m` would look into this folder first, as the sweep did not
+def _environment(slot: int, ranks: int, jobs: int) -> dict[str, str]:
+    """Environment of the run in one of ``jobs`` slots; several slots get their own GPUs and a share of the cores."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # keeps output and errors in order in the log
+    if not {"", os.getcwd()} & set(sys.path):  # else `python -m` would put this folder on the path
         environment["PYTHONSAFEPATH"] = "1"
     if jobs > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // (jobs * ranks)))
         if gpus := visible_gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place * ranks : (place + 1) * ranks])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * ranks : (slot + 1) * ranks])
     return environment
 
 
 def visible_gpus() -> list[str]:
-    """By the names that CUDA_VISIBLE_DEVICES gives them."""
+    """Names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (named.split(",") if named else [str(i) for i in range(count)])[:count]
 
 
 def _error(point: Point, status: int, first: int) -> str:
-    """The last line that a failed run wrote behind byte ``first`` of its log, of those that name an error if any do."""
+    """The last line of a failed run's log after byte ``first``; lines that start with "error:" take precedence."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     with point.log.open("rb") as log:
         log.seek(first)
         lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("error:")]
-    return (named or lines or [f"exit status {status} without a word"])[-1]
+    return (named or lines or [f"exit status {status} without output"])[-1]
 
 
 def say(line: str) -> None:
@@ -259,6 +258,6 @@ def clock_time(seconds: float) -> str:
 
 
 def _time_left(manifest: SweepState, points: float) -> str:
-    """For so many points, one after another, by the mean of those that are done."""
-    took = [point.seconds for point in manifest.points if point.state == "done" and point.seconds > 0]
-    return f"; about {clock_time(points * sum(took) / len(took))} left" if took and points else ""
+    """Text with the time left for ``points`` points in sequence, from the mean time of the finished ones."""
+    times = [point.seconds for point in manifest.points if point.state == "done" and point.seconds > 0]
+    return f"; about {clock_time(points * sum(times) / len(times))} left" if times and points else ""

@@ -1,4 +1,4 @@
-"""The manifest of a sweep, ``sweep.json``: what has become of every point of the grid."""
+"""The manifest of a sweep, ``sweep.json``: the state of every point of the grid."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ State = Literal["waiting", "running", "done", "failed", "stopped"]
 
 @dataclass
 class Point:
-    """One run of a sweep: its values of what varies, its folder, and what has become of it."""
+    """One run of a sweep: its values of the varied keys, its folder and its state."""
 
     overrides: dict[str, Any]
     folder: Path
     state: State = "waiting"
     status: int | None = None  # exit status, negative for the signal that killed it
-    seconds: float = 0.0  # of all its processes that ended under the sweep's eyes
-    error: str = ""  # the last line of it
+    seconds: float = 0.0  # total time of the processes whose end the sweep saw
+    error: str = ""  # last line of the error message
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Point:
         return self.folder.parent / "logs" / f"{self.name}.log"
 
     def finished(self) -> bool:
-        """Whether its folder holds the evaluation that ends a run."""
+        """Whether its folder holds the final evaluation."""
         try:
             return "after" in read_evaluation(self.folder)
         except ValueError:
@@ -45,7 +45,7 @@ class Point:
 
 @dataclass
 class SweepState:
-    """What ``sweep.json`` holds: ``base`` is the configuration without what varies."""
+    """Content of ``sweep.json``; ``base`` is the configuration without the varied keys."""
 
     folder: Path
     base: dict[str, Any]
@@ -53,17 +53,17 @@ class SweepState:
 
     def write(self) -> None:
         points = [{**vars(point), "folder": point.name} for point in self.points]
-        whole = {"nlgrpo": __version__, "base": self.base, "points": points}
-        atomic_write(self.folder / FILE, json.dumps(whole, indent=1) + "\n")
+        manifest = {"nlgrpo": __version__, "base": self.base, "points": points}
+        atomic_write(self.folder / FILE, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_sweep_state(folder: Path) -> list[Point]:
-    """The points of the sweep in ``folder``. Raises ValueError where its sweep.json is missing or damaged."""
+    """Load the points of the sweep in ``folder``. Raises ValueError if its sweep.json is missing or damaged."""
     return read(Path(folder)).points
 
 
 def read(folder: Path) -> SweepState:
-    """The whole manifest; errors as in `read_sweep_state`."""
+    """Load the manifest of the sweep in ``folder``; raises as `read_sweep_state`."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing; give the folder that `nlgrpo sweep` wrote")
@@ -71,16 +71,16 @@ def read(folder: Path) -> SweepState:
         data = json.loads(path.read_text("utf-8"))
         points = [_point(folder, values) for values in data["points"]]
         if not points or not isinstance(data["base"], dict):
-            raise ValueError("it holds no points, or no base")
+            raise ValueError("it has no points or no base")
         return SweepState(folder, data["base"], points)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); sweep into another folder") from error
+        raise ValueError(f"{path} cannot be read ({error!r}); choose another folder with --out") from error
 
 
 def _point(folder: Path, values: Mapping[str, Any]) -> Point:
     name = values["folder"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-        raise ValueError(f"{name!r} is no name of a folder")
+        raise ValueError(f"{name!r} is not a folder name")
     point = Point(**{**values, "folder": folder / name})
     if point.state not in get_args(State) or not isinstance(point.overrides, dict):
         raise ValueError(f"{name} is in the state {point.state!r}, with the values {point.overrides!r}")
