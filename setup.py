@@ -1,7 +1,7 @@
 """Packaging that pyproject.toml cannot express: ``kernels/`` becomes ``nlgrpo.kernels``, with compiled CPU ops.
 
-The CPU ops in ``csrc/`` are optional. Without torch or a compiler the package is installed without them, a line says
-so, and plain PyTorch computes the same. ``NLGRPO_BUILD_EXT=1`` makes that an error, ``=0`` does not try to build.
+The CPU ops in ``csrc/`` are optional. Without torch or a compiler, the package is installed without them, a message
+reports it, and plain PyTorch is used instead. ``NLGRPO_BUILD_EXT=1`` makes this an error, ``=0`` skips the build.
 The ops use the stable ABIs of PyTorch and Python, so one file works with Python 3.11 or later and torch 2.10 or later.
 An isolated build has no torch (requiring it would download gigabytes), so its wheel has no ops and fits any machine;
 ``pip install --no-build-isolation .`` and ``python -m build --no-isolation`` build the ops against the installed torch.
@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 WANTED = os.environ.get("NLGRPO_BUILD_EXT", "")
 SANITIZE = os.environ.get("NLGRPO_SANITIZE") == "1"
 TORCH_2_10 = "0x020a000000000000"
-FAST = ["-O3", "-g0"]  # Python's flags add debugging information, five times the size of the rest
+FAST = ["-O3", "-g0"]  # Python's flags add debugging information, which makes the file six times larger
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SANITIZED = [
     *SANITIZERS,
@@ -33,18 +33,18 @@ SANITIZED = [
     "-O1",
     "-fno-omit-frame-pointer",
     "-fno-wrapv",  # Python's flags have -fwrapv, which makes signed integer overflow legal
-    "-U_FORTIFY_SOURCE",  # it replaces memcpy and others by functions that AddressSanitizer does not check
+    "-U_FORTIFY_SOURCE",  # it replaces functions such as memcpy by ones that AddressSanitizer does not check
     "-D_GLIBCXX_ASSERTIONS",
 ]
 
 
-class BuildOrSayWhyNot(build_ext):
+class OptionalBuild(build_ext):
     """Compile against the installed torch. A failure costs only speed, unless the extension was requested."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
             add_torch(ext)
-            with side_by_side(self.compiler):
+            with parallel_compilation(self.compiler):
                 super().build_extension(ext)
         except Exception as error:  # errors of the compiler and of torch have no common base class
             if WANTED == "1" or SANITIZE:
@@ -55,7 +55,7 @@ class BuildOrSayWhyNot(build_ext):
 
 
 @contextmanager
-def side_by_side(compiler: Any) -> Iterator[None]:
+def parallel_compilation(compiler: Any) -> Iterator[None]:
     """Make ``compiler`` compile its sources in parallel; setuptools compiles them one after another."""
     one_by_one = compiler.compile
 
@@ -71,8 +71,8 @@ def side_by_side(compiler: Any) -> Iterator[None]:
         compiler.compile = one_by_one
 
 
-class NameWhatWasBuilt(bdist_wheel):
-    """Mark a wheel without the ops as one for any machine."""
+class TaggedWheel(bdist_wheel):
+    """Tag a wheel without the ops as platform-independent."""
 
     def get_tag(self) -> tuple[str, str, str]:
         self.root_is_pure = not self.distribution.has_ext_modules() or bool(extension.optional)
@@ -84,7 +84,7 @@ def add_torch(ext: Extension) -> None:
     try:
         from torch.utils.cpp_extension import include_paths, library_paths
     except ImportError as error:
-        hint = "a build sees the installed torch without isolation only: pip --no-build-isolation, build --no-isolation"
+        hint = "an isolated build cannot use the installed torch; use pip --no-build-isolation or build --no-isolation"
         raise ImportError(f"{error}; {hint}") from error
 
     ext.extra_compile_args += [flag for path in include_paths() for flag in ("-isystem", path)]
@@ -117,6 +117,6 @@ setup(
     package_dir={"nlgrpo.kernels": "kernels"},
     package_data={"nlgrpo.data": ["assets/**/*"]},
     ext_modules=[] if WANTED == "0" else [extension],
-    cmdclass={"build_ext": BuildOrSayWhyNot, "bdist_wheel": NameWhatWasBuilt},
+    cmdclass={"build_ext": OptionalBuild, "bdist_wheel": TaggedWheel},
     options={} if WANTED == "0" else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

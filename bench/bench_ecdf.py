@@ -8,7 +8,7 @@
 
 All sides run in this process in turns, on the same continuous float32 data, with one thread and with two. Their counts
 are compared before anything is timed. The other libraries do the minimum that gives the counts: they do not divide and
-do not check for NaN, both of which is included in "ours". Peak memory is that of one call with its result, without the
+do not check for NaN, which is included in "ours". Peak memory is that of one call with its result, without the
 data. A side that would need more than --limit seconds per call, judging by the last size, is left out. With --save the
 script also draws time per sample against M.
 """

@@ -1,4 +1,4 @@
-// What is computed in cells, compiled for several instruction sets.
+// Ranks by counting in cells, compiled for several instruction sets.
 #include "cell_ranks.h"
 
 #include <cmath>
@@ -6,16 +6,16 @@
 namespace nlgrpo {
 namespace {
 
-constexpr uint32_t kMostInCell = 32;  // different values; more are sorted sooner
+constexpr uint32_t kMostInCell = 32;  // different values; sorting is faster for more
 
-// Cells of the values, and their keys; false if they cannot be.
+// Compute the cell and the key of each value. Returns false if the range or its scale is not finite.
 template <class F>
 NLGRPO_INLINE bool cut_range(const typename F::Bits* x, int64_t n, const CellArrays<F>& arrays) {
   using Number = typename F::Number;
   const auto [low, high] = range_of<F>(x, n);
   const Number least = F::number(low), range = F::number(high) - least;
   const Number scale = static_cast<Number>(arrays.cells - 1) / range;
-  if (!std::isfinite(range) || !std::isfinite(scale)) {  // so also where a value is not finite
+  if (!std::isfinite(range) || !std::isfinite(scale)) {  // also true if a value is not finite
     return false;
   }
 #pragma omp simd
@@ -26,7 +26,7 @@ NLGRPO_INLINE bool cut_range(const typename F::Bits* x, int64_t n, const CellArr
   return true;
 }
 
-// Put the keys into their cells; how many the fullest has.
+// Put the keys into their cells. Returns the number of keys in the fullest cell.
 template <class F>
 NLGRPO_INLINE uint32_t fill_cells(int64_t n, const CellArrays<F>& arrays) {
   std::fill_n(arrays.ends, arrays.cells + 1, 0u);
@@ -47,7 +47,7 @@ NLGRPO_INLINE uint32_t fill_cells(int64_t n, const CellArrays<F>& arrays) {
   return most;
 }
 
-// Whether no cell has different keys.
+// Whether all keys of each cell are equal.
 template <class F>
 NLGRPO_INLINE bool one_value_a_cell(int64_t n, const CellArrays<F>& arrays) {
   int64_t i = 0;
@@ -81,7 +81,7 @@ NLGRPO_INLINE bool rank(const typename F::Bits* x, int64_t n, Side side, const C
     return false;
   }
   const uint32_t most = fill_cells(n, arrays);
-  if (most > kCompared && one_value_a_cell(n, arrays)) {  // ties; without them nearly always most <= kCompared
+  if (most > kCompared && one_value_a_cell(n, arrays)) {  // ties; without ties nearly always most <= kCompared
     for (int64_t i = 0; i < n; i++) {
       const uint32_t begin = arrays.ends[arrays.cell[i]], end = arrays.ends[arrays.cell[i] + 1];
       arrays.rank[i] = static_cast<int32_t>(count(side, begin, end));

@@ -1,41 +1,41 @@
-// Ranks of a row in the cache by counting its values in cells of one width, without sorting it.
+// Ranks of a row that fits in the cache: values are counted in cells of equal width, without sorting.
 #pragma once
 
 #include "radix_sort.h"
 
 namespace nlgrpo {
 
-// What the ranks of n values are computed in.
+// Working arrays for the ranks of n values.
 template <class F>
 struct CellArrays {
-  using Signed = std::make_signed_t<typename F::Key>;  // keys as every processor can compare vectors of them
+  using Signed = std::make_signed_t<typename F::Key>;  // every processor compares vectors of signed integers
 
   int64_t cells;
-  uint32_t* cell;  // (n) of each value
-  uint32_t* ends;  // (cells + 1) of each cell, after a 0
-  int32_t* rank;   // (n) of each value: signed, as it becomes floating-point
-  Signed* keys;    // (n) of each value
-  Signed* sorted;  // (n + kCompared) the keys, by cells
+  uint32_t* cell;  // (n) cell of each value
+  uint32_t* ends;  // (cells + 1) 0, then the end of each cell in `sorted`
+  int32_t* rank;   // (n) rank of each value; signed, as it is converted to floating point
+  Signed* keys;    // (n) key of each value
+  Signed* sorted;  // (n + kCompared) keys grouped by cell
 };
-constexpr int64_t kCompared = 8;  // keys that are compared at once
+constexpr int64_t kCompared = 8;  // keys compared at once
 
-// arrays.rank = count of `side` for x[0 .. n), n >= 1. False where this is not the way: an infinity, a NaN, one value
-// only, or values so uneven that many different ones share a cell.
+// arrays.rank = count of `side` for x[0 .. n), n >= 1. Returns false if this method does not apply: x contains an
+// infinity or a NaN, all values are equal, or many different values share a cell.
 bool rank_by_cells(const uint32_t* x, int64_t n, Side side, const CellArrays<Single>& arrays);
 bool rank_by_cells(const uint64_t* x, int64_t n, Side side, const CellArrays<Double>& arrays);
 
-// The memory of one thread for it, kept from row to row.
+// Ranks by cells, with memory that one thread reuses for all rows.
 //
-// The range of the values is cut into cells of one width. The rank of a value is how many lie in the cells below, plus
-// how many of its own cell are smaller. Where values spread evenly these are few, so that a vector holds the cell, and
-// one comparison counts it: what else is in the vector is of cells above, and greater.
+// The range of the values is divided into cells of equal width. The rank of a value is the number of values in lower
+// cells, plus the number of smaller values in the same cell. If values are spread evenly, a cell has few values, fits in
+// a vector, and one comparison counts them. The rest of the vector belongs to higher cells and is greater.
 template <class F>
 class CellRanks {
  public:
-  static constexpr int64_t kMost = 1 << 14;  // beyond, what is reached at random leaves the first cache
+  static constexpr int64_t kMost = 1 << 14;  // for larger rows, random accesses miss the L1 cache
 
-  // The ranks of x[0 .. n) by `cells` <= n cells, which stay until the next call; or null where there are too few or too
-  // many values for it to pay, or rank_by_cells is false.
+  // Returns the ranks of x[0 .. n) by `cells` <= n cells, valid until the next call. Returns null if rank_by_cells
+  // returns false, or if n is too small or too large for this method to be faster than sorting.
   const int32_t* rank(const typename F::Bits* x, int64_t n, int64_t cells, Side side) {
     if constexpr (sizeof(typename F::Key) < 4) {
       return nullptr;

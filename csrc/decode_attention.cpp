@@ -1,5 +1,5 @@
-// Cached decoding: rotate q and k of new tokens, write k and v into the cache, attend. A row's keys may be in two parts:
-// those of a prompt, which many rows share, and the row's own.
+// Cached decoding: rotate q and k of new tokens, write k and v to the cache, attend. The keys of a row may be in two
+// caches: that of its prompt, which many rows share, and its own.
 #include "simd.h"
 
 #include <algorithm>
@@ -10,34 +10,35 @@
 namespace nlgrpo {
 namespace {
 
-// Keys, then values, of some rows: (rows, 2 kv_heads, columns, dim); strides in elements, and 1 along a head.
+// Keys, then values: (rows, 2 kv_heads, columns, dim). Strides are in elements; the last dimension has stride 1.
 template <typename T>
 struct Cache {
   T* at = nullptr;
   int64_t row_stride = 0, head_stride = 0, column_stride = 0;
 };
 
-// Where everything stands, for R rows of n tokens each.
+// Inputs and outputs of a decoding step of R rows with n new tokens each.
 struct Step {
-  int64_t heads, kv_heads, dim, half, tokens;  // half: rotated pairs of a head, 0 for none; tokens: n
+  int64_t heads, kv_heads, dim, half, tokens;  // half: number of rotated pairs per head, may be 0; tokens: n
   const float *qkv, *cos, *sin;                // qkv (R n, heads + 2 kv_heads, dim); cos, sin (R n, half)
-  Cache<float> own;                            // the rows' own; the new tokens go to `column` and behind
+  Cache<float> own;                            // cache of each row; the new tokens go to `column`, `column + 1`, ..
   int64_t column;
   float* out;      // (R n, heads, dim)
-  int64_t window;  // positions that are seen at most, 0: all
+  int64_t window;  // maximum number of positions that a token sees, 0: all
   float scale;
-  const int64_t* first = nullptr;                       // (R), the first of its own columns that a row sees; null: 0
-  Cache<const float> prompts = {};                      // (P, ..), none where `prompt` is null
-  const int64_t *prompt = nullptr, *lengths = nullptr;  // (R) whose a row is; (P) columns of each prompt
+  const int64_t* first = nullptr;                       // (R), first column of `own` that each row sees; null: 0
+  Cache<const float> prompts = {};                      // (P, ..), not used if `prompt` is null
+  const int64_t *prompt = nullptr, *lengths = nullptr;  // (R) prompt of each row; (P) columns of each prompt
 };
 
-// Columns that a query sees, one after the other.
+// Consecutive columns that a query sees.
 struct Span {
   const float *keys, *values;
   int64_t stride, columns;
 };
 
-// (a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated part; `factor` multiplies all.
+// (a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated part. All elements are multiplied by
+// `factor`.
 NLGRPO_INLINE void rotate(const float* x, const Step& s, int64_t row, float factor, float* to, int64_t dim) {
   const float *cos = s.cos + row * s.half, *sin = s.sin + row * s.half;
   for (int64_t j = 0; j < s.half; j++) {
@@ -51,10 +52,10 @@ NLGRPO_INLINE void rotate(const float* x, const Step& s, int64_t row, float fact
 }
 
 typedef float Four __attribute__((vector_size(16)));
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));  // may stand anywhere in memory
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));  // may be unaligned
 
-// score_c = q k_c. Four columns at a time, whose sums are folded together: folding each one by itself, as a reduction
-// over `omp simd` does, takes longer than the products of a short head.
+// score_c = q k_c, for four columns at a time, whose vectors of partial sums are reduced together. Reducing each one
+// separately, as `omp simd reduction` does, takes longer than the products of a short head.
 NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stride, int64_t columns, float* score,
                                  int64_t dim) {
   const int64_t whole = dim / 8 * 8;
@@ -62,7 +63,7 @@ NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stri
     const int64_t here = std::min<int64_t>(4, columns - c);
     Four part[4] = {};
     for (int64_t i = 0; i < 4; i++) {
-      const float* k = keys + (c + std::min(i, here - 1)) * stride;  // the last column again where there is none
+      const float* k = keys + (c + std::min(i, here - 1)) * stride;  // repeat the last column if there are fewer than four
       Eight sum = {};
       for (int64_t j = 0; j < whole; j += 8) {
         sum += *reinterpret_cast<const Eight*>(q + j) * *reinterpret_cast<const Eight*>(k + j);
@@ -83,7 +84,7 @@ NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stri
   }
 }
 
-// sum_j += sum_c score_c v_cj for `width` neighbouring j, whose sums stay in registers.
+// sum_j += sum_c score_c v_cj for `width` consecutive j. The sums stay in registers.
 template <int64_t width>
 NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t stride, int64_t columns, float* sum) {
   int64_t c = 0;
@@ -103,7 +104,7 @@ NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t s
   }
 }
 
-// out_j = factor (the sum above over both spans), for j in [from, from + width).
+// out_j = factor sum_c score_c v_cj over the columns of both spans, for j in [from, from + width).
 template <int64_t width>
 NLGRPO_INLINE void mix_values(const float* score, const Span& prompt, const Span& own, int64_t from, float factor,
                               float* out) {
@@ -115,7 +116,7 @@ NLGRPO_INLINE void mix_values(const float* score, const Span& prompt, const Span
   }
 }
 
-// softmax(q k^T) v of one query over the columns of both spans, for which `score` has room.
+// softmax(q k^T) v of one query over the columns of both spans. `score` has one element per column.
 NLGRPO_INLINE void attend(const float* q, const Span& prompt, const Span& own, float* score, float* out, int64_t dim) {
   const int64_t columns = prompt.columns + own.columns;
   multiply_keys(q, prompt.keys, prompt.stride, prompt.columns, score, dim);
@@ -143,7 +144,7 @@ NLGRPO_INLINE void attend(const float* q, const Span& prompt, const Span& own, f
   }
 }
 
-// The columns from `begin` up to `end` of a row of the cache, for one key head.
+// Columns [begin, end) of a row of the cache, for one key head.
 template <typename T>
 NLGRPO_INLINE Span columns(const Cache<T>& cache, int64_t row, int64_t head, int64_t kv_heads, int64_t begin,
                            int64_t end) {
@@ -151,8 +152,8 @@ NLGRPO_INLINE Span columns(const Cache<T>& cache, int64_t row, int64_t head, int
   return {keys, keys + kv_heads * cache.head_stride, cache.column_stride, end - begin};
 }
 
-// All of one key head of one row: the keys and values of its new tokens, and the query heads that share them.
-// `dim` is s.dim, handed over so that the compiler can unroll the loops where it is a constant.
+// One key head of one row: write the keys and values of its new tokens, and attend with the query heads that share it.
+// `dim` is s.dim; it is an argument so that the compiler can unroll the loops if it is a constant.
 NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scratch, int64_t dim) {
   const int64_t width = (s.heads + 2 * s.kv_heads) * dim, group = s.heads / s.kv_heads;
   float* keys = s.own.at + row * s.own.row_stride + head * s.own.head_stride + s.column * s.own.column_stride;
@@ -168,7 +169,7 @@ NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scr
   for (int64_t t = 0; t < s.tokens; t++) {
     const int64_t token = row * s.tokens + t, column = s.column + t;
     const int64_t oldest = s.window == 0 ? 0 : std::max<int64_t>(0, length + column + 1 - s.window);
-    // A token sees its own column at least, whatever `first` says.
+    // A token always sees its own column, also if `first` is larger.
     const int64_t begin = std::min(std::max({oldest - length, s.first ? s.first[row] : 0, int64_t{0}}), column);
     const Span prompt = columns(s.prompts, source, head, s.kv_heads, std::min(oldest, length), length);
     const Span own = columns(s.own, row, head, s.kv_heads, begin, column + 1);
@@ -203,24 +204,24 @@ NLGRPO_CLONES void decode_key_heads(const Step& s, int64_t begin, int64_t end, f
 
 namespace {
 
-// That qkv (R n, H + 2 Hk, d), the rotation of its tokens and the rows' own cache (R, 2 Hk, columns, d) fit together.
+// Check the shapes of qkv (R n, H + 2 Hk, d), cos and sin (R n, r / 2), and cache (R, 2 Hk, columns, d).
 void check(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& cache,
            int64_t column, int64_t tokens, int64_t window, int64_t heads) {
   check_float(qkv, "qkv", 3);
   check_float(cache, "cache", 4);
   const int64_t all = qkv.size(0), rows = cache.size(0), dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
   STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads + 2 * kv_heads == qkv.size(1),
-                  "qkv has ", qkv.size(1), " heads, which are not ", heads, " query heads and as many of keys as of ",
-                  "values, a divisor of them");
+                  "qkv must have heads + 2 kv_heads heads, with heads = ", heads, " a multiple of kv_heads, got ",
+                  qkv.size(1));
   STD_TORCH_CHECK(all == rows * tokens && cache.size(1) == 2 * kv_heads && cache.size(3) == dim, "cache must be (",
                   tokens == 0 ? 0 : all / tokens, ", ", 2 * kv_heads, ", columns, ", dim, "), got (", rows, ", ",
                   cache.size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
-  STD_TORCH_CHECK(cache.stride(3) == 1, "the cache must be contiguous along its last dimension");
+  STD_TORCH_CHECK(cache.stride(3) == 1, "cache must be contiguous along its last dimension");
   const int64_t last = column + std::max<int64_t>(tokens, 1) - 1;
   STD_TORCH_CHECK(column >= 0 && last < cache.size(2), "column ", column < 0 ? column : last,
-                  " is outside the cache's ", cache.size(2));
+                  " is outside the cache, which has columns = ", cache.size(2));
   STD_TORCH_CHECK(window >= 0, "window must be 0 (none) or positive, got ", window);
-  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin come together or not at all");
+  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin must both be given, or neither");
   if (cos.has_value()) {
     check_float(*cos, "cos", 2);
     check_float(*sin, "sin", 2);
@@ -230,7 +231,7 @@ void check(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optio
   }
 }
 
-// That x holds `size` whole numbers, and, with a bound, that these are in [0, bound].
+// Check that x contains `size` integers; with a bound, that they are in [0, bound].
 void check_index(const Tensor& x, const char* name, int64_t size, std::optional<int64_t> bound = std::nullopt) {
   STD_TORCH_CHECK(x.is_cpu() && x.scalar_type() == torch::headeronly::ScalarType::Long && x.dim() == 1 &&
                       x.size(0) == size,
@@ -245,7 +246,7 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {
   return x.has_value() ? std::optional(torch::stable::contiguous(*x)) : x;
 }
 
-// A step over inputs that it keeps alive; what all ops have in common is set.
+// A step and the tensors that its pointers refer to.
 struct Prepared {
   Tensor qkv, out;
   std::optional<Tensor> cos, sin;
@@ -280,8 +281,8 @@ Prepared prepare(const Tensor& qkv, const std::optional<Tensor>& cos, const std:
   return p;
 }
 
-// A key head of a row is one task from beginning to end, so that the number of threads does not change the result.
-// `longest`: columns of a prompt, at most.
+// Each key head of a row is one task, so that the number of threads does not change the result.
+// `longest`: largest number of columns of a prompt.
 void run(const Step& step, int64_t rows, int64_t longest) {
   const int64_t columns = longest + step.column + step.tokens;
   const int64_t seen = step.window == 0 ? columns : std::min(columns, step.window);

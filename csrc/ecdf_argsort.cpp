@@ -1,4 +1,4 @@
-// Positions of each row's samples in ascending order, equal ones in the row's order.
+// Stable argsort of each row.
 #include "lanes.h"
 #include "partition.h"
 
@@ -7,7 +7,7 @@
 namespace nlgrpo {
 namespace {
 
-// The memory of a thread.
+// Memory of one thread.
 template <class F>
 struct Memory {
   Sorter sorter;
@@ -15,7 +15,7 @@ struct Memory {
   Room<int64_t> indices, order;
 };
 
-// out = positions of a row of any length, in parallel. Indices move to the buckets with the elements.
+// out = argsort of a row of any length, in parallel. Indices are moved to the buckets together with the elements.
 template <class F>
 void argsort_long(const typename F::Bits* x, int64_t n, int64_t* out) {
   using Bits = typename F::Bits;
@@ -25,7 +25,7 @@ void argsort_long(const typename F::Bits* x, int64_t n, int64_t* out) {
     return;
   }
   const Buffer<Bits> moved(n);
-  const Buffer<int32_t> came(n);  // how far: not out of the chunk
+  const Buffer<int32_t> came(n);  // distance of the move, which stays within a chunk
   const Partition<F> parts(cells, [&](int64_t i, int64_t position) {
     moved[position] = x[i];
     came[position] = static_cast<int32_t>(i - position);
@@ -65,7 +65,7 @@ void argsort_rows(const typename F::Bits* x, const Rows& rows, int64_t* out) {
 
 }  // namespace
 
-// samples (P, M), or (total) with offsets (P + 1) -> as samples, int64: indices within the row
+// samples (P, M), or (total,) with offsets (P + 1,) -> indices within the row, int64, of the shape of samples
 Tensor ecdf_argsort(const Tensor& samples, const std::optional<Tensor>& offsets) {
   const Rows rows(samples, offsets, "samples");
   Tensor out = new_result(samples, torch::headeronly::ScalarType::Long);

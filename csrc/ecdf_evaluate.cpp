@@ -1,4 +1,4 @@
-// The empirical CDF of rows that are sorted, at queries; their first NaN; and two sorted rows merged to one.
+// Empirical CDF of sorted rows at queries, and a search for the first NaN.
 #include "partition.h"
 
 #include <atomic>
@@ -6,17 +6,18 @@
 namespace nlgrpo {
 namespace {
 
-constexpr int64_t kTogether = 16;  // binary searches that take turns, so that one's memory is fetched during the others
-constexpr int64_t kManyQueries = 1 << 16, kManySamples = 1 << 20;  // from where on queries are grouped by their value
+constexpr int64_t kTogether = 16;  // binary searches run interleaved, to overlap their memory accesses
+constexpr int64_t kManyQueries = 1 << 16, kManySamples = 1 << 20;  // queries are grouped by value from these sizes
 
-// A sorted row, and the running sums of its weights or null.
+// A sorted row, and the cumulative sums of its weights, or null.
 template <class T>
 struct Sorted {
   const T* x;
   int64_t n;
   const double* cumulative;
 
-  // found(j, #{x < q_j}, #{x <= q_j}) for the queries q_j = query(j), j < kTogether, among x[first .. last).
+  // Call found(j, #{x < q_j}, #{x <= q_j}) for the queries q_j = query(j), j < queries <= kTogether. The first element
+  // >= q_j must be in x[first .. last].
   template <class Query, class Found>
   void search(const Query& query, int64_t queries, int64_t first, int64_t last, const Found& found) const {
     int64_t at[kTogether];
@@ -37,7 +38,7 @@ struct Sorted {
     }
   }
 
-  // The end of the elements equal to q that begin at `strict`, by doubling steps.
+  // End of the elements equal to q, which begin at `strict`; searched with doubling steps.
   int64_t after_equal(int64_t strict, T q) const {
     if (strict == n || x[strict] != q) {
       return strict;
@@ -70,8 +71,9 @@ void evaluate_short(const Sorted<T>& row, const T* queries, int64_t n, Side side
   }
 }
 
-// Many queries among many samples: each moves to a bucket of neighbouring values, is sought in the small part of the
-// samples that these span, which then is in the cache, and the count is read back from there.
+// Many queries and many samples: queries are grouped into buckets of neighbouring values. Those of a bucket are
+// searched in the small part of the samples that they span, which stays in the cache. Then the counts are read in the
+// order of the queries.
 template <class T, class F, class Out>
 void evaluate_long(const Sorted<T>& row, const T* queries, int64_t n, Side side, Out* out) {
   using Bits = typename F::Bits;
@@ -81,7 +83,7 @@ void evaluate_long(const Sorted<T>& row, const T* queries, int64_t n, Side side,
   const Partition<F> parts(cells, [&](int64_t i, int64_t position) { moved[position] = bits[i]; });
   parts.template in_buckets<Room<Bits>>([&](int64_t bucket, Room<Bits>& memory) {
     const int64_t size = parts.size(bucket);
-    Bits* here = memory.of(size);  // the queries, then counts
+    Bits* here = memory.of(size);  // first the queries, then their counts
     parts.gather(bucket, moved.data(), here);
     const auto less = [](Bits a, Bits b) { return std::bit_cast<T>(a) < std::bit_cast<T>(b); };
     const auto [least, greatest] = std::minmax_element(here, here + size, less);
@@ -145,15 +147,16 @@ bool any_nan(const typename F::Bits* x, int64_t n) {
 
 }  // namespace
 
-// ordered (P, M) or (total) with offsets, each row sorted; queries (P, Q) or (total) with query_offsets, of its dtype,
-// float32 or float64; cumulative as ordered, float64 -> as queries, float64 or float32
+// ordered (P, M), or (total,) with offsets, each row sorted; queries (P, Q), or (total,) with query_offsets; both
+// float32 or both float64. cumulative: float64, of the shape of ordered. Returns float64 or float32, of the shape of
+// queries.
 Tensor ecdf_evaluate(const Tensor& ordered, const std::optional<Tensor>& offsets, const Tensor& queries,
                      const std::optional<Tensor>& query_offsets, const std::optional<Tensor>& cumulative, int64_t side,
                      bool double_result) {
   using torch::headeronly::ScalarType;
   const Rows rows(ordered, offsets, "ordered"), query_rows(queries, query_offsets, "queries");
-  STD_TORCH_CHECK(rows.count() == query_rows.count(), "expected as many rows of queries as of samples");
-  STD_TORCH_CHECK(ordered.scalar_type() == queries.scalar_type(), "expected queries of the samples' dtype");
+  STD_TORCH_CHECK(rows.count() == query_rows.count(), "expected queries and samples with the same number of rows");
+  STD_TORCH_CHECK(ordered.scalar_type() == queries.scalar_type(), "expected queries and samples of one dtype");
   for (int64_t row = 0; row < rows.count(); row++) {
     STD_TORCH_CHECK(rows.size(row) > 0, "row ", row, " has no samples");
   }
@@ -180,7 +183,7 @@ Tensor ecdf_evaluate(const Tensor& ordered, const std::optional<Tensor>& offsets
   return out;
 }
 
-// x, contiguous -> the index of the first NaN among all its elements, or -1
+// x, contiguous -> flat index of the first NaN, or -1
 int64_t ecdf_first_nan(const Tensor& x) {
   STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous(), "x must be contiguous, on the CPU");
   constexpr int64_t block = 4096;

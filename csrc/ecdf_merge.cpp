@@ -1,4 +1,4 @@
-// Two sorted rows merged to one, row by row, with their weights.
+// Merge of two arrays of sorted rows, row by row, with their weights.
 #include "radix_sort.h"
 
 #include <tuple>
@@ -6,7 +6,7 @@
 namespace nlgrpo {
 namespace {
 
-// Sorted elements and their weights, or null.
+// Sorted elements, and their weights or null.
 template <class T>
 struct Run {
   T* x;
@@ -14,7 +14,7 @@ struct Run {
   double* weights;
 };
 
-// How many of the first d elements of both together are a's. Equal elements of a come before those of b.
+// Number of elements of a among the first d merged elements. Elements of a come before equal elements of b.
 template <class F>
 int64_t split(const typename F::Bits* a, int64_t na, const typename F::Bits* b, int64_t nb, int64_t d) {
   int64_t low = std::max<int64_t>(0, d - nb), high = std::min(d, na);
@@ -29,7 +29,7 @@ int64_t split(const typename F::Bits* a, int64_t na, const typename F::Bits* b, 
   return low;
 }
 
-// out[first .. last) of what a and b give together.
+// Write out[first .. last) of the merge of a and b.
 template <class F>
 void merge_part(const Run<const typename F::Bits>& a, const Run<const typename F::Bits>& b, int64_t first, int64_t last,
                 const Run<typename F::Bits>& out) {
@@ -60,9 +60,9 @@ void merge_rows(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows
                   row_of(to, weights, begin_a + begin_b, na + nb));
   };
   torch::stable::parallel_for(0, a.numel() + b.numel(), kGrain, [&](int64_t first, int64_t last) {
-    // The rows that the range of results meets, the first and the last one perhaps in part.
+    // Rows that overlap [first, last) of the result; the first and the last row may overlap in part.
     int64_t low = 0, high = a_rows.count();
-    while (low < high) {  // the first row that ends behind `first`
+    while (low < high) {  // first row that ends after `first`
       const int64_t row = low + (high - low) / 2;
       a_rows.begin(row + 1) + b_rows.begin(row + 1) > first ? high = row : low = row + 1;
     }
@@ -78,15 +78,15 @@ void merge_rows(const Tensor& a, const Rows& a_rows, const Tensor& b, const Rows
 
 }  // namespace
 
-// a, b: (P, M) and (P, M'), or (total) with offsets, each row sorted -> all of them, each row sorted, flat (total,), and
-// their weights, empty without
+// a (P, M) and b (P, M'), or (total,) with offsets, each row sorted -> merged rows, flat (total,), and their weights
+// (total,), empty if a and b have none
 std::tuple<Tensor, Tensor> ecdf_merge(const Tensor& a, const std::optional<Tensor>& a_offsets, const Tensor& b,
                                       const std::optional<Tensor>& b_offsets, const std::optional<Tensor>& a_weights,
                                       const std::optional<Tensor>& b_weights) {
   const Rows a_rows(a, a_offsets, "a"), b_rows(b, b_offsets, "b");
-  STD_TORCH_CHECK(a_rows.count() == b_rows.count(), "expected as many rows in a as in b");
+  STD_TORCH_CHECK(a_rows.count() == b_rows.count(), "expected a and b with the same number of rows");
   STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "expected a and b of one dtype");
-  STD_TORCH_CHECK(a_weights.has_value() == b_weights.has_value(), "expected weights for both or for none");
+  STD_TORCH_CHECK(a_weights.has_value() == b_weights.has_value(), "expected weights for both a and b, or for neither");
   const int64_t total = a.numel() + b.numel();
   const Tensor merged = torch::stable::new_empty(a, {total});
   const Tensor weights = torch::stable::new_empty(a, {a_weights.has_value() ? total : 0},

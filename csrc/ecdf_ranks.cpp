@@ -1,4 +1,4 @@
-// Ranks: the empirical CDF of each row of samples at the row's own samples.
+// Ranks: the empirical CDF of each row at its own samples.
 #include "cell_ranks.h"
 #include "lanes.h"
 #include "partition.h"
@@ -9,9 +9,9 @@
 namespace nlgrpo {
 namespace {
 
-constexpr int64_t kSorted = 1 << 13;  // a row of more elements is ranked sooner in parts
+constexpr int64_t kSorted = 1 << 13;  // longer rows are faster to rank in parts
 
-// Writes a rank in the place of the key or weight that it belongs to.
+// Overwrites the key or weight of an element by its rank.
 template <class T>
 struct Put {
   T* to;
@@ -21,7 +21,7 @@ struct Put {
   }
 };
 
-// The memory of a thread.
+// Memory of one thread.
 template <class F>
 struct Memory {
   CellRanks<F> cells;
@@ -30,7 +30,7 @@ struct Memory {
   Room<double> weights;
 };
 
-// write(i, count of `side`) for the n elements of a row that lie in the cache.
+// Call write(i, count of `side`) for the n elements of a row that fits in the cache.
 template <class F, class Write>
 void count_sorted(const typename F::Bits* x, int64_t n, Side side, Sorter& sorter, const Write& write) {
   const uint64_t* sorted = sorter.sort<F>(x, n);
@@ -42,7 +42,7 @@ void count_sorted(const typename F::Bits* x, int64_t n, Side side, Sorter& sorte
   });
 }
 
-// The same in `count` cells; false if they are not the way.
+// The same by `count` cells. Returns false if CellRanks does not apply.
 template <class F, class Write>
 bool count_in_cells(const typename F::Bits* x, int64_t n, int64_t count, Side side, CellRanks<F>& cells,
                     const Write& write) {
@@ -56,7 +56,7 @@ bool count_in_cells(const typename F::Bits* x, int64_t n, int64_t count, Side si
   return true;
 }
 
-// The same for a long row of few different keys: what a cell's elements have in common is their rank.
+// The same for a long row with few different keys: all elements of a cell are equal and have one rank.
 template <class F, class Write>
 void count_by_cell(const Cells<F>& cells, Side side, const Write& write) {
   std::vector<int64_t> rank = cells.count();
@@ -69,8 +69,8 @@ void count_by_cell(const Cells<F>& cells, Side side, const Write& write) {
   cells.all([&](int64_t i, uint32_t cell) { write(i, rank[cell]); });
 }
 
-// The same for any long row, in parallel. Each element moves to its bucket, gives way to its rank there, which is
-// read back from there: twice the row's own size is all that is touched.
+// The same for any long row, in parallel. Each element is moved to its bucket and overwritten by its rank. Then the ranks
+// are read in the order of the row. This touches only twice the memory of the row.
 template <class F, class Write>
 void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& write) {
   using Bits = typename F::Bits;
@@ -78,7 +78,7 @@ void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& wr
   if (cells.exact()) {
     return count_by_cell(cells, side, write);
   }
-  if constexpr (sizeof(Bits) >= 4) {  // a narrower key has its own cell
+  if constexpr (sizeof(Bits) >= 4) {  // each narrower key has a cell of its own
     const Buffer<Bits> moved(n);
     const Partition<F> parts(cells, [&](int64_t i, int64_t position) { moved[position] = x[i]; });
     parts.template in_buckets<Memory<F>>([&](int64_t bucket, Memory<F>& memory) {
@@ -87,9 +87,9 @@ void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& wr
       parts.gather(bucket, moved.data(), values);
       const Put<Bits> put{values};
       if (size > kInCache) {
-        STD_TORCH_CHECK(size < int64_t{1} << 31, "2^31 samples too close to each other");
+        STD_TORCH_CHECK(size < int64_t{1} << 31, "expected fewer than 2^31 samples in a small range of values");
         count_long<F>(values, size, side, put);
-      } else if (!count_in_cells(values, size, size / 2, side, memory.cells, put)) {  // they are even: fewer cells do
+      } else if (!count_in_cells(values, size, size / 2, side, memory.cells, put)) {  // fewer cells suffice
         count_sorted<F>(values, size, side, memory.sorter, put);
       }
       parts.bring_back(bucket, values, moved.data());
@@ -100,7 +100,7 @@ void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& wr
   }
 }
 
-// As count_sorted, with sums of weights for counts; returns the sum of all.
+// As count_sorted, with sums of weights instead of counts. Returns the sum of all weights.
 template <class F, class Write>
 double weigh_sorted(const typename F::Bits* x, const double* weights, int64_t n, Side side, Memory<F>& memory,
                     const Write& write) {
@@ -120,13 +120,14 @@ double weigh_sorted(const typename F::Bits* x, const double* weights, int64_t n,
   return before;
 }
 
-// The same for a long row. Sums run inside the buckets, then over them: the threads have no part in their order.
+// The same for a long row. Weights are summed within each bucket, then over the buckets, so the order of the sums does
+// not depend on the threads.
 template <class F, class Write>
 double weigh_long(const typename F::Bits* x, const double* weights, int64_t n, Side side, const Write& write) {
   using Bits = typename F::Bits;
   const Cells<F> cells(x, n);
   const Buffer<Bits> moved(n);
-  const Buffer<double> sums(n);  // the weights at first
+  const Buffer<double> sums(n);  // initially the weights
   const Partition<F> parts(cells, [&](int64_t i, int64_t position) {
     moved[position] = x[i];
     sums[position] = weights[i];
@@ -143,7 +144,7 @@ double weigh_long(const typename F::Bits* x, const double* weights, int64_t n, S
       all = weigh_sorted<F>(values, sum, size, side, memory, Put<double>{sum});
     } else if (cells.cells() > 1) {
       all = weigh_long<F>(values, sum, size, side, Put<double>{sum});
-    } else {  // one key
+    } else {  // all keys are equal
       all = std::accumulate(sum, sum + size, 0.0);
       std::fill_n(sum, size, count(side, 0.0, all));
     }
@@ -156,7 +157,7 @@ double weigh_long(const typename F::Bits* x, const double* weights, int64_t n, S
   return before.back();
 }
 
-// out = ranks of every row; Out is double or float.
+// out = ranks of all rows. Out is double or float.
 template <class F, class Out>
 void rank_rows(const typename F::Bits* x, const Rows& rows, Side side, Out* out) {
   const auto divide = [side, out](int64_t begin, int64_t n) {
@@ -183,7 +184,7 @@ void rank_rows(const typename F::Bits* x, const Rows& rows, Side side, Out* out)
 
 template <class F, class Out>
 void weigh_rows(const typename F::Bits* x, const double* weights, const Rows& rows, Side side, Out* out) {
-  // The whole is known when all of a row is summed: until then its sums wait in float64.
+  // The total weight is known only after the whole row is summed; until then the sums are stored in float64.
   const auto divide = [side](const double* sums, int64_t n, double all, Out* to) {
     std::transform(sums, sums + n, to, [by = whole(side, all)](double sum) { return static_cast<Out>(sum / by); });
   };
@@ -217,7 +218,8 @@ void fill(const Tensor& samples, const std::optional<Tensor>& weights, const Row
 
 }  // namespace
 
-// samples (P, M), or (total) with offsets (P + 1); weights as samples, float64; -> as samples, float64 or float32
+// samples (P, M), or (total,) with offsets (P + 1,); weights float64, of the shape of samples. Returns float64 or
+// float32, of the shape of samples.
 Tensor ecdf_ranks(const Tensor& samples, const std::optional<Tensor>& offsets, const std::optional<Tensor>& weights,
                   int64_t side, bool double_result) {
   const Rows rows(samples, offsets, "samples");

@@ -1,4 +1,5 @@
-// Numbers as unsigned keys of the same order: -inf < .. < -0 = +0 < .. < inf. What a NaN becomes is some key too.
+// Floating-point numbers as unsigned keys of the same order: -inf < .. < -0 = +0 < .. < inf. The key of a NaN is
+// arbitrary.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +10,7 @@
 
 namespace nlgrpo {
 
-// A floating-point format by the type of its bits and the bits of +inf. Keys have the type of the bits.
+// A floating-point format, given by the integer type of its bits and the bits of +inf. Keys have that integer type.
 template <class B, B inf>
 struct Format {
   using Bits = B;
@@ -18,7 +19,7 @@ struct Format {
   static constexpr B sign = static_cast<B>(B{1} << (8 * sizeof(B) - 1));
 
   static NLGRPO_INLINE bool is_nan(B bits) {
-    if constexpr (sizeof(B) == 8) {  // every processor compares vectors of doubles, not all those of such integers
+    if constexpr (sizeof(B) == 8) {  // every processor compares vectors of doubles, but not of 64-bit integers
       const double x = std::bit_cast<double>(bits);
       return x != x;
     }
@@ -26,13 +27,13 @@ struct Format {
     return static_cast<Signed>(bits & static_cast<B>(~sign)) > static_cast<Signed>(inf);
   }
 
-  // Positive numbers: the sign bit set, above all negative ones, whose bits are turned round.
+  // Positive numbers get the sign bit set, which puts them above negative ones, whose bits are inverted.
   static NLGRPO_INLINE B key(B bits) {
     bits = bits == sign ? B{0} : bits;
     return static_cast<B>(bits & sign ? ~bits : bits | sign);
   }
 
-  // The number whose key this is.
+  // Inverse of `key`.
   static NLGRPO_INLINE Number number(B key)
     requires(sizeof(B) == sizeof(Number))
   {
@@ -45,7 +46,7 @@ using BFloat16 = Format<uint16_t, 0x7f80>;
 using Single = Format<uint32_t, 0x7f800000>;
 using Double = Format<uint64_t, 0x7ff0000000000000>;
 
-// A format whose NaNs, of both signs, are the greatest key.
+// A format in which the key of every NaN is the greatest one.
 template <class F>
 struct NanLast : F {
   static NLGRPO_INLINE typename F::Key key(typename F::Bits bits) {
@@ -53,7 +54,7 @@ struct NanLast : F {
   }
 };
 
-// Keys that were made already, to be read as if they were numbers.
+// A format for values that are keys already.
 template <class K>
 struct Made {
   using Bits = K;
@@ -63,7 +64,7 @@ struct Made {
   }
 };
 
-// f(format) for the format of x's elements.
+// Call f(format) with the format of the elements of x.
 template <class F>
 auto with_format(const Tensor& x, const char* name, const F& f) {
   using torch::headeronly::ScalarType;

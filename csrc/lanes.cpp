@@ -1,10 +1,10 @@
-// What is computed in all lanes at once: compiled for several instruction sets.
+// Operations on all lanes at once, compiled for several instruction sets.
 #include "lanes.h"
 
 namespace nlgrpo {
 
-// Entries are ordinary positive numbers. Told so, GCC takes one instruction for a minimum, where it otherwise compares
-// and blends, lest one is NaN or -0.
+// Entries are finite positive numbers. With this attribute GCC compiles a minimum to one instruction; otherwise it
+// compares and blends, in case one is NaN or -0.
 #if defined(__GNUC__) && !defined(__clang__)
 #define NLGRPO_ORDINARY __attribute__((optimize("finite-math-only", "no-signed-zeros")))
 #else
@@ -35,7 +35,7 @@ void fill_lanes(double* tile, const uint32_t* codes, int64_t n) {
   const uint64_t one = std::bit_cast<uint64_t>(1.0);
   for (int64_t begin = 0; begin < n; begin += 4) {
     for (int64_t lane = 0; lane < kLanes; lane += 4) {
-      // Four codes of four lanes, turned: pairs of lanes are interleaved, then pairs of pairs.
+      // Transpose four codes of four lanes: interleave pairs of lanes, then pairs of pairs.
       Four in[4], half[4];
       for (int64_t i = 0; i < 4; i++) {
         in[i] = *reinterpret_cast<const Four*>(codes + (lane + i) * kLongestLane + begin);
@@ -73,11 +73,11 @@ namespace {
 
 template <class T>
 NLGRPO_INLINE void rank(double* tile, int64_t n, Side side, const LaneRows<T>& rows) {
-  // Positions are far below half of what one code takes, so that the difference tells whether codes are equal.
+  // Positions are far below half the distance of two codes, so a smaller difference means that the codes are equal.
   constexpr double half_a_code = 0x1p-52 * kPositions / 2;
   double below[kLanes] = {}, before[kLanes] = {}, up_to[kLanes] = {}, all[kLanes], rank[kLanes];
   int32_t packed[kLanes], above[kLanes];
-  for (int64_t k = 0; k < n; k++) {  // how many are smaller takes the code's place: below * kPositions + position
+  for (int64_t k = 0; k < n; k++) {  // replace the code by the number of smaller ones: below * kPositions + position
     double* here = tile + k * kLanes;
 #pragma omp simd
     for (int64_t lane = 0; lane < kLanes; lane++) {
@@ -119,7 +119,7 @@ NLGRPO_INLINE void linearize(const double* tile, int64_t n, const double* weight
         reward[lane] = static_cast<double>(rows.from[lane][lane_position(here[lane])]);
       }
     }
-    const double weight = k < n - 1 ? weights[k] : 0;  // the best one meets no gap
+    const double weight = k < n - 1 ? weights[k] : 0;  // there is no gap above the best reward
 #pragma omp simd
     for (int64_t lane = 0; lane < kLanes; lane++) {
       const double step = weight * (above[lane] - reward[lane]);

@@ -1,6 +1,6 @@
-// Eight short rows sorted side by side, a row in each lane of a vector, by a sorting network.
+// Sorting of eight short rows at once by a sorting network, with one row in each lane of a vector.
 //
-// A network compares the same positions whatever stands there: no branch to be mispredicted, no counts to be summed, and
+// A network compares the same positions for any data. So there are no mispredicted branches and no counts to sum, and
 // each comparison is one minimum and one maximum for all lanes.
 #pragma once
 
@@ -14,10 +14,10 @@ namespace nlgrpo {
 
 constexpr int64_t kLanes = 8, kLongestLane = 1024;
 
-// An element of a tile is a number in [1, 2) with a code and a position in its mantissa, which is sorted as a double:
-// their minimum is one instruction on every processor.
+// An element of a tile is a double in [1, 2) with a code and a position in its mantissa. Doubles are used because their
+// minimum is one instruction on every processor.
 constexpr int kPositionBits = 12, kPositions = 1 << kPositionBits;
-constexpr uint64_t kBehindAll = uint64_t{1} << 32;  // the code that fills up a lane
+constexpr uint64_t kBehindAll = uint64_t{1} << 32;  // code of padding, above all others
 static_assert(kLongestLane < kPositions / 2);
 
 NLGRPO_INLINE double lane_entry(uint64_t code, uint64_t position) {
@@ -34,13 +34,13 @@ NLGRPO_INLINE uint32_t lane_code(double entry) {
 using Network = std::vector<std::array<uint16_t, 2>>;
 Network merge_exchange(int64_t n);
 
-// tile (n, kLanes) = entries of codes (kLanes, kLongestLane) and their positions.
+// Fill tile (n, kLanes) with the entries of codes (kLanes, kLongestLane) and their positions.
 void fill_lanes(double* tile, const uint32_t* codes, int64_t n);
 
-// For each pair, the smaller elements of all lanes to i and the greater ones to j.
+// Sort all lanes: for each pair (i, j) of the network, move the smaller element to i and the greater one to j.
 void sort_lanes(double* tile, const Network& network);
 
-// The rows in the lanes: what is read of each, where its results go, and its length, 0 in a lane without one.
+// Input, output and length of the row in each lane; length 0 for an empty lane.
 template <class T>
 struct LaneRows {
   std::array<const T*, kLanes> from{};
@@ -48,15 +48,15 @@ struct LaneRows {
   std::array<int64_t, kLanes> size{};
 };
 
-// Write count of `side` / length of the elements of a sorted tile (n, kLanes), which is overwritten.
+// Write the rank of each element of a sorted tile (n, kLanes), count of `side` / length. Overwrites the tile.
 void rank_lanes(double* tile, int64_t n, Side side, const LaneRows<float>& rows);
 void rank_lanes(double* tile, int64_t n, Side side, const LaneRows<double>& rows);
 
-// Write -sum_{l=k}^{n-2} weights_l (r_{l+1} - r_l) of the rewards r whose order a sorted tile is.
+// Write -sum_{l=k}^{n-2} weights_l (r_{l+1} - r_l) of the rewards r in the order of a sorted tile.
 void linearize_lanes(const double* tile, int64_t n, const double* weights, const LaneRows<float>& rows);
 void linearize_lanes(const double* tile, int64_t n, const double* weights, const LaneRows<double>& rows);
 
-// The networks for the rows at hand: of their own length if all have one, else of the next of a few lengths.
+// Networks for the lengths of `rows`: for the exact length if all rows have one, else for lengths rounded up.
 class Networks {
  public:
   explicit Networks(const Rows& rows) {
@@ -69,7 +69,7 @@ class Networks {
     }
   }
 
-  // Fewest rows for a tile: below it, sorting them one by one is faster.
+  // Minimum number of rows for a tile; sorting fewer rows one by one is faster.
   static constexpr int64_t kFewest = kLanes / 2;
 
   // The shortest network for n elements, 0 < n <= kLongestLane, and its length.
@@ -78,7 +78,7 @@ class Networks {
   }
 
  private:
-  // Two bits and zeros: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..
+  // Round up to a number of the form 2^k or 3 2^k: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..
   static int64_t rounded(int64_t n) {
     const int64_t step = std::max<int64_t>(1, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n))) / 2);
     return (n + step - 1) / step * step;
@@ -87,13 +87,13 @@ class Networks {
   std::map<int64_t, Network> networks_;
 };
 
-// The memory of one thread for eight rows.
+// Memory of one thread for eight rows, and operations on them.
 template <class F>
 class Lanes {
  public:
   explicit Lanes(const Networks& networks) : networks_(networks) {}
 
-  // Sort the rows from `row` on, before `end`, that fit together; how many: 0 if too few do.
+  // Sort up to eight rows that start at `row`, before `end`, and fit in a tile. Returns their number, 0 if too few fit.
   int64_t take(const typename F::Bits* x, const Rows& rows, int64_t row, int64_t end) {
     int64_t longest = 0, sum = 0, taken = 0;
     size_.fill(0), begin_.fill(0);
@@ -113,7 +113,7 @@ class Lanes {
     return taken;
   }
 
-  // out = positions of the elements of the rows that were taken, in ascending order.
+  // out = argsort of the rows from `take`.
   void order(int64_t* out) const {
     for (int64_t lane = 0; lane < kLanes; lane++) {
       for (int64_t k = 0; k < size_[lane]; k++) {
@@ -122,13 +122,13 @@ class Lanes {
     }
   }
 
-  // out = ranks of the rows that were taken, which are not in the tile any more.
+  // out = ranks of the rows from `take`. Overwrites the tile.
   template <class T>
   void ranks(Side side, T* out) {
     rank_lanes(tile_.data(), length_, side, rows_of<T>(nullptr, out));
   }
 
-  // out = linearised rewards of the rows that were taken, all of one length.
+  // out = linearised rewards of the rows from `take`, which must all have one length.
   template <class T>
   void linearize(const T* rewards, const double* weights, T* out) const {
     linearize_lanes(tile_.data(), length_, weights, rows_of(rewards, out));
@@ -172,7 +172,7 @@ class Lanes {
     std::fill(codes + size_[lane], codes + length_, 0u);
   }
 
-  // Sort the row again, alone, if different keys have one code.
+  // Sort a single row again if different keys have one code.
   void put_right(const typename F::Bits* row, int64_t lane) {
     double* tile = tile_.data() + lane;
     bool mixed = false;
@@ -206,9 +206,9 @@ class Lanes {
   std::array<int64_t, kLanes> begin_{}, size_{};
 };
 
-// For every row of 1 to `longest` elements, on the threads: first(begin, n, memory), which tells whether the row is done
-// with; if not, together(lanes) for the rows from it on that fit side by side, or alone(begin, n, memory). A thread
-// keeps its Memory from row to row.
+// Process every row of 1 to `longest` elements, in parallel. first(begin, n, memory) returns whether it has processed
+// the row. If not, together(lanes) processes this row and the next ones that fit in a tile, or alone(begin, n, memory)
+// only this row. A thread reuses its Memory for all its rows.
 template <class F, class Memory, class First, class Together, class Alone>
 void for_short_rows(const typename F::Bits* x, const Rows& rows, int64_t longest, const First& first,
                     const Together& together, const Alone& alone) {
@@ -232,7 +232,7 @@ void for_short_rows(const typename F::Bits* x, const Rows& rows, int64_t longest
   });
 }
 
-// The same without what comes first.
+// The same without `first`.
 template <class F, class Memory, class Together, class Alone>
 void for_short_rows(const typename F::Bits* x, const Rows& rows, int64_t longest, const Together& together,
                     const Alone& alone) {

@@ -1,4 +1,4 @@
-// The schemas of the ops; each op's file registers what computes it.
+// Schemas of the ops. The file of each op registers its implementation.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nlgrpo, m) {

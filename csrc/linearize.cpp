@@ -6,8 +6,8 @@
 namespace nlgrpo {
 namespace {
 
-// One group, from its sorted entries. Sums run in float64. A gap of 0 counts 0 between equal infinities too, and so
-// does a gap of weight 0.
+// One group, from its sorted entries. Sums are in float64. The gap between equal rewards counts 0, also between equal
+// infinities, and so does a gap of weight 0.
 template <class T>
 void linearize_sorted(const T* rewards, const double* weights, const uint64_t* sorted, int64_t n, T* out) {
   double sum = 0;
@@ -46,7 +46,7 @@ Tensor linearize_rows(const Tensor& rewards, const Tensor& weights) {
   STD_TORCH_CHECK(rewards.dim() == 2 && weights.is_cpu() && weights.dim() == 1 && weights.is_contiguous() &&
                       weights.size(0) == rewards.size(1) && weights.scalar_type() == rewards.scalar_type(),
                   "expected rewards (P, M) and weights (M,) of one dtype, contiguous, on the CPU");
-  STD_TORCH_CHECK(rewards.size(1) < int64_t{1} << 32, "expected fewer than 2^32 rewards a group");
+  STD_TORCH_CHECK(rewards.size(1) < int64_t{1} << 32, "expected fewer than 2^32 rewards per group");
   Tensor out = torch::stable::new_empty(rewards, rewards.sizes());
   switch (rewards.scalar_type()) {
     case torch::headeronly::ScalarType::Float:

@@ -1,4 +1,4 @@
-// The loops over all of a long row that vectors can do, compiled for several instruction sets.
+// Vectorised loops over a long row, compiled for several instruction sets.
 #include "partition.h"
 
 #include <tuple>

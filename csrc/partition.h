@@ -1,4 +1,4 @@
-// A long row in parts of ascending values, each small enough for the cache.
+// Partition of a long row into ranges of values that fit in the cache.
 #pragma once
 
 #include "radix_sort.h"
@@ -8,27 +8,27 @@
 
 namespace nlgrpo {
 
-// The least and the greatest key of x[0 .. n), n >= 1.
+// Smallest and largest key of x[0 .. n), n >= 1.
 void find_range(const uint16_t* x, int64_t n, uint16_t& low, uint16_t& high);
 void find_range(const uint32_t* x, int64_t n, uint32_t& low, uint32_t& high);
 void find_range(const uint64_t* x, int64_t n, uint64_t& low, uint64_t& high);
 
-// cells = (key - low) / 2^shift for each of x[0 .. n)
+// cells[i] = (key of x[i] - low) / 2^shift for i in [0, n)
 void find_cells(const uint16_t* x, int64_t n, uint16_t low, int shift, uint32_t* cells);
 void find_cells(const uint32_t* x, int64_t n, uint32_t low, int shift, uint32_t* cells);
 void find_cells(const uint64_t* x, int64_t n, uint64_t low, int shift, uint32_t* cells);
 
-// The range of a long row's keys in up to 2^20 cells of one size.
+// The range of the keys of a long row, divided into up to 2^20 cells of equal width.
 template <class F>
 class Cells {
  public:
   using Bits = typename F::Bits;
   using Key = typename F::Key;
 
-  // n >= 1 elements.
+  // n >= 1
   Cells(const Bits* row, int64_t n) : row_(row), n_(n) {
     parts_ = std::clamp<int64_t>(n / kInCache, 1, torch::stable::get_num_threads());
-    parts_ = std::max(parts_, (n >> 31) + 1);  // so that 32 bits count a part
+    parts_ = std::max(parts_, (n >> 31) + 1);  // so that 32 bits suffice to count the elements of a part
     std::vector<Key> lows(parts_), highs(parts_);
     in_parts([&](int64_t part, int64_t first, int64_t last) {
       find_range(row + first, last - first, lows[part], highs[part]);
@@ -36,7 +36,7 @@ class Cells {
     low_ = *std::min_element(lows.begin(), lows.end());
     const Key high = *std::max_element(highs.begin(), highs.end());
     const int fewer = std::clamp(static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 4, 8, 20);
-    const int cell_bits = sizeof(Key) == 2 ? 16 : fewer;  // a key of 16 bits always has a cell of its own
+    const int cell_bits = sizeof(Key) == 2 ? 16 : fewer;  // each 16-bit key has a cell of its own
     shift_ = std::max(0, static_cast<int>(std::bit_width(static_cast<uint64_t>(high - low_))) - cell_bits);
     cells_ = static_cast<int64_t>(static_cast<Key>(high - low_) >> shift_) + 1;
   }
@@ -47,12 +47,12 @@ class Cells {
   int64_t cells() const {
     return cells_;
   }
-  // Whether the elements of a cell are equal, and the cells few enough to keep their counts in the cache.
+  // Whether all elements of a cell are equal, and the counts of the cells fit in the cache.
   bool exact() const {
     return shift_ == 0 && cells_ <= 1 << 16;
   }
 
-  // visit(i, cell) for the elements first .. last. The cells of a block are found first, in vectors.
+  // Call visit(i, cell) for i in [first, last). The cells of a block are computed first, in vectors.
   template <class Visit>
   NLGRPO_INLINE void each(int64_t first, int64_t last, const Visit& visit) const {
     constexpr int64_t block = 1024;
@@ -66,13 +66,13 @@ class Cells {
     }
   }
 
-  // each() for all elements, in parallel.
+  // `each` for all elements, in parallel.
   template <class Visit>
   void all(const Visit& visit) const {
     in_parts([&](int64_t, int64_t first, int64_t last) { each(first, last, visit); });
   }
 
-  // How many elements each cell has.
+  // Number of elements of each cell.
   std::vector<int64_t> count() const {
     std::vector<uint32_t> counts(parts_ * cells_);
     in_parts([&](int64_t part, int64_t first, int64_t last) {
@@ -88,9 +88,9 @@ class Cells {
     return sums;
   }
 
-  // About how many elements each cell has, from a sample of one run of kRun elements in every `step` of them.
+  // Estimated number of elements of each cell, from a sample of one in `step` runs of kRun elements.
   std::vector<int64_t> estimate(int64_t step) const {
-    constexpr uint64_t mix = 0x9e3779b97f4a7c15;  // runs at irregular places, in case the row has a rhythm
+    constexpr uint64_t mix = 0x9e3779b97f4a7c15;  // irregular positions of the runs, in case the row is periodic
     std::vector<int64_t> sums(cells_);
     for (int64_t run = 0; (run + 1) * step * kRun <= n_; run++) {
       const auto skipped = static_cast<int64_t>((static_cast<uint64_t>(run) * mix >> 32) % static_cast<uint64_t>(step));
@@ -103,7 +103,7 @@ class Cells {
  private:
   static constexpr int64_t kRun = 16;
 
-  // f(part, first, last) for every part of the row, in parallel; their number changes no result.
+  // Call f(part, first, last) for every part of the row, in parallel. The number of parts does not change any result.
   template <class Work>
   void in_parts(const Work& f) const {
     torch::stable::parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
@@ -119,15 +119,15 @@ class Cells {
   int shift_ = 0;
 };
 
-// The elements of a long row by buckets: of neighbouring cells, joined to about one size.
+// The elements of a long row, grouped into buckets. A bucket joins neighbouring cells; buckets have similar sizes.
 //
-// A row is moved chunk by chunk, inside the chunk, which lies in the cache; a bucket is a segment of each chunk. To work
-// on a bucket its segments are gathered, in the row's order, and what was found is brought back to them, from where it
-// is read for the elements in turn. So nothing beyond the cache is reached at random, one by one.
+// Elements are moved only within chunks that fit in the cache, so a bucket has one segment per chunk. To process a
+// bucket, its segments are gathered in the order of the row, and the results are written back to them. Finally the
+// results are read in the order of the row. There are no random accesses to memory outside the cache.
 template <class F>
 class Partition {
  public:
-  // put(i, position) for every element i, in parallel: where it goes in an array like the row, by chunks and buckets.
+  // Calls put(i, position) for every element i, in parallel: its position in an array ordered by chunk, then bucket.
   template <class Put>
   Partition(const Cells<F>& cells, const Put& put) : cells_(cells) {
     const int64_t n = cells.elements();
@@ -146,7 +146,7 @@ class Partition {
   int64_t buckets() const {
     return static_cast<int64_t>(begin_.size()) - 1;
   }
-  // How many elements are in the buckets before.
+  // Number of elements in the previous buckets.
   int64_t begin(int64_t bucket) const {
     return begin_[bucket];
   }
@@ -154,7 +154,7 @@ class Partition {
     return begin_[bucket + 1] - begin_[bucket];
   }
 
-  // f(position, length) for the segments of a bucket.
+  // Call f(position, length) for each segment of a bucket.
   template <class Work>
   void segments(int64_t bucket, Work&& f) const {
     const uint32_t* begin = start_.data() + bucket;
@@ -174,8 +174,8 @@ class Partition {
     });
   }
 
-  // f(bucket, memory) for every bucket: those too large for the cache in turn, as f itself uses the threads for them,
-  // then the others side by side. A thread keeps its Memory from bucket to bucket.
+  // Call f(bucket, memory) for every bucket: first for those too large for the cache, one by one, as f is parallel for
+  // them, then for the others in parallel. A thread reuses its Memory for all its buckets.
   template <class Memory, class Work>
   void in_buckets(const Work& f) const {
     for (int64_t bucket = 0; bucket < buckets(); bucket++) {
@@ -195,7 +195,7 @@ class Partition {
     });
   }
 
-  // visit(i, position, bucket) for every element i, in parallel.
+  // Call visit(i, position, bucket) for every element i, in parallel.
   template <class Visit>
   void each(const Visit& visit) const {
     in_chunks([&](int64_t chunk, int64_t first, int64_t last) {
@@ -209,9 +209,9 @@ class Partition {
   }
 
  private:
-  // About how many elements a bucket has, more of them if buckets get too many.
+  // Limits of the size of a bucket, which grows if there would be too many buckets.
   static constexpr int64_t kBucket = 1 << 11, kMany = 1 << 11, kLargest = 1 << 14, kMost = 1 << 14;
-  static constexpr int64_t kSample = 64, kSegment = 32;  // how many of them are sampled, and are in a segment
+  static constexpr int64_t kSample = 64, kSegment = 32;  // per bucket; minimum average size of a segment
   static constexpr int kChunkBits = 18;
 
   template <class Work>
@@ -224,12 +224,12 @@ class Partition {
     });
   }
 
-  // Buckets of about `enough_` elements, by the elements of the cells.
+  // Join cells into buckets of about `enough_` elements, from the counts of the cells.
   void join(const std::vector<int64_t>& counts) {
     bucket_of_.resize(cells_.cells()), first_cell_ = {0};
     int64_t here = 0;
     for (int64_t cell = 0; cell < cells_.cells(); cell++) {
-      if (cell > first_cell_.back() && here + counts[cell] > enough_) {  // so a full cell has a bucket of its own
+      if (cell > first_cell_.back() && here + counts[cell] > enough_) {  // a full cell gets a bucket of its own
         first_cell_.push_back(cell);
         here = 0;
       }
@@ -271,7 +271,7 @@ class Partition {
     std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
   }
 
-  // Whether a bucket is far larger than was estimated, and could be smaller.
+  // Whether a bucket is far larger than estimated and can be split.
   bool misled() const {
     for (int64_t bucket = 0; bucket < buckets(); bucket++) {
       if (size(bucket) > 4 * enough_ && first_cell_[bucket + 1] - first_cell_[bucket] > 1) {
@@ -283,11 +283,11 @@ class Partition {
 
   const Cells<F>& cells_;
   int64_t enough_, chunks_ = 0;
-  int chunk_bits_ = 16;  // of the elements of a chunk
-  std::vector<uint16_t> bucket_of_;  // of a cell
-  std::vector<int64_t> first_cell_;  // of a bucket, and the end
-  std::vector<int64_t> begin_;       // of a bucket, and the end
-  std::vector<uint32_t> start_;      // (chunks, buckets + 1): where the segments begin in the chunk, and the end
+  int chunk_bits_ = 16;  // log2 of the number of elements of a chunk
+  std::vector<uint16_t> bucket_of_;  // bucket of each cell
+  std::vector<int64_t> first_cell_;  // first cell of each bucket, and the end
+  std::vector<int64_t> begin_;       // number of elements before each bucket, and the total
+  std::vector<uint32_t> start_;      // (chunks, buckets + 1): start of each segment in its chunk, and the end
 };
 
 }  // namespace nlgrpo

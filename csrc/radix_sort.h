@@ -1,4 +1,4 @@
-// Stable sorting of the keys of a row that lies in the cache, by the least significant digit first.
+// Stable radix sort (least significant digit first) of the keys of a row that fits in the cache.
 #pragma once
 
 #include "keys.h"
@@ -13,7 +13,7 @@
 
 namespace nlgrpo {
 
-// The least and the greatest key of n >= 1 elements.
+// Smallest and largest key of n >= 1 elements.
 template <class F>
 NLGRPO_INLINE std::pair<typename F::Key, typename F::Key> range_of(const typename F::Bits* x, int64_t n) {
   using Key = typename F::Key;
@@ -27,7 +27,7 @@ NLGRPO_INLINE std::pair<typename F::Key, typename F::Key> range_of(const typenam
   return {low, high};
 }
 
-// The keys of a row less its least one, cut to 32 bits. Only 64-bit keys need a cut, which may make different ones equal.
+// Keys of a row minus the smallest one, shortened to 32 bits. Shortening 64-bit keys may make different ones equal.
 template <class F>
 class Codes {
  public:
@@ -53,10 +53,10 @@ class Codes {
   int cut_, bits_;
 };
 
-// Sorted positions of the elements of a row; the memory is kept from row to row.
+// Sorts rows; its memory is reused for all rows.
 //
-// An entry is code << 32 | position. Codes ascend, and are equal where the elements are: where the cut of keys made
-// different ones equal, these are put right.
+// An entry is code << 32 | position. Codes ascend, and two codes are equal only if the elements are: different keys
+// that became equal when shortened are corrected.
 class Sorter {
  public:
   static uint32_t position(uint64_t entry) {
@@ -66,7 +66,7 @@ class Sorter {
     return static_cast<uint32_t>(entry >> 32);
   }
 
-  // Entries of x[0 .. n), 1 <= n < 2^32, in stable ascending order. They stay until the next call.
+  // Entries of x[0 .. n), 1 <= n < 2^32, in stable ascending order, valid until the next call.
   template <class F>
   const uint64_t* sort(const typename F::Bits* x, int64_t n) {
     const Codes<F> codes(x, n);
@@ -102,7 +102,7 @@ class Sorter {
     return sorted;
   }
 
-  // As few digits as pay: each one costs a pass over the row, its width a pass over the counts.
+  // Choose the number of digits: each digit costs a pass over the row, and its width a pass over the counts.
   static int digits_for(int64_t n, int bits) {
     int best = 1;
     int64_t least = std::numeric_limits<int64_t>::max();
@@ -167,7 +167,7 @@ class Sorter {
     return from;
   }
 
-  // Sort the entries of equal code by the whole key where it differs, and then number the codes anew.
+  // Sort entries of equal code by their full keys if these differ, then renumber the codes.
   template <class Key>
   void put_right(uint64_t* sorted, int64_t n, const Key& key_of) {
     bool differ = false;
@@ -200,7 +200,7 @@ class Sorter {
   std::array<std::array<uint32_t, 1 << kWidest>, kDigits> counts_;
 };
 
-// f(begin, end) for every run of equal elements among n sorted entries.
+// Call f(begin, end) for every run of equal elements among n sorted entries.
 template <class F>
 NLGRPO_INLINE void for_runs(const uint64_t* sorted, int64_t n, const F& f) {
   for (int64_t begin = 0, end; begin < n; begin = end) {

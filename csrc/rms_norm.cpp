@@ -23,7 +23,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check_float(x, "x", 2);
   check_float(weight, "weight", 1);
   const int64_t rows = x.size(0), width = x.size(1);
-  STD_TORCH_CHECK(weight.size(0) == width, "weight must have ", width, " elements as x has columns, got ",
+  STD_TORCH_CHECK(weight.size(0) == width, "weight must have ", width, " elements, one per column of x, got ",
                   weight.size(0));
   const Tensor in = torch::stable::contiguous(x), scale = torch::stable::contiguous(weight);
   Tensor out = torch::stable::new_empty(x, {rows, width});

@@ -1,4 +1,4 @@
-// Rows of a dense (P, M) or ragged (total,) tensor, how threads share them, and memory for work.
+// Rows of a dense (P, M) or ragged (total,) tensor, their distribution over threads, and working memory.
 #pragma once
 
 #include "simd.h"
@@ -14,12 +14,12 @@
 
 namespace nlgrpo {
 
-constexpr int64_t kGrain = 16384;  // fewest elements per thread
-constexpr int64_t kInCache = 1 << 16;  // a row of at most so many elements is sorted in one piece, in 1 MiB
+constexpr int64_t kGrain = 16384;  // minimum number of elements per thread
+constexpr int64_t kInCache = 1 << 16;  // rows up to this size are sorted in one piece, in 1 MiB
 constexpr size_t kLargePage = size_t{1} << 21;
 
-// Tell the system that `bytes` from `memory` on will all be used, so that it may map them in large pages: with small
-// ones, writing fresh memory takes longer than most passes over it. Nothing depends on it.
+// Advise the system to map `bytes` at `memory` in large pages: with small ones, the first write to new memory takes
+// longer than most passes over it. Only speed depends on it.
 inline void advise_large_pages(void* memory, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kLargePage - 1) & ~(kLargePage - 1);
@@ -32,13 +32,13 @@ inline void advise_large_pages(void* memory, size_t bytes) {
 #endif
 }
 
-// Uninitialised memory for n elements of a plain type.
+// Uninitialised memory for n elements of a trivial type.
 template <class T>
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t n) {
-    // Whole cache lines, which also suit the largest vectors, or whole large pages.
+    // Aligned to cache lines, which also suit the largest vectors, or to large pages.
     const size_t bytes = std::max<size_t>(1, n) * sizeof(T), align = bytes < kLargePage ? 64 : kLargePage;
     data_.reset(static_cast<T*>(std::aligned_alloc(align, (bytes + align - 1) / align * align)));
     STD_TORCH_CHECK(data_ != nullptr, "out of memory: ", n, " elements of ", sizeof(T), " bytes");
@@ -60,7 +60,7 @@ class Buffer {
   std::unique_ptr<T, Free> data_;
 };
 
-// A buffer that grows with what is asked for, and is kept.
+// A reusable buffer that grows to the largest size requested.
 template <class T>
 class Room {
  public:
@@ -78,7 +78,7 @@ class Room {
 
 class Rows {
  public:
-  // x (P, M), or (total,) with offsets (P + 1) from 0 to total that do not fall.
+  // x (P, M), or (total,) with non-decreasing offsets (P + 1,) from 0 to total.
   Rows(const Tensor& x, const std::optional<Tensor>& offsets, const char* name) {
     STD_TORCH_CHECK(x.is_cpu(), name, " must be on the CPU");
     STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
@@ -95,7 +95,7 @@ class Rows {
     offsets_ = offsets->const_data_ptr<int64_t>();
     STD_TORCH_CHECK(offsets_[0] == 0 && offsets_[count_] == x.size(0), "offsets of ", name, " must go from 0 to ",
                     x.size(0));
-    STD_TORCH_CHECK(std::is_sorted(offsets_, offsets_ + count_ + 1), "offsets of ", name, " must not fall");
+    STD_TORCH_CHECK(std::is_sorted(offsets_, offsets_ + count_ + 1), "offsets of ", name, " must not decrease");
   }
 
   int64_t count() const {
@@ -113,7 +113,7 @@ class Rows {
   int64_t total() const {
     return begin(count_);
   }
-  // The first row that begins at `position` or later.
+  // First row that begins at or after `position`.
   int64_t first_from(int64_t position) const {
     if (offsets_) {
       return std::lower_bound(offsets_, offsets_ + count_, position) - offsets_;
@@ -121,7 +121,7 @@ class Rows {
     return length_ ? std::min(count_, (position + length_ - 1) / length_) : 0;
   }
 
-  // f(begin, size) for each row too long for the cache, in turn.
+  // Call f(begin, size) for each row too long for the cache, one after the other.
   template <class F>
   void long_ones(const F& f) const {
     for (int64_t row = 0; row < count_; row++) {
@@ -131,7 +131,7 @@ class Rows {
     }
   }
 
-  // f(first, last) for parts of the rows, on the threads; the parts hold about as many elements each.
+  // Call f(first, last) for ranges of rows with about the same number of elements, in parallel.
   template <class F>
   void in_parts(const F& f) const {
     torch::stable::parallel_for(0, total(), kGrain, [&](int64_t begin, int64_t end) {
@@ -147,7 +147,7 @@ class Rows {
   const int64_t* offsets_ = nullptr;
 };
 
-// Which count a rank is: of the smaller samples, of the smaller and equal ones, or the sum of both, twice the mean.
+// Definition of a rank: strict counts smaller samples, weak also equal ones, and mid is the sum of both counts.
 enum class Side : int64_t { strict, weak, mid };
 
 inline Side side_of(int64_t side) {
@@ -155,7 +155,7 @@ inline Side side_of(int64_t side) {
   return static_cast<Side>(side);
 }
 
-// The count of `side` from both, and what it is of `one` whole.
+// Count of `side` from the strict and the weak count, and (`whole`) the count of `one` whole row.
 template <class T>
 NLGRPO_INLINE T count(Side side, T strict, T weak) {
   return side == Side::strict ? strict : side == Side::weak ? weak : strict + weak;
@@ -166,7 +166,7 @@ NLGRPO_INLINE T whole(Side side, T one) {
   return side == Side::mid ? 2 * one : one;
 }
 
-// A new tensor for results, one for each element of `like`.
+// A new tensor with one result per element of `like`.
 inline Tensor new_result(const Tensor& like, torch::headeronly::ScalarType type) {
   Tensor out = torch::stable::new_empty(like, like.sizes(), type);
   advise_large_pages(out.mutable_data_ptr(), like.numel() * (type == torch::headeronly::ScalarType::Float ? 4 : 8));
@@ -176,7 +176,7 @@ inline Tensor new_result(const Tensor& like, torch::headeronly::ScalarType type)
 inline void check_weights(const Tensor& weights, const Tensor& samples, const char* name) {
   STD_TORCH_CHECK(weights.is_cpu() && weights.is_contiguous() && weights.numel() == samples.numel() &&
                       weights.scalar_type() == torch::headeronly::ScalarType::Double,
-                  name, " must be float64, contiguous, on the CPU, one for each sample");
+                  name, " must be float64, contiguous, on the CPU, one per sample");
 }
 
 }  // namespace nlgrpo

@@ -1,4 +1,4 @@
-// What the CPU ops share: versions for several instruction sets in one file, an exponential that vectorises, checks.
+// Shared by the CPU ops: compilation for several instruction sets, a vectorised exponential, argument checks.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -10,28 +10,28 @@
 #include <bit>
 #include <cstdint>
 
-// A function marked so is compiled for AVX-512, for AVX2 with FMA, and for any x86-64; the loader picks one (an "ifunc",
-// which GNU libc has). Elsewhere it is compiled once, for the instruction set of the compiler's default.
+// A function with this attribute is compiled for AVX-512, for AVX2 with FMA, and for any x86-64. The loader picks one
+// (an "ifunc" of GNU libc). On other systems it is compiled once, for the compiler's default instruction set.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define NLGRPO_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define NLGRPO_CLONES
 #endif
-// A helper must be inlined into the clones: a copy outside would be compiled for the oldest processor only.
+// Helpers must be inlined into the clones; otherwise they would be compiled for the oldest processor only.
 #define NLGRPO_INLINE inline __attribute__((always_inline))
 
 namespace nlgrpo {
 
 using torch::stable::Tensor;
 
-// exp(x) within 2 units in the last place, without the branches and the table that keep a loop over std::exp scalar.
+// exp(x) within 2 units in the last place, without branches and tables, so that loops over it vectorise.
 //
 //   exp(x) = 2^n exp(r),  n = round(x / ln 2),  r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2]
 //
-// with the Taylor series of exp(r) to r^7 (error below 6e-9). x is cut to where the result is a normal number, so that
-// what is below exp(-87.3) comes out as about 1e-38; a NaN stays one.
+// with the Taylor series of exp(r) to r^7 (error below 6e-9). x is clamped to [-87.3, 88], where the result is a normal
+// number, so results are at least about 1e-38. NaN gives NaN.
 NLGRPO_INLINE float exponential(float x) {
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits of the sum
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits of the sum
   constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;  // n * ln2_high is exact
   x = x < -87.3f ? -87.3f : x;
   x = x > 88.0f ? 88.0f : x;
@@ -50,7 +50,7 @@ NLGRPO_INLINE float exponential(float x) {
   return series * std::bit_cast<float>(bits);
 }
 
-// Fewest iterations per thread, each of about `work` multiplications.
+// Minimum number of iterations per thread, each of about `work` multiplications.
 inline int64_t grain(int64_t work) {
   return 1 + 32768 / (work + 1);
 }

@@ -33,7 +33,7 @@ ALIASES = {
 
 
 class _AliasImporter(MetaPathFinder, Loader):
-    """Imports a name of `ALIASES` as the module that it stands for, when it is first asked for."""
+    """Imports the module behind a name of `ALIASES` when the name is first imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

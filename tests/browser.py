@@ -23,10 +23,10 @@ SWITCHES = (
 
 
 class Browser:
-    """One page. ``said`` has its console messages and errors, ``asked`` the addresses that it requested."""
+    """One page. ``console`` has its console messages and errors, ``requests`` the addresses that it requested."""
 
     def __init__(self, folder, seconds=60):  # limit for one answer, and for loading one page
-        self.said, self.asked, self._count, self._rest = [], [], 0, b""
+        self.console, self.requests, self._count, self._rest = [], [], 0, b""
         self._seconds = seconds
         read, self._out = os.pipe()
         self._in, write = os.pipe()
@@ -117,7 +117,7 @@ class Browser:
         message = json.loads(line)
         method, parameters = message.get("method"), message.get("params")
         if method == "Network.requestWillBeSent":
-            self.asked.append(parameters["request"]["url"])
+            self.requests.append(parameters["request"]["url"])
         elif method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
-            self.said.append(parameters)
+            self.console.append(parameters)
         return message

@@ -8,13 +8,20 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
@@ -25,9 +32,17 @@ WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
 BOS, EOS = 1, 2
 
 
-def leave_group() -> None:
-    """Destroy the process group, after collecting cycles that keep it alive, as `distributed.start` does."""
-    gc.collect()
+def run_ranks(work: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
+    """Call ``work(rank, *arguments)`` on each rank of a gloo group, in processes forked from this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_on_rank, (work, folder, ranks, arguments), nprocs=ranks, start_method="fork")
+
+
+def _on_rank(rank: int, work: Callable[..., None], folder: str, ranks: int, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    work(rank, *arguments)
+    gc.collect()  # cycles that keep the group alive, as in `distributed.start`
     dist.destroy_process_group()
 
 
@@ -95,8 +110,48 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
+class Forked:
+    """``main()`` in a process forked from this one, which saves the imports; its result is the exit status."""
+
+    def __init__(self, main: Callable[[], int], **environment: str) -> None:
+        self._reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ |= environment
+            status = 70
+            try:
+                os.dup2(writer, 1)
+                os.dup2(writer, 2)
+                sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+                torch.set_num_threads(1)
+                status = main()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        os.close(writer)
+
+    def end(self) -> Ended:
+        """Wait for the end of the process."""
+        with os.fdopen(self._reader, errors="replace") as pipe:
+            output = pipe.read()
+        return Ended(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), output)
+
+
+def fork_ranks(main: Callable[[], int], ranks: int = 2) -> list[Ended]:
+    """Run ``main()`` once per rank with the environment that torchrun sets; return how they ended, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    started = [Forked(main, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(ranks)]
+    return [process.end() for process in started]
+
+
 def run_all(jobs: list[Job]) -> list[Ended]:
-    """Run the jobs one after another, each in a process forked from one that has imported everything."""
+    """Run the jobs one after another, each forked from a process that has imported everything."""
     orders = json.dumps([asdict(job) for job in jobs])
     done = subprocess.run(
         [sys.executable, __file__], input=orders, capture_output=True, text=True, env=environment(), timeout=300
@@ -112,36 +167,20 @@ def _serve() -> None:
     report.write_report = lambda folder: folder / "report.html"  # figures take longer than the runs
     results = []
     for order in json.load(sys.stdin):
-        job, (reader, writer) = Job(**order), os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.dup2(writer, 1)
-            os.dup2(writer, 2)
-            os.close(reader)
-            _run(job)
-        os.close(writer)
-        with os.fdopen(reader, errors="replace") as pipe:
-            output = pipe.read()
-        results.append({"status": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "output": output})
+        results.append(asdict(Forked(partial(_run, Job(**order))).end()))
     print(json.dumps(results))
 
 
-def _run(job: Job) -> None:
-    status = 70
+def _run(job: Job) -> int:
     module, _, name = job.main.partition(":")
     main = getattr(importlib.import_module(module), name)
-    try:
-        if job.function:
-            _disturb_at(job)
-        status = main(job.arguments)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    if job.function:
+        _disturb_at(job)
+    return main(job.arguments)
 
 
 def _disturb_at(job: Job) -> None:
-    """Make the run send itself the signal, or limit the size of files, just before the call."""
+    """Make the run send the signal to itself, or limit the size of files, just before the call."""
     module, _, names = job.function.partition(":")
     *path, name = names.split(".")
     owner = importlib.import_module(module)

@@ -1,7 +1,7 @@
-"""``make test-asan`` reports faults: some are planted into functions that are built and called like the ops.
+"""Check that ``make test-asan`` reports faults, with faulty functions that are built and called like the ops.
 
-The file is not named ``test_*``, so pytest collects it only when it is named: it needs the environment of
-``make test-asan``.
+This needs the environment of ``make test-asan``. The file is therefore not named ``test_*``, and pytest collects it
+only if its path is given.
 """
 
 import os
@@ -27,7 +27,7 @@ for n in sys.argv[3:]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Library of functions with faults, built by setup.py with the flags of the ops."""
+    """Library of faulty functions, built by setup.py with the flags of the ops."""
     tree = tmp_path_factory.mktemp("tree")
     (tree / "csrc").mkdir()
     for name in ("csrc/simd.h", "tests/planted_faults.cpp", "setup.py"):
@@ -58,7 +58,7 @@ def test_a_fault_ends_the_process_with_a_report(library, fault, right, answer, w
     assert done.returncode != 0
 
 
-def test_the_sanitized_ops_are_those_that_run():
+def test_the_sanitized_ops_are_loaded():
     assert extension.available()
     maps = Path("/proc/self/maps").read_text()
     assert "/_sanitized.abi3.so" in maps

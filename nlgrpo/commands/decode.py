@@ -64,12 +64,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]
 def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     """Build the tables of the rewards and of the costs."""
     prompts = len(found[0]["rewards"])
-    worth, cost = (
+    rewards_table, cost = (
         Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
         for title in (f"{prompts} prompts (95% intervals)", "cost per prompt")
     )
     for shown, headings in (
-        (worth, ("method", "N", "reward", "over best-of-N")),
+        (rewards_table, ("method", "N", "reward", "over best-of-N")),
         (cost, ("method", "N", "tokens", "values", "rewards", "seconds", "MiB")),
     ):
         for heading in headings:
@@ -78,11 +78,11 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     for row in found:
         name = (row["method"], str(row["budget"]))
         over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
-        worth.add_row(*name, "{:.4f} [{:.4f}, {:.4f}]".format(*row["mean"]), over)
+        rewards_table.add_row(*name, "{:.4f} [{:.4f}, {:.4f}]".format(*row["mean"]), over)
         each = [f"{row[key] / prompts:,.0f}" for key in ("tokens", "queries", "reward_queries")]
         memory = (row["value_bytes"] + row["cache_bytes"]) / 2**20
         cost.add_row(*name, *each, f"{row['seconds'] / prompts:.3f}", f"{memory:.1f}")
-    return worth, cost
+    return rewards_table, cost
 
 
 def plan(c: Comparison) -> Table:
@@ -98,7 +98,7 @@ def plan(c: Comparison) -> Table:
         + f"; responses of up to {longest} tokens at temperature {sampling.temperature:g}",
         "methods": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
         f"{c.options.chunk} tokens" + "; a chunk is a whole response, so no value guides" * whole,
-        "values": ", ".join(map(c.said_of, range(len(c.paths)))) or "none",
+        "values": ", ".join(map(c.describe_value, range(len(c.paths)))) or "none",
         "chosen by": {"value": "the values of each method", "majority": "the majority of final answers"}.get(
             c.options.choose, weighted
         ),

@@ -102,8 +102,8 @@ def generate(arguments: Sequence[str]) -> int:
     source = hf_weights.locate(options.model)
     tokenizer = load_tokenizer(source)
     model = transformers_backend.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
-    if said := transformers_backend.note(source):
-        print(f"{options.model}{said}", file=sys.stderr)
+    if summary := transformers_backend.note(source):
+        print(f"{options.model}{summary}", file=sys.stderr)
     sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
     if options.guide:
         return _generate_guided(options, model, tokenizer, sampling)
@@ -136,7 +136,7 @@ def _generate_guided(
     for value, _ in values:
         if isinstance(value, guided_responses.TextValue):
             print(f"{value.name}{guided_responses.BY_TEXT}", file=sys.stderr)
-    began = perf_counter()
+    start = perf_counter()
     responses, cost = guided_responses.respond(
         model, tokenizer, options.prompts, how, sampling, values, chooser, seed=options.seed
     )
@@ -146,9 +146,9 @@ def _generate_guided(
             found = {"prompt": prompt, "text": response.text, "ids": list(one.tokens), "logprob": one.logprob}
             print(json.dumps(found | {"finish_reason": reason, chooser.how: response.worth}))
         else:
-            said = f"{len(one.tokens)} tokens, {reason}; {chooser.how} {response.worth:.4g}"
-            print(f"{prompt}{response.text}\n    [{said}]")
-    speed = cost.tokens / max(perf_counter() - began, 1e-9)
+            summary = f"{len(one.tokens)} tokens, {reason}; {chooser.how} {response.worth:.4g}"
+            print(f"{prompt}{response.text}\n    [{summary}]")
+    speed = cost.tokens / max(perf_counter() - start, 1e-9)
     searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"
     if how.chunk >= sampling.max_new_tokens:
         searched += "; a chunk is a whole response, so no value guides"

@@ -106,23 +106,22 @@ def plan(loop: Loop) -> Table:
             f"--value.path is empty, and a value model cannot start from {loop.cfg.model.path}, whose architecture is "
             "not supported by nlgrpo's decoder; name a reward model or causal model that is"
         )
-    begun = options.value.path or loop.cfg.model.path
-    context, said = (
-        trainer.max_length(begun, None),
-        guided_responses.note(reward_model.locate(begun)[0], job.sampler.tokenizer),
-    )
+    initial = options.value.path or loop.cfg.model.path
+    context = trainer.max_length(initial, None)
+    by_text = guided_responses.note(reward_model.locate(initial)[0], job.sampler.tokenizer)
     longest = max(map(len, job.prompts.ids)) + limit
-    if longest > context and not said:
+    if longest > context and not by_text:
         raise ValueError(
-            f"--value.path: {begun} has a context of {context} tokens, but prompt and completion can have {longest}"
+            f"--value.path: {initial} has a context of {context} tokens, but prompt and completion can have {longest}"
         )
     search, fit, count = options.search, options.value, len(job.batch.ids)
+    others = ", different ones in each iteration" * (count < loop.training_prompts(job))
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{transformers_backend.note(job.source)}",
-        "prompts": f"{count:,} of {job.prompts!r}" + ", different ones in each iteration" * (count < len(job.prompts)),
+        "prompts": f"{count:,} of {job.prompts!r}{others}",
         "rollouts": f"{options.samples} per prompt in iteration 1, then {search.candidates}: {search.beams} beams "
         f"x {search.successors} chunks of {search.chunk} tokens, up to {limit} tokens",
-        "values": f"{options.iterations}, starting from {begun}{said}; betas "
+        "values": f"{options.iterations}, starting from {initial}{by_text}; betas "
         f"{', '.join(f'{beta:g}' for beta in options.weights)}",
         "fit": f"{fit.kind}, lambda {fit.lam:g}, gamma {fit.gamma:g}; learning rate {fit.lr:g}, {fit.epochs:g} epochs, "
         f"{fit.completions} completions per step; [optim] of the configuration is not used",

@@ -102,7 +102,7 @@ def _run(check: Check, options: Verify, console: Console) -> tuple[Check, Sequen
     start = time.perf_counter()
     proof = check.prove(options.quick)
     if check.draw is not None:
-        picture = figures.render(partial(check.draw, **proof.drawn))
+        picture = figures.render(partial(check.draw, **proof.drawn), parse_math=True)
         atomic_write_bytes(options.out / f"{check.prove.__name__}.png", picture)
     holding = sum(result.holds for result in proof.results)
     took = time.perf_counter() - start

@@ -126,7 +126,7 @@ class Comparison:
         text = json.dumps([self.identity, settings], sort_keys=True)
         return self.folder / "ways" / f"{method.budget}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
-    def said_of(self, i: int) -> str:
+    def describe_value(self, i: int) -> str:
         """Description of value model ``i`` and its beta."""
         folder = guided_responses.folder_of(self.paths[i])
         note = guided_responses.note(folder, self.sampler.tokenizer)

@@ -102,7 +102,7 @@ def chosen_weights(ordered: Tensor, objective: Objective) -> Tensor:
     """Probability that each of n samples is the response, for rewards (P, n) in ascending order: (P, n) float64.
 
     "bon:N" and "wor:N": over all subsets of N (unbiased). Other rank-based objectives: F(k/n) - F((k-1)/n), normalised
-    if the sum is below 1 (`BestOfPoisson` may draw nothing). Soft best-of-N: softmax of r/tau.
+    if the sum is below 1 (`BestOfPoisson` may select no sample). Soft best-of-N: softmax of r/tau.
 
     Raises ValueError for an objective that is not a selection procedure: entropic risk, diversity, and distortions
     with f < 0.

@@ -440,9 +440,9 @@ def _svg(figure: Figure) -> str:
     return NOT_XML.sub("", text.getvalue())
 
 
-def render(draw: Callable[[], Figure], *, form: str = "png", dark: bool = False) -> bytes:
-    """Render the figure returned by ``draw`` as "png", "pdf" or "svg" bytes, in the light or dark theme."""
+def render(draw: Callable[[], Figure], *, form: str = "png", dark: bool = False, parse_math: bool = False) -> bytes:
+    """Render ``draw()`` as "png", "pdf" or "svg" bytes. ``parse_math``: render ``$...$``, as in ticks of log axes."""
     buffer = io.BytesIO()
-    with mpl.rc_context(_theme(dark)):
+    with mpl.rc_context(_theme(dark) | {"text.parse_math": parse_math}):
         draw().savefig(buffer, format=form, dpi=DPI)
     return buffer.getvalue()

@@ -2,8 +2,8 @@
 
 One file per family: `rank_based` (best-of-N, worst-of-N, CVaR, any distortion), `tilted` (soft best-of-N, entropic
 risk), `diversity` (Rao, DPP). `registry.parse` reads a name such as ``"bon:4"``, `aggregation` combines several
-objectives into one, `advantages` subtracts a baseline. Pure tensor functions that import `nlgrpo.kernels` only. Read
-`base.py` first.
+objectives into one, `advantages` subtracts a baseline. Pure tensor functions that import `nlgrpo.kernels` only.
+Read `base.py` first.
 """
 
 from nlgrpo.objectives.registry import (

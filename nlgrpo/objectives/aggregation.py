@@ -34,7 +34,7 @@ class Aggregate(ABC):
         if weights is not None and values.shape[:1] != (len(weights),):
             raise ValueError(
                 f"expected one value per weight, ({len(weights)},), got {tuple(values.shape)}; "
-                f"{type(self).__name__} needs as many weights as there are rewards."
+                f"{type(self).__name__} needs one weight per reward."
             )
         if values.ndim not in (1, 2) or len(values) == 0:
             raise ValueError(f"expected one value per reward, (m,) or (m, P), got {tuple(values.shape)}.")

@@ -320,7 +320,7 @@ class Distortion(RankBased):
     def _f(self, z: Tensor) -> Tensor:
         if not callable(self.f):
             table, rounding = torch.tensor(self.f, dtype=z.dtype, device=z.device), 4 * torch.finfo(z.dtype).eps
-            step = ((z - rounding) * len(table)).ceil().long()  # z = k/K is in step k despite rounding
+            step = ((z - rounding) * len(table)).ceil().long()  # z = k/K belongs to step k despite rounding
             return table[(step - 1).clamp(0, len(table) - 1)]
         with torch.no_grad():
             values = self.f(z)

@@ -1,4 +1,4 @@
-"""Calibrated rewards, their transforms and Theorem 3 against mpmath; the fixed points against quadrature and search."""
+"""Calibrated rewards, transforms and Theorem 3 compared with mpmath; fixed points with quadrature and a search."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def columns(curve):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_calibrated_rewards_count_pairs(dtype):
+def test_calibrated_rewards_are_fractions_of_pairs(dtype):
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randint(-2, 3, (5, 7), generator=generator).to(dtype)  # many ties
     reference = torch.randint(-2, 3, (5, 11), generator=generator).to(dtype)
@@ -49,7 +49,7 @@ def test_calibrated_rewards_count_pairs(dtype):
         (torch.zeros(1, 2), torch.tensor([[0.0, 1.0, math.nan]]), "reference's reward of group 0, sample 2 is NaN"),
     ],
 )
-def test_what_cannot_be_calibrated(rewards, reference, message):
+def test_calibrate_refuses_invalid_rewards(rewards, reference, message):
     with pytest.raises(ValueError, match=message):
         calibrate(rewards, reference)
 
@@ -76,12 +76,12 @@ def test_values_of_transforms():
 @pytest.mark.parametrize(
     "text", ["identity", "log", "exp:10", "exp:-0.5", "exp:17.123456789", "bon_fp:4", "won_fp:2:0.1"]
 )
-def test_a_name_makes_the_transform_that_has_it(text):
+def test_transform_names_round_trip(text):
     assert str(parse_transform(text)) == text
     assert parse_transform(str(parse_transform(text))) == parse_transform(text)
 
 
-def test_fixed_points_take_n_and_beta_from_elsewhere():
+def test_fixed_points_use_default_n_and_beta():
     assert parse_transform("bon_fp", n=4, beta=0.1) == parse_transform("bon_fp:4:0.1") == FixedPoint(4, 0.1)
     assert parse_transform("won_fp:2", n=4) == FixedPoint(2, worst=True)
     assert parse_transform("won_fp:2").at(0.5) == parse_transform("won_fp:2:0.5")
@@ -112,12 +112,12 @@ def test_fixed_points_take_n_and_beta_from_elsewhere():
         ("", "is not known"),
     ],
 )
-def test_names_that_do_not_fit(text, message):
+def test_invalid_transform_names(text, message):
     with pytest.raises(ValueError, match=message):
         parse_transform(text, function=user_code.function)
 
 
-def test_log_needs_the_number_of_references_for_zero():
+def test_log_of_0_needs_the_number_of_references():
     with pytest.raises(ValueError, match="give references=K"):
         Log()(torch.tensor([0.0, 0.5]))
     assert Log()(torch.tensor([1.0])) == 0
@@ -127,12 +127,12 @@ def test_log_needs_the_number_of_references_for_zero():
 
 
 @pytest.mark.parametrize("wrong", [-0.01, 1.01, math.nan])
-def test_transforms_take_calibrated_rewards_alone(wrong):
+def test_transforms_refuse_values_outside_0_to_1(wrong):
     with pytest.raises(ValueError, match=r"expected calibrated rewards in \[0, 1\]"):
         Identity()(torch.tensor([0.5, wrong]))
 
 
-def test_integers_would_lose_what_is_between():
+def test_transforms_refuse_integers():
     with pytest.raises(ValueError, match=r"log: expected a floating-point dtype, got torch.int64"):
         Log(5)(torch.tensor([0, 1]))
 
@@ -147,7 +147,7 @@ def test_a_function_of_the_user(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"mine.py:hill decreases from f\(0.599609\)"):
         parse_transform("mine.py:hill", function=user_code.function)
     with pytest.raises(ValueError, match=r"'mine.py:cube' is not known"):
-        parse_transform("mine.py:cube")  # without a loader there are no functions
+        parse_transform("mine.py:cube")  # functions need a loader
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_function_of_the_user(tmp_path, monkeypatch):
         (lambda u: None, "got NoneType"),
     ],
 )
-def test_functions_that_are_no_transform(f, message):
+def test_invalid_functions_are_refused(f, message):
     with pytest.raises(ValueError, match=message):
         Custom(f, "mine")
 
@@ -168,7 +168,7 @@ def test_functions_that_are_no_transform(f, message):
 
 
 def integral(f, width):
-    """mpmath's quadrature over [0, 1] of what changes over a ``width`` at u = 1."""
+    """Integrate f over [0, 1] with mpmath; f varies within ``width`` of u = 1."""
     near = [1 - width * mpmath.mpf(2) ** k for k in range(8, -7, -1) if width * 2**k < 0.5]
     return mpmath.quad(f, [0, 0.02, 0.1, 0.25, 0.5, *near, 1])
 
@@ -198,21 +198,21 @@ def identity_truth(beta, n):
 
 @pytest.mark.parametrize("beta", [0.01, 0.3, 20.0, 5000.0])
 @pytest.mark.parametrize("name", ["identity", "exp:10", "exp:-10", "exp:3"])
-def test_theorem_3_against_mpmath(name, beta):
+def test_theorem_3_equals_mpmath(name, beta):
     with mpmath.workdps(30):
         truth = identity_truth(beta, 4) if name == "identity" else exponential_truth(float(name[4:]), beta, 4)
     np.testing.assert_allclose(columns(alignment_curve(parse_transform(name), [beta], 4))[:, 0], truth, atol=1e-11)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 32])
-def test_log_is_best_of_m_of_the_reference(n):
+def test_log_equals_best_of_m_of_the_reference(n):
     betas = [1e-15, 0.01, 0.2, 1.0, 50.0]
     found = columns(alignment_curve(Log(), torch.tensor(betas, dtype=torch.float64), n))
     for (kl, single, bon, won), beta in zip(found.T, betas, strict=True):
         m = 1 + 1 / beta
         assert (single, bon) == pytest.approx((m / (m + 1), m / (m + 1)), abs=1e-12)
         assert kl == pytest.approx(math.log(m) - (m - 1) / m, abs=1e-12)
-        with mpmath.workdps(80):  # (1 - u^m)^n by its powers; each gives a Beta function
+        with mpmath.workdps(80):  # expand (1 - u^m)^n; each power gives a Beta function
             terms = [(-1) ** k * mpmath.binomial(n, k) * mpmath.beta(k * mpmath.mpf(m) + 1, n) for k in range(n + 1)]
             assert won == pytest.approx(float(n * mpmath.fsum(terms)), abs=1e-12)
 
@@ -247,7 +247,7 @@ def test_one_sample_is_best_of_one():
         torch.testing.assert_close(curve.win_rate, curve.won_win_rate, atol=1e-13, rtol=0)
 
 
-def test_curves_begin_at_the_reference():
+def test_large_beta_gives_the_reference():
     for name in ("identity", "log", "exp:-10", "bon_fp:8", "won_fp:8"):
         (kl, *rates) = columns(alignment_curve(parse_transform(name), [1e9], 8))[:, 0]
         assert kl == pytest.approx(0, abs=1e-14)
@@ -260,7 +260,7 @@ def test_beta_must_be_positive(beta):
         alignment_curve(Identity(), [beta], 4)
 
 
-def test_what_has_no_curve():
+def test_transforms_without_a_curve_are_refused():
     for n in (0, 2.0, True):
         with pytest.raises(ValueError, match="expected an integer >= 1"):
             alignment_curve(Identity(), [0.1], n)
@@ -268,7 +268,7 @@ def test_what_has_no_curve():
         alignment_curve(Identity(), [1e-40], 4)
 
 
-# --- given a KL -------------------------------------------------------------------------------------------------------
+# --- at a given KL ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["identity", "log", "exp:500", "exp:-500", "exp:10", "bon_fp:4", "won_fp:32"])
@@ -281,14 +281,14 @@ def test_a_curve_at_given_kls(name):
     np.testing.assert_array_equal(columns(again), columns(curve))
 
 
-def test_a_kl_of_a_transform_without_a_slope_above_the_median():
+def test_at_kl_of_a_transform_that_is_constant_above_the_median():
     flat = Custom(lambda u: u.clamp(max=0.4))
     assert float(at_kl(flat, [0.3], 4).kl) == pytest.approx(0.3, abs=1e-9)
     with pytest.raises(ValueError, match=r"the furthest is 0.511"):  # log(1 / 0.6)
         at_kl(flat, [0.52], 4)
 
 
-def test_kls_that_cannot_be_reached():
+def test_unreachable_kls_are_refused():
     step = Custom(lambda u: (u > 0.9).double(), "step")
     assert float(at_kl(step, [2.3], 4).kl) == pytest.approx(2.3)
     with pytest.raises(ValueError, match=r"step: KL = 2.4 is out of reach, the furthest is 2.3"):
@@ -313,11 +313,11 @@ def test_no_other_t_wins_more_than_the_suggested_one(n, kl, worst):
     assert float(getattr(at_kl(FixedPoint(n, worst=worst), [kl], n), column)) > best
 
 
-def test_a_suggestion_where_nothing_is_lost():
+def test_suggest_with_a_loss_rate_of_0():
     assert -500 <= suggest(2000, 3.0, worst=True) < 0
 
 
-def test_one_sample_needs_no_suggestion():
+def test_suggest_refuses_a_single_sample():
     with pytest.raises(ValueError, match="expected an integer >= 2"):
         suggest(1, 1.0)
 
@@ -329,8 +329,8 @@ HARD = [(2, 0.01), (4, 0.01), (4, 0.1), (4, 1e3), (32, 0.01), (32, 1.0)]
 
 @pytest.mark.parametrize("worst", [False, True], ids=["bon", "won"])
 @pytest.mark.parametrize(("n", "beta"), HARD)
-def test_the_equation_of_corollary_2(n, beta, worst):
-    """Both equations, by Simpson's rule on a grid of its own."""
+def test_fixed_points_solve_corollary_2(n, beta, worst):
+    """Check both equations by Simpson's rule on an independent grid."""
     transform = parse_transform(f"{'won' if worst else 'bon'}_fp:{n}:{beta}")
     assert transform.residual <= 1e-11
     w = np.unique(np.concatenate((np.geomspace(1e-10, 1, 100_001), np.linspace(0, 1, 100_001))))
@@ -345,7 +345,7 @@ def test_the_equation_of_corollary_2(n, beta, worst):
 
 
 class Cells:
-    """W - beta KL of densities that are constant on cells of [0, 1], exactly; cells are small near u = 1."""
+    """Exact W - beta KL of densities that are constant on cells of [0, 1]; cells are small near u = 1."""
 
     def __init__(self, n, beta, worst, cells):
         w = torch.cat((torch.zeros(1), torch.logspace(-4, 0, cells))).double()
@@ -379,7 +379,7 @@ class Cells:
         return -minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 3000, "ftol": 1e-15}).fun
 
     def masses_of(self, phi):
-        """Of the density e^{phi / beta}, by 8 nodes a cell."""
+        """Masses of the cells under the density e^{phi / beta}, by 8 nodes per cell."""
         nodes, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(8))
         u = self.edges[:-1, None] + self.widths[:, None] * (nodes + 1) / 2
         masses = (phi.below_top(u, 1 - u) / self.beta).exp() @ weights * self.widths
@@ -389,13 +389,13 @@ class Cells:
 @pytest.mark.parametrize("worst", [False, True], ids=["bon", "won"])
 @pytest.mark.parametrize(("n", "beta"), [(2, 0.05), (4, 0.1), (4, 0.02)])
 def test_no_density_is_better_than_the_fixed_point(n, beta, worst):
-    """Neither one beside it, nor any that a search from several starts finds; worst-of-n is not concave."""
+    """Neither a perturbed density nor a search from several starts is better; worst-of-n is not concave."""
     phi = FixedPoint(n, beta, worst)
     curve = alignment_curve(phi, [beta], n)
     optimum = float(curve.won_win_rate if worst else curve.bon_win_rate) - beta * float(curve.kl)
     fine, coarse = Cells(n, beta, worst, 4000), Cells(n, beta, worst, 40)
     masses = fine.masses_of(phi)
-    assert float(fine.objective(masses)) == pytest.approx(optimum, abs=1e-6)  # cells cost a little
+    assert float(fine.objective(masses)) == pytest.approx(optimum, abs=1e-6)  # error of the cells
     generator = torch.Generator().manual_seed(0)
     middle = (fine.edges[1:] + fine.edges[:-1]) / 2
     for k, size in itertools.product(range(1, 9), (-0.05, 0.05)):
@@ -408,11 +408,11 @@ def test_no_density_is_better_than_the_fixed_point(n, beta, worst):
     starts = [np.zeros(cells), slope, -slope, 2 * rng.normal(size=cells)]
     found = [coarse.best(start) for start in starts]
     assert max(found) <= optimum + 1e-12
-    assert min(found) >= optimum - 2e-3  # all starts lead there, up to what 80 cells cost
+    assert min(found) >= optimum - 2e-3  # all starts converge to it, up to the error of 80 cells
 
 
-def test_best_of_4_at_a_kl_of_1_is_above_094():
-    """A density on cells, of which both are known exactly, is no further than KL = 1 and wins as much."""
+def test_best_of_4_win_rate_at_kl_1_exceeds_094():
+    """A density on cells, whose KL and win rate are exact, has KL <= 1 and the same win rate."""
     beta = float(at_kl(FixedPoint(4), [1.0], 4).beta)
     cells = Cells(4, beta, False, 2000)
     masses = cells.masses_of(FixedPoint(4, beta))
@@ -420,7 +420,7 @@ def test_best_of_4_at_a_kl_of_1_is_above_094():
     assert float(cells.win_rate(masses)) == pytest.approx(0.94112, abs=1e-5)
 
 
-def test_a_residual_over_the_tolerance_is_an_error(monkeypatch):
+def test_a_residual_above_the_tolerance_is_refused(monkeypatch):
     fixed_point.solve.cache_clear()
     curve = fixed_point._curve
     monkeypatch.setattr(fixed_point, "_curve", lambda n, worst: lambda tau: curve(n, worst)(tau) * (1 + 1e-6))

@@ -1,4 +1,4 @@
-"""`ECDF` against counting, NumPy's quantiles and SciPy's fits and Kolmogorov-Smirnov test."""
+"""`ECDF` compared with counting, NumPy's quantiles, and SciPy's fits and Kolmogorov-Smirnov test."""
 
 import math
 
@@ -31,7 +31,7 @@ def offsets_of(sizes):
 
 @st.composite
 def layouts(draw):
-    """Samples, weights or None, offsets or None, and the rows as lists of (sample, weight)."""
+    """Strategy for samples, weights or None, offsets or None, and the rows as lists of (sample, weight)."""
     kind = draw(st.sampled_from(["one", "dense", "ragged"]))
     dtype, weighted = draw(st.sampled_from(DTYPES)), draw(st.booleans())
     size = draw(st.integers(1, 9))
@@ -57,17 +57,17 @@ def strict(row, x):
 
 @fuzz
 @given(layouts(), st.lists(numbers, min_size=1, max_size=5))
-def test_cdf_of_any_layout(layout, asked):
+def test_cdf_of_any_layout(layout, points):
     x, w, offsets, rows = layout
     e = ECDF(x, weights=w, offsets=offsets)
-    queries, query_offsets = torch.tensor(asked, dtype=torch.float64), None
+    queries, query_offsets = torch.tensor(points, dtype=torch.float64), None
     if offsets is not None:
-        queries, query_offsets = queries.repeat(len(rows)), torch.arange(len(rows) + 1) * len(asked)
+        queries, query_offsets = queries.repeat(len(rows)), torch.arange(len(rows) + 1) * len(points)
     elif x.ndim == 2:
         queries = queries.expand(len(rows), -1)
     assert len(e) == x.numel()
     for side, by_hand in (("weak", weak), ("strict", strict)):
-        truth = torch.tensor([by_hand(row, q) for row in rows for q in asked], dtype=torch.float64)
+        truth = torch.tensor([by_hand(row, q) for row in rows for q in points], dtype=torch.float64)
         ours = e.cdf(queries, side, query_offsets=query_offsets)
         torch.testing.assert_close(ours.flatten(), truth, rtol=1e-14, atol=0)
     single = e.cdf(queries, query_offsets=query_offsets, dtype=torch.float32)
@@ -78,19 +78,21 @@ def test_cdf_of_any_layout(layout, asked):
 
 @fuzz
 @given(layouts(), st.lists(st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1), min_size=1, max_size=5))
-def test_quantiles_are_the_least_samples_whose_cdf_reaches_them(layout, asked):
-    """NumPy's "inverted_cdf" with weights: of one, where there are none."""
+def test_quantiles_equal_numpy(layout, probabilities):
+    """Compare with NumPy's "inverted_cdf" with weights, 1 for unweighted rows."""
     x, w, offsets, rows = layout
-    ours = ECDF(x, weights=w, offsets=offsets).quantile(torch.tensor(asked, dtype=torch.float64))
+    ours = ECDF(x, weights=w, offsets=offsets).quantile(torch.tensor(probabilities, dtype=torch.float64))
     assert ours.dtype == x.dtype
-    assert ours.shape == ((len(rows), len(asked)) if offsets is not None or x.ndim == 2 else (len(asked),))
+    assert ours.shape == (
+        (len(rows), len(probabilities)) if offsets is not None or x.ndim == 2 else (len(probabilities),)
+    )
     for row, found in zip(rows, ours.reshape(len(rows), -1).tolist(), strict=True):
         values, mass = (np.array(column) for column in zip(*row, strict=True))
-        assert found == np.quantile(values, asked, weights=mass, method="inverted_cdf").tolist()
+        assert found == np.quantile(values, probabilities, weights=mass, method="inverted_cdf").tolist()
 
 
-def test_quantiles_at_every_share():
-    """k / M rounds in binary; where k / M M rounds to above k, NumPy without weights goes one sample too far (7/25)."""
+def test_quantiles_at_multiples_of_1_over_M():
+    """k / M is rounded. If k / M * M rounds to above k, as for 7/25, NumPy without weights returns the next sample."""
     for M in [*range(1, 130), 1000, 12345]:
         x = torch.arange(1, M + 1, dtype=torch.float64)
         e, k = ECDF(x), torch.arange(1, M + 1)
@@ -110,7 +112,7 @@ def test_quantiles_at_every_share():
 
 @fuzz
 @given(st.data())
-def test_merge_is_the_ecdf_of_all(data):
+def test_merge_equals_the_ecdf_of_all_samples(data):
     x, w, offsets, rows = data.draw(layouts())
     sizes = [len(row) for row in rows]
     more = [data.draw(st.integers(1, 5)) for _ in rows] if offsets is not None else [3] * len(rows)
@@ -137,7 +139,7 @@ def test_merge_is_the_ecdf_of_all(data):
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
         (
             lambda: ECDF(normal(3, dtype=torch.float32)),
@@ -149,12 +151,12 @@ def test_merge_is_the_ecdf_of_all(data):
         (lambda: normal(3), "expected an ECDF to merge with, got Tensor"),
     ],
 )
-def test_merge_refuses(other, says):
-    with pytest.raises(ValueError, match=says):
+def test_merge_refuses(other, message):
+    with pytest.raises(ValueError, match=message):
         ECDF(normal(4)).merge(other())
 
 
-def test_refuses_what_ranks_refuses():
+def test_invalid_samples_are_refused():
     with pytest.raises(ValueError, match=r"samples\[1\] is NaN"):
         ECDF(torch.tensor([1.0, math.nan]))
     with pytest.raises(ValueError, match="M >= 1"):
@@ -167,7 +169,7 @@ def test_refuses_what_ranks_refuses():
         ECDF(torch.ones(2)).cdf(1.0)
 
 
-def test_what_was_given_may_change_afterwards():
+def test_inputs_are_copied():
     x, w, offsets = torch.arange(6.0), torch.ones(6), torch.tensor([0, 2, 6])
     kept = [ECDF(x), ECDF(x, weights=w), ECDF(x, weights=w, offsets=offsets)]
     before = [(e.samples.clone(), e.weights is None or e.weights.clone()) for e in kept]
@@ -198,7 +200,7 @@ def test_log_cdf_and_add_half():
 
 
 def curve_fit(x, F, weights=None):
-    """SciPy's least squares for -a e^{-b x} at the points with F > 0."""
+    """Fit -a e^{-b x} to the points with F > 0 by SciPy's least squares."""
     kept = F > 0
     sigma = None if weights is None else weights[kept] ** -0.5
     accuracy = {"ftol": 1e-15, "xtol": 1e-15, "gtol": 1e-15, "maxfev": 10_000}
@@ -209,7 +211,7 @@ def curve_fit(x, F, weights=None):
 
 
 @pytest.mark.parametrize("side", ["strict", "mid", "weak"])
-def test_exponential_fit_is_that_of_scipy(side):
+def test_exponential_fit_equals_scipy(side):
     rows = torch.stack(
         [normal(60), normal(60, seed=1).exp(), 1e3 + normal(60, seed=2).round(), torch.rand(60).double()]
     )
@@ -229,8 +231,8 @@ def test_exponential_fit_is_that_of_scipy(side):
     torch.testing.assert_close(ours, each, rtol=1e-6, atol=1e-10)
 
 
-def test_exponential_fit_has_no_slope_left():
-    """The derivatives of the sum of squares by a and b are 0, whoever minimised it."""
+def test_exponential_fit_has_gradient_0():
+    """The derivatives of the sum of squares by a and b are 0."""
     x = normal(80, seed=5)
     fit = fit_exponential((x,), (ecdf.ranks(x, "mid"),), None)
     a, b = fit.a.requires_grad_(), fit.b.requires_grad_()
@@ -263,7 +265,7 @@ def test_rows_that_cannot_be_fitted_are_named():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_files_keep_every_bit(tmp_path, dtype):
+def test_files_round_trip_bit_for_bit(tmp_path, dtype):
     x = normal(12).to(dtype)
     x[:3] = torch.tensor([0.0, -0.0, math.inf])
     w, offsets = torch.rand(12).double(), torch.tensor([0, 5, 12])
@@ -277,7 +279,7 @@ def test_files_keep_every_bit(tmp_path, dtype):
     assert [path.name for path in tmp_path.iterdir()] == ["e.safetensors"]
 
 
-def test_files_of_others_are_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
     path, ours = tmp_path / "x", {"format": "nlgrpo.ecdf", "version": "1"}
     path.write_bytes(b"not a safetensors file")
     with pytest.raises(ValueError, match="is not an ECDF file"):
@@ -298,7 +300,7 @@ def test_files_of_others_are_refused(tmp_path):
         ECDF.load(tmp_path / "absent")
 
 
-def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "e"
     ECDF(torch.ones(3)).save(path)
     before = path.read_bytes()
@@ -314,7 +316,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["e"]
 
 
-def test_shown_and_moved():
+def test_repr_and_to():
     e = ECDF(normal(7).bfloat16(), weights=torch.ones(7), offsets=torch.tensor([0, 3, 7]))
     assert repr(e) == "ECDF(2 ragged rows, 7 samples, weighted, bfloat16 on cpu)"
     assert repr(ECDF(normal(3, 4))) == "ECDF(3x4 samples, float64 on cpu)"
@@ -329,7 +331,7 @@ def test_shown_and_moved():
 @pytest.mark.filterwarnings("ignore:divide by zero")  # in SciPy, for two samples
 @pytest.mark.parametrize("method", ["exact", "asymp", "auto"])
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 9), (5, 5), (7, 3), (40, 40), (60, 45), (200, 299), (800, 800)])
-def test_ks_test_is_that_of_scipy(method, m, n):
+def test_ks_test_equals_scipy(method, m, n):
     for seed, shift in enumerate((0.0, 0.1, 1.0, 5.0)):
         a, b = normal(m, seed=seed), normal(n, seed=seed + 100) + shift
         if seed % 2:
@@ -344,7 +346,7 @@ def test_ks_test_is_that_of_scipy(method, m, n):
             assert p.item() == pytest.approx(theirs.pvalue, rel=1e-9, abs=1e-300)
 
 
-def test_ks_auto_is_asymptotic_for_many():
+def test_ks_auto_is_asymptotic_for_many_samples():
     a, b = normal(10_001), normal(50, seed=1)
     distance, p = ks_test(a, b)
     assert p.item() == pytest.approx(scipy.stats.ks_2samp(a.numpy(), b.numpy()).pvalue, rel=1e-9)

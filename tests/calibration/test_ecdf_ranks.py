@@ -1,23 +1,20 @@
-"""`ECDF.all_reduce` of three ranks against the ECDF of all their samples."""
-
-import os
+"""`ECDF.all_reduce` over three ranks compared with the ECDF of all samples."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import leave_group
+from helpers import run_ranks
 
 from nlgrpo.calibration.ecdf import ECDF
 
 pytestmark = pytest.mark.slow
 
 RANKS = 3
-SIZES = [[4, 1, 30], [2, 17, 3], [1, 1, 200]]  # of the ragged rows, by rank
+SIZES = [[4, 1, 30], [2, 17, 3], [1, 1, 200]]  # sizes of the ragged rows, per rank
 
 
 def shards(rank):
-    """Of each layout and dtype, what a rank has; sizes differ among ranks."""
+    """Samples of a rank in each layout and dtype; sizes differ between ranks."""
     g = torch.Generator().manual_seed(rank)
     draw = lambda *shape: (torch.randn(*shape, generator=g) * 3).round() / 3  # noqa: E731
     M, total = 5 + 40 * rank, sum(SIZES[rank])
@@ -43,8 +40,6 @@ WRONG = {
 
 
 def work(rank, root):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=RANKS)
     found = {name: ECDF(**shard).all_reduce() for name, shard in shards(rank).items()}
     refusals = {}
     for name, make in WRONG.items():
@@ -56,23 +51,17 @@ def work(rank, root):
     alone = dist.new_group([1])
     part = ECDF(shards(rank)["one row"]["samples"]).all_reduce(alone if rank == 1 else pair)
     torch.save((found, refusals, part), root / f"{rank}.pt")
-    leave_group()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank found."""
+    """Results, refusals and subgroup result of each rank."""
     root = tmp_path_factory.mktemp("ranks")
-    before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
-    mp.spawn(work, (root,), nprocs=RANKS)
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = before
+    run_ranks(work, root, ranks=RANKS)
     return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
-def together(name):
+def merged(name):
     """The ECDF of the samples of all ranks, row by row."""
     parts = [shards(rank)[name] for rank in range(RANKS)]
     if "offsets" not in parts[0]:
@@ -85,8 +74,8 @@ def together(name):
 
 
 @pytest.mark.parametrize("name", shards(0))
-def test_every_rank_has_the_ecdf_of_all(ranks, name):
-    truth, ours = together(name), [found[name] for found, _, _ in ranks]
+def test_every_rank_gets_the_ecdf_of_all_samples(ranks, name):
+    truth, ours = merged(name), [found[name] for found, _, _ in ranks]
     for e in ours:
         assert repr(e) == repr(truth)
         assert torch.equal(e.samples, truth.samples)
@@ -95,13 +84,13 @@ def test_every_rank_has_the_ecdf_of_all(ranks, name):
         assert torch.equal(e.samples.view(torch.uint8), ours[0].samples.view(torch.uint8))  # also the signs of zeros
 
 
-def test_ranks_that_do_not_agree_all_refuse(ranks):
+def test_different_layouts_are_refused_on_all_ranks(ranks):
     for _, refusals, _ in ranks:
         assert refusals.keys() == WRONG.keys()
         assert all("per rank" in text for text in refusals.values())
 
 
-def test_a_part_of_the_ranks(ranks):
+def test_subgroups(ranks):
     samples = [shards(rank)["one row"]["samples"] for rank in range(RANKS)]
     pair = torch.cat((samples[0], samples[2])).sort().values
     for rank, (_, _, part) in enumerate(ranks):

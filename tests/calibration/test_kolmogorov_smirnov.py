@@ -1,4 +1,4 @@
-"""The table of Kolmogorov-Smirnov tests against SciPy's, against their nominal level, and against a printed one."""
+"""The table of Kolmogorov-Smirnov tests compared with SciPy, the nominal level, and the paper's table."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_choices_are_of_the_prompts_own_samples():
-    """Which samples were taken is not told: the mean distance must be one that some choice of them has."""
+def test_each_prompt_is_compared_with_its_own_samples():
+    """The chosen samples are not returned, so the mean distance must equal that of some choice per prompt."""
     rewards = normal(4, 8).round(decimals=1)  # with ties
     (row,) = ks_table(rewards, (3, 8), nested=True)
     seen = [[ks_2samp(three, x).statistic for three in itertools.combinations(x, 3)] for x in rewards.tolist()]
@@ -26,8 +26,8 @@ def test_choices_are_of_the_prompts_own_samples():
     assert (same.rejected, same.distance) == (0, 0)
 
 
-def test_rows_are_those_of_scipy(monkeypatch):
-    """With the samples left in their order, the test of each prompt is SciPy's."""
+def test_rows_equal_scipy(monkeypatch):
+    """Without shuffling, the test of each prompt equals SciPy's."""
     monkeypatch.setattr("nlgrpo.calibration.kolmogorov_smirnov._shuffled", lambda rewards, seed: rewards)
     rewards = normal(60, 90)
     rewards[:, :25] += torch.linspace(0, 1.5, 60)[:, None]
@@ -46,9 +46,9 @@ def test_rows_are_those_of_scipy(monkeypatch):
 
 
 def exact_level(m, n, alpha):
-    """The rate at which a test of this level rejects, by counting orders of m + n samples that keep the CDFs near.
+    """Exact rejection rate of a test at level ``alpha``: counts the orders of m + n samples with a small distance.
 
-    An order is a path from (0, 0) to (m, n); its distance is a multiple of 1/lcm(m, n), so that p-values have steps.
+    An order is a path from (0, 0) to (m, n); its distance is a multiple of 1/lcm(m, n), so p-values are discrete.
     """
     orders, least = math.comb(m + n, n), math.lcm(m, n)
     for distance in range(least + 1):
@@ -62,7 +62,7 @@ def exact_level(m, n, alpha):
             return level
 
 
-def test_samples_of_one_distribution_are_rejected_at_the_level():
+def test_the_rejection_rate_equals_the_level():
     P = 3000
     rewards = normal(P, 90)
     for alpha in (0.05, 0.2):
@@ -72,23 +72,23 @@ def test_samples_of_one_distribution_are_rejected_at_the_level():
         assert binom.ppf(1e-4, P, level) <= row.rejected <= binom.ppf(1 - 1e-4, P, level)
 
 
-def test_samples_that_are_not_alike_are_seen():
+def test_drifting_samples_are_shuffled():
     drifting = normal(200, 100) + torch.linspace(0, 3, 100)
     (row,) = ks_table(drifting, (50, 50))
-    assert row.rate <= 0.1  # taken at random, they are of one mixture
+    assert row.rate <= 0.1  # after shuffling, both sets come from one mixture
     assert row.distance < 0.25
 
 
 @pytest.mark.parametrize(("M", "printed"), [(20, 0.0402), (100, 0.0114), (200, 0.0006)])
-def test_part_of_the_samples_against_all_of_them_is_the_table_of_the_paper(M, printed):
-    """5,000 prompts whose rewards are noise have the rejection rates that vBoN prints in Table 1, M of 600."""
+def test_nested_samples_reproduce_table_1_of_the_paper(M, printed):
+    """Rewards of 5,000 prompts that are pure noise give the rejection rates of vBoN, Table 1, for M of 600."""
     (row,) = ks_table(normal(5000, 600).float(), (M, 600), nested=True)
     arithmetic = 2 * math.exp(-2 * 1.358**2 * (600 + M) / (600 - M))
     assert row.rate == pytest.approx(printed, abs=4 * math.sqrt(2 * arithmetic / 5000))
     assert row.rate == pytest.approx(arithmetic, abs=4 * math.sqrt(arithmetic / 5000))
 
 
-def test_choice_of_samples_depends_on_the_seed_alone():
+def test_the_choice_of_samples_depends_only_on_the_seed():
     rewards = normal(50, 30)
     first, again, other = (ks_table(rewards, (10, 15), seed=seed) for seed in (0, 0, 1))
     assert first == again != other
@@ -105,7 +105,7 @@ def test_cells():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "options", "says"),
+    ("rewards", "options", "message"),
     [
         (normal(3), {"sizes": (1, 1)}, r"\(P, K\), .* got \(3,\)"),
         (normal(3, 0), {"sizes": (1, 1)}, r"got \(3, 0\)"),
@@ -117,6 +117,6 @@ def test_cells():
         (normal(2, 9), {"sizes": (4, 4), "alpha": 5}, "alpha=5"),
     ],
 )
-def test_refused(rewards, options, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_are_refused(rewards, options, message):
+    with pytest.raises(ValueError, match=message):
         ks_table(rewards, **options)

@@ -1,4 +1,4 @@
-"""Variational best-of-N against mpmath and best-of-N itself, by enumeration; its order against Python's tuples."""
+"""Variational best-of-N compared with mpmath and enumerated best-of-N; its order with that of Python tuples."""
 
 import hashlib
 import itertools
@@ -35,7 +35,7 @@ def big(x):
 
 
 def exact(a, b, n):
-    """log[(F + p)^n - F^n] with 60 digits, which the difference of the powers would not have."""
+    """log[(F + p)^n - F^n] with 60 digits."""
     F, p = mpmath.exp(big(a)) if a > -math.inf else big(0), mpmath.exp(big(b)) if b > -math.inf else big(0)
     if p == 0:
         return -mpmath.inf
@@ -60,29 +60,29 @@ def assert_exact(log_cdf, log_p, n):
 
 
 @pytest.mark.parametrize("n", NS)
-def test_density_is_that_of_60_digits(n):
-    """Every F against every p, F + p > 1 too, as an estimated F may have it."""
+def test_density_equals_60_digits(n):
+    """All pairs of F and p, also with F + p > 1, which an estimated F may give."""
     assert_exact(*torch.cartesian_prod(*2 * [torch.tensor(LOGS, dtype=torch.float64)]).T, n)
 
 
 @pytest.mark.parametrize("n", [2, 10_000])
 @pytest.mark.parametrize("reach", ["one", "few", "far"])
 def test_density_at_random(n, reach):
-    """F + p = 1 up to rounding, where an error of log(F + p) comes back n times; and p from e^-10000."""
+    """F + p = 1 up to rounding, where errors of log(F + p) are multiplied by n, and p down to e^-10000."""
     generator = torch.Generator().manual_seed(0)
     u, v = torch.rand(2, 1500, generator=generator, dtype=torch.float64)
     a, b = {"one": (u.log(), (-u).log1p()), "few": (u.log(), v.log()), "far": (-1e4 * u, -1e4 * v)}[reach]
     assert_exact(a, b, n)
 
 
-def test_density_at_its_ends():
+def test_density_at_limits():
     p = torch.tensor([-1e4, -100.0, -1e-3, 0.0], dtype=torch.float64)
     nothing = torch.tensor(-math.inf)
     for n in (1, 2, 512):
         torch.testing.assert_close(log_bon_density(nothing, p, n), n * p, rtol=0, atol=0)
     torch.testing.assert_close(log_bon_density(torch.tensor(-3.0), p, 1), p)
     assert log_bon_density(torch.tensor([-3.0, -math.inf]), nothing, 4).tolist() == [-math.inf, -math.inf]
-    rounded = torch.tensor([1 - 1e-16, 1.0], dtype=torch.float64).log()  # F of the best string, and that it rounds to
+    rounded = torch.tensor([1 - 1e-16, 1.0], dtype=torch.float64).log()  # F of the best string, exact and rounded
     found = log_bon_density(rounded, torch.tensor(math.log(1e-16)), 4)
     torch.testing.assert_close(found, torch.full((2,), math.log(4e-16), dtype=torch.float64), rtol=1e-7, atol=0)
 
@@ -126,15 +126,15 @@ def true_log_cdf():
 
 
 def true_bon(n):
-    """Probability that an atom is the last in the order among n draws, over all 6^n of them."""
+    """Probability that each atom is the highest in the order among n draws, from all 6^n tuples."""
     found = torch.zeros(6, dtype=torch.float64)
     for draws in itertools.product(range(6), repeat=n):
         found[max(draws, key=ORDER.index)] += math.prod(PROBS[list(draws)].tolist())
     return found
 
 
-def whole(policy):
-    """The atoms of samples (1, M) in which each is as frequent as it is likely: a mean over them is an expectation."""
+def atoms_by_probability(policy):
+    """Atoms (1, M), repeated in proportion to their probability, so that a mean over them is an expectation."""
     return torch.arange(6).repeat_interleave(torch.tensor(policy))[None]
 
 
@@ -143,7 +143,7 @@ def kl(p, q):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_density_is_that_of_the_best_of_n(n):
+def test_density_equals_best_of_n(n):
     torch.testing.assert_close(log_bon_density(true_log_cdf(), PROBS.log(), n).exp(), true_bon(n), rtol=1e-13, atol=0)
 
 
@@ -151,8 +151,8 @@ def test_density_is_that_of_the_best_of_n(n):
 @pytest.mark.parametrize(
     "policy", [[1, 1, 1, 1, 1, 1], [5, 1, 2, 40, 1, 3], [0, 0, 0, 10, 0, 0], [0, 3, 0, 5, 1, 0]], ids=str
 )
-def test_objective_is_minus_the_divergence_and_lies_over_its_bound(policy, n):
-    at, pi = whole(policy), torch.tensor(policy, dtype=torch.float64) / sum(policy)
+def test_objective_equals_minus_kl_and_exceeds_its_bound(policy, n):
+    at, pi = atoms_by_probability(policy), torch.tensor(policy, dtype=torch.float64) / sum(policy)
     log_cdf, seen = true_log_cdf(), pi > 0
     given = (pi.log()[at], PROBS.log()[at], log_cdf[at], n)
     truth = -kl(pi[seen], true_bon(n)[seen])
@@ -166,8 +166,8 @@ def test_objective_is_minus_the_divergence_and_lies_over_its_bound(policy, n):
 
 
 @pytest.mark.parametrize("n", [2, 4, 16])
-def test_each_reward_is_maximised_by_its_own_policy(n):
-    """E reward - KL(pi | pi_ref) by descent over softmax policies: pi_bon for Eq. 5, at 0, pi_ref F^(n-1) for Eq. 8."""
+def test_optimal_policies_of_both_rewards(n):
+    """Maximise E reward - KL(pi | pi_ref) over softmax policies: pi_bon, value 0 (Eq. 5), or pi_ref F^(n-1) (Eq. 8)."""
     best = log_bon_density(true_log_cdf(), PROBS.log(), n).exp()
     tilted = PROBS * true_log_cdf().exp() ** (n - 1)
     for rewards, peak, value in (
@@ -197,7 +197,7 @@ def test_rewards_agree_for_strings_of_small_probability():
     assert (vbon_reward(torch.tensor(-math.inf), torch.tensor(-2.0), 1, bound=True) == 0).all()
 
 
-def test_an_estimate_makes_no_probability_above_one():
+def test_estimated_probabilities_are_at_most_1():
     log_cdf, log_p = torch.tensor([0.55, 0.5]).log(), torch.tensor([0.5, 0.5]).log()
     assert log_bon_density(log_cdf, log_p, 512)[0] > 20
     torch.testing.assert_close(vbon_reward(log_cdf, log_p, 512), -log_p.double(), atol=1e-4, rtol=0)
@@ -208,14 +208,14 @@ words = st.lists(st.integers(0, 3), max_size=3)
 
 @fuzz
 @given(st.lists(words, max_size=30))
-def test_keys_tell_strings_apart(strings):
+def test_keys_of_different_strings_differ(strings):
     keys = string_keys(strings)
     assert keys.dtype == torch.int64
     for (one, key), (other, its) in itertools.combinations(zip(strings, keys.tolist(), strict=True), 2):
         assert (key == its) == (one == other)
 
 
-def test_keys_are_the_same_everywhere():
+def test_keys_are_reproducible():
     ids = [3, 2**31, 0]
     digest = hashlib.blake2b(struct.pack("<3q", *ids), digest_size=8).digest()
     assert string_keys([[1], ids])[1] == struct.unpack("<q", digest)[0]
@@ -228,7 +228,7 @@ marks = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63)])
 
 @fuzz
 @given(st.data(), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8))
-def test_order_and_counts_are_those_of_tuples(data, P, M, K):
+def test_order_and_counts_equal_those_of_python_tuples(data, P, M, K):
     def draw(size):
         rows = st.lists(st.tuples(values, marks), min_size=size, max_size=size)
         rows = [data.draw(rows) for _ in range(P)]
@@ -250,41 +250,43 @@ def test_order_and_counts_are_those_of_tuples(data, P, M, K):
     torch.testing.assert_close(exact_F, counts.double() / K)
 
 
-def test_estimated_cdf_is_without_bias_under_ties():
-    """A mid-rank or a plain strict CDF has another mean than F, by as much as half of a tie, or all of it."""
+def test_estimated_cdf_is_unbiased_with_ties():
+    """Without the order of ties, a mid-rank CDF would be off by half the mass of a tie, a strict CDF by all of it."""
     draws = torch.multinomial(PROBS, 20_000, replacement=True, generator=torch.Generator().manual_seed(0))[None]
     F = log_strict_cdf(REWARDS[None], KEYS[None], REWARDS[draws], KEYS[draws], None).exp()[0]
     torch.testing.assert_close(F, true_log_cdf().exp(), atol=0.015, rtol=0)
 
 
-def test_an_exponential_is_fitted_to_the_order():
-    """SciPy's least squares on the same points; five equal rewards have five values of F."""
+def test_exponential_smoother_equals_scipy():
+    """Compare with SciPy's least squares on the same points; five equal rewards have five values of F."""
     rewards = torch.tensor([[0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 2.0]], dtype=torch.float64)
     keys = torch.arange(8)[None]
     y, x = np.log(np.arange(1, 8) / 8), rewards[0, 1:].numpy()
     fit = minimize(lambda t: ((y + t[0] * np.exp(-t[1] * x)) ** 2).sum(), [2.0, 1.0], method="Nelder-Mead", tol=1e-12)
-    asked = torch.tensor([[-1.0, 0.5, 3.0]], dtype=torch.float64)
-    found = log_strict_cdf(asked, torch.tensor([[5, 6, 7]]), rewards, keys, "exponential")
-    np.testing.assert_allclose(found[0], -fit.x[0] * np.exp(-fit.x[1] * asked[0].numpy()), rtol=1e-5)
+    at = torch.tensor([[-1.0, 0.5, 3.0]], dtype=torch.float64)
+    found = log_strict_cdf(at, torch.tensor([[5, 6, 7]]), rewards, keys, "exponential")
+    np.testing.assert_allclose(found[0], -fit.x[0] * np.exp(-fit.x[1] * at[0].numpy()), rtol=1e-5)
 
 
-def test_a_prompt_without_a_curve_takes_add_half_and_no_curve_goes_to_infinity():
-    keys, own = torch.arange(4)[None], torch.arange(10, 13)[None]
+def test_exponential_smoother_falls_back_to_add_half_and_stays_finite():
+    keys, sample_keys = torch.arange(4)[None], torch.arange(10, 13)[None]
     rewards = torch.tensor([[1.0, 1.0, -1e30]], dtype=torch.float64)
     for reference in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]):
         tied = torch.tensor([reference], dtype=torch.float64)
-        ours = log_strict_cdf(rewards, own, tied, keys, "exponential")
-        assert torch.equal(ours, log_strict_cdf(rewards, own, tied, keys, "add-half"))
+        ours = log_strict_cdf(rewards, sample_keys, tied, keys, "exponential")
+        assert torch.equal(ours, log_strict_cdf(rewards, sample_keys, tied, keys, "add-half"))
     reference = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
-    at = torch.tensor([[-3.0, -4.0, -1e30]], dtype=torch.float64)  # as far below 0 as 3 is above it, and further
-    far = log_strict_cdf(at, own, reference, keys, "exponential")
+    at = torch.tensor([[-3.0, -4.0, -1e30]], dtype=torch.float64)  # at the limit of extrapolation, 0 - 3, and below
+    far = log_strict_cdf(at, sample_keys, reference, keys, "exponential")
     assert far.isfinite().all()
-    assert far[0, 0] == far[0, 1] == far[0, 2] < log_strict_cdf(at + 2, own, reference, keys, "exponential")[0, 0]
+    assert (
+        far[0, 0] == far[0, 1] == far[0, 2] < log_strict_cdf(at + 2, sample_keys, reference, keys, "exponential")[0, 0]
+    )
     cliff = torch.tensor([[0.0, 1.0, 1.001, 50.0]], dtype=torch.float64)
-    assert float(log_strict_cdf(at, own, cliff, keys, "exponential").min()) >= -1e4
+    assert float(log_strict_cdf(at, sample_keys, cliff, keys, "exponential").min()) >= -1e4
 
 
-def test_rewards_of_two_types_meet_in_the_wider():
+def test_rewards_of_two_dtypes_are_compared_in_the_wider():
     reference = torch.tensor([[0.1, 0.3]], dtype=torch.float64)
     keys = torch.tensor([[5, 5]])
     assert strict_counts(reference.float(), keys, reference, keys).tolist() == [[1, 2]]  # 0.1 and 0.3 are rounded up
@@ -294,7 +296,7 @@ ONE, TWO = torch.zeros(1, 1), torch.zeros(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: log_bon_density(torch.tensor([0.0, math.nan]), ONE, 2), r"log_cdf\[1\] is nan; expected log F"),
         (lambda: log_bon_density(ONE, torch.tensor(math.nan), 2), "log_p is nan"),
@@ -315,6 +317,6 @@ ONE, TWO = torch.zeros(1, 1), torch.zeros(1, 2)
         (lambda: log_strict_cdf(ONE, ONE.long(), TWO, TWO.long(), "kde"), "smoother='kde'"),
     ],
 )
-def test_refused(call, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -21,7 +21,7 @@ from nlgrpo.evaluation.decoding_methods import DecodingMethod, decoding_method
 from nlgrpo.model import decoder, reward_model
 from nlgrpo.rewards.builtin import final_answer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 PROMPTS = [f"w{i} w{(3 * i + 1) % 28}" for i in range(10)]
 HELD = PROMPTS[-3:]

@@ -20,6 +20,8 @@ from nlgrpo.model import decoder
 from nlgrpo.objectives.registry import parse
 from nlgrpo.runtime.distributed import Ranks
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 REWARDS = '''
 from pathlib import Path
 

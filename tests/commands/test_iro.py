@@ -27,7 +27,7 @@ from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.scalar_heads.value_dataset import Outcomes
 from nlgrpo.training.scalar_heads.value_loop import Loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 PROMPTS = [f"w{i} w{(3 * i + 1) % 28}" for i in range(12)]
 REWARDS = """
@@ -404,6 +404,9 @@ def test_a_plan_makes_nothing(work, capsys):
     assert cli.main(arguments(work, "planned", "--dry-run", prompts=5)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "5 of PromptSet(12 prompts" in shown
+    assert "different ones in each iteration" in shown
     assert "16 per prompt in iteration 1, then 8: 2 beams x 4 chunks of 2 tokens" in shown
     assert "betas 1, 0.5" in shown
+    assert cli.main(arguments(work, "planned", "--dry-run", prompts=None)) == 0
+    assert "different ones in each iteration" not in " ".join(capsys.readouterr().out.split())
     assert not (work / "planned").exists()

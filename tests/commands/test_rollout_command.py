@@ -22,6 +22,7 @@ from nlgrpo.engine.rollouts import collect, store
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.evaluation.figures import render
 from nlgrpo.evaluation.rollout_tables import summarize
 from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
@@ -29,6 +30,8 @@ from nlgrpo.runtime import work_queue
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import load_rewards, sampling_of
+
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 K = 5
 P = 7
@@ -597,10 +600,11 @@ def test_the_table(work, rollouts, capsys):
 # --- Kolmogorov-Smirnov tests -----------------------------------------------------------------------------------------
 
 
-def test_ks_tests_equal_scipys_and_figures_are_drawn(work, capsys):
+def test_ks_tests_equal_scipys_and_figures_are_drawn(work, capsys, monkeypatch):
     """Nested samples, the larger side all K samples in any order: rejections equal those of scipy's exact test."""
     from scipy.stats import ks_2samp
 
+    monkeypatch.setattr("nlgrpo.evaluation.figures.render", render)
     assert cli.main([*arguments(work, "first"), "--ks", "3", str(K), "--ks-nested"]) == 0
     shown = capsys.readouterr().out
     assert "short: two-sample Kolmogorov-Smirnov tests at 5%, nested samples" in said(shown)

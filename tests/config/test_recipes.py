@@ -1,4 +1,4 @@
-"""Recipes: what the default is, that every one of them can be run, and how one is named."""
+"""Recipes: the default recipe, runs of each recipe, and their names."""
 
 import dataclasses
 import time
@@ -13,29 +13,29 @@ from nlgrpo.objectives import registry
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_says_what_it_is_and_bears_its_name(name):
+def test_recipes_have_their_name_and_a_one_line_description(name):
     cfg = recipe(name)
     assert cfg.recipe == name
     assert str(cfg.run) == f"runs/{name}"
-    assert len(RECIPES[name].__doc__.splitlines()[0]) <= 110  # `nlgrpo recipes` shows it on a line
+    assert len(RECIPES[name].__doc__.splitlines()[0]) <= 110  # `nlgrpo recipes` prints it on one line
     assert recipe(name) == cfg
-    assert recipe(name) is not cfg  # to change one changes no other
+    assert recipe(name) is not cfg  # each call returns a new object
 
 
 @pytest.mark.parametrize("name", ["length-bon", "length-mean", "story-mix"])
-def test_a_recipe_can_be_run_as_it_is(name, capsys, tmp_path, monkeypatch):
+def test_recipes_run_without_arguments(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     validate.check(recipe(name))
     began = time.perf_counter()
     assert train.main([name, "--dry-run"]) == 0
     assert time.perf_counter() - began < 20
     shown = " ".join(capsys.readouterr().out.split())
-    for said in ("plan", "parameters", "6 prompts x 8 samples = 48 completions", "memory per rank", f"runs/{name}"):
-        assert said in shown
+    for message in ("plan", "parameters", "6 prompts x 8 samples = 48 completions", "memory per rank", f"runs/{name}"):
+        assert message in shown
     assert not list(tmp_path.iterdir()), "a plan writes nothing"
 
 
-def test_the_default_trains_for_best_of_4_under_two_length_rewards():
+def test_the_default_recipe_is_best_of_4_with_two_length_rewards():
     """The experiment of IAMA 6.1 on the embedded model, with the paper's group, beta and no scaling of rewards."""
     cfg, _ = from_arguments([])
     assert cfg == recipe("length-bon")
@@ -43,7 +43,7 @@ def test_the_default_trains_for_best_of_4_under_two_length_rewards():
     assert (cfg.model.path, cfg.data.source) == ("story-lm", "story-prompts")
     assert [(r.objective, r.weight) for r in cfg.rewards.values()] == [("bon:4", 0.5), ("bon:4", 0.5)]
     assert (cfg.rollout.samples, cfg.loss.beta, cfg.loss.scale) == (8, 1e-4, "none")
-    # L1 = 50 and L2 = 150 of 256 tokens, in the model's own length
+    # L1 = 50 and L2 = 150 of 256 tokens, scaled to the length of this model
     limit = cfg.rollout.max_new_tokens
     assert [r.function for r in cfg.rewards.values()] == [
         f"length(target={50 * limit // 256}, scale={limit})",
@@ -51,7 +51,7 @@ def test_the_default_trains_for_best_of_4_under_two_length_rewards():
     ]
 
 
-def test_the_comparison_differs_in_the_objective_alone():
+def test_length_mean_differs_only_in_the_objective():
     lines = schema.differences(schema.to_dict(recipe("length-bon")), schema.to_dict(recipe("length-mean")))
     assert lines == [
         "recipe: 'length-bon' -> 'length-mean'",
@@ -61,7 +61,7 @@ def test_the_comparison_differs_in_the_objective_alone():
     assert isinstance(registry.parse(recipe("length-mean").rewards["short"].objective), registry.Mean)
 
 
-def test_blank_holds_nothing_but_defaults_and_is_no_run():
+def test_blank_has_only_defaults_and_cannot_run():
     cfg = recipe("blank")
     assert dataclasses.replace(cfg, data=schema.DataConfig()) == Config()
     assert cfg.rewards == {}
@@ -71,7 +71,7 @@ def test_blank_holds_nothing_but_defaults_and_is_no_run():
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (["lenght-bon"], r"unknown recipe 'lenght-bon'; did you mean 'length-bon'\?"),
         (
@@ -83,6 +83,6 @@ def test_blank_holds_nothing_but_defaults_and_is_no_run():
         (["a.toml", "b.toml"], "expected at most one recipe and one .toml file, got a.toml b.toml"),
     ],
 )
-def test_a_name_that_is_no_recipe(names, said):
-    with pytest.raises(ValueError, match=said):
+def test_unknown_recipes_are_refused(names, message):
+    with pytest.raises(ValueError, match=message):
         from_arguments(names)

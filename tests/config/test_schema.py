@@ -1,4 +1,4 @@
-"""Configurations: what is refused and how, TOML files, the command line, and which of them comes on top."""
+"""Configurations: refused values and messages, TOML files, the command line, and their precedence."""
 
 import ast
 import dataclasses
@@ -26,7 +26,7 @@ QUICK = ("--evaluation.prompts", "0", "--dry-run")
 
 
 def changed(**values):
-    """The default recipe with ``section__key`` values in place."""
+    """Return the default recipe with ``section__key`` values changed."""
     cfg = recipe("length-bon")
     for name, value in values.items():
         section, key = name.split("__", 1)
@@ -108,33 +108,33 @@ def toml(tmp_path):
         ("evaluation.ns", (), "between 1 and evaluation.samples = 16"),
     ],
 )
-def test_a_value_out_of_range_is_named_with_what_is_allowed(name, value, allowed):
+def test_values_out_of_range_are_reported_with_the_allowed_range(name, value, allowed):
     lines = faults(changed(**{name.replace(".", "__"): value}))
     assert f"  {name} = {value!r}: allowed is {allowed}" in lines
 
 
-def test_an_unbiased_objective_needs_its_samples():
+def test_an_unbiased_objective_needs_enough_samples():
     cfg = recipe("length-bon")
     cfg.rewards["short"].objective, cfg.rewards["long"].objective = "bon:8:unbiased", "wor:9:unbiased"
     assert faults(cfg) == ["  rewards.long.objective = 'wor:9:unbiased': needs rollout.samples >= 9"]
 
 
 @pytest.mark.parametrize(
-    ("aggregate", "weights", "said"),
+    ("aggregate", "weights", "message"),
     [
         ("max", (1, 1), "expected 'sum', 'min' or 'smooth_min:GAMMA'"),
         ("smooth_min:-1", (1, 1), "GAMMA > 0"),
         ("min", (1, -1), "expected numbers >= 0"),
     ],
 )
-def test_an_aggregate_that_does_not_fit(aggregate, weights, said):
+def test_invalid_aggregates(aggregate, weights, message):
     cfg = recipe("length-bon")
     cfg.loss.aggregate = aggregate
     for reward, weight in zip(cfg.rewards.values(), weights, strict=True):
         reward.weight = weight
     (line,) = faults(cfg)
     assert line.startswith("  loss.aggregate: ")
-    assert said in line
+    assert message in line
     cfg.loss.aggregate, cfg.loss.aggregate_at, cfg.loss.aggregate_memory = "sum", "prompt", 0.5
     (line,) = faults(cfg)
     assert "loss.aggregate_memory" in line
@@ -144,7 +144,7 @@ def test_an_aggregate_that_does_not_fit(aggregate, weights, said):
 
 
 @pytest.mark.parametrize(
-    ("objective", "said"),
+    ("objective", "message"),
     [
         ("bon:0", "BestOfN(n=0): expected an integer >= 1"),
         ("bon:-2", "n=-2"),
@@ -155,16 +155,16 @@ def test_an_aggregate_that_does_not_fit(aggregate, weights, said):
         ("", "objective"),
     ],
 )
-def test_an_objective_out_of_range(objective, said):
+def test_invalid_objectives(objective, message):
     cfg = recipe("length-bon")
     cfg.rewards["short"].objective = objective
     (line,) = faults(cfg)
     assert line.startswith("  rewards.short.objective: ")
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("function", "", "rewards.x.function is missing"),
         ("weight", math.nan, "rewards.x.weight = nan: allowed is a finite number"),
@@ -175,13 +175,13 @@ def test_an_objective_out_of_range(objective, said):
         ("timeout", math.nan, "rewards.x.timeout = nan"),
     ],
 )
-def test_a_reward_out_of_range(key, value, said):
+def test_invalid_rewards(key, value, message):
     cfg = Config(rewards={"x": dataclasses.replace(RewardConfig("length(target=3, scale=9)"), **{key: value})})
     (line,) = faults(cfg)
-    assert said in line
+    assert message in line
 
 
-def test_names_of_rewards_can_be_typed_and_told_apart():
+def test_reward_names_must_be_valid_and_distinct_on_the_command_line():
     one = RewardConfig("length(target=3, scale=9)")
     validate.check(Config(rewards={"a-b": one, "ab2": one}))
     for name in ("", "a b", "a/b", "a.b", "-a"):
@@ -198,12 +198,12 @@ def test_ranks_must_divide_the_batch():
 
 
 def test_settings_that_contradict_each_other():
-    weighed = {"loss__kl_importance": True, "loss__kl": "k3"}
+    importance = {"loss__kl_importance": True, "loss__kl": "k3"}
     assert (
         "kl_importance needs loss.kl = 'k3' and loss.kl_in = 'loss', got 'k1'"
-        in faults(changed(**weighed | {"loss__kl": "k1"}))[0]
+        in faults(changed(**importance | {"loss__kl": "k1"}))[0]
     )
-    assert "got 'k3' and 'reward'" in faults(changed(**weighed, loss__kl_in="reward"))[0]
+    assert "got 'k3' and 'reward'" in faults(changed(**importance, loss__kl_in="reward"))[0]
     assert "needs a baseline, which 'none' does" in faults(changed(loss__scale="group", loss__baseline="none"))[0]
     validate.check(changed(loss__scale="group", loss__baseline="loo"))
     assert "so loss.beta must start above 0" in faults(changed(loss__target_kl=0.1, loss__beta=0.0))[0]
@@ -211,7 +211,7 @@ def test_settings_that_contradict_each_other():
     validate.check(changed(loss__minibatches=48))
 
 
-def test_all_faults_come_at_once():
+def test_all_faults_are_reported_together():
     cfg = changed(rollout__samples=1, loss__eps_low=0.0, train__steps=-1)
     cfg.rewards["short"].objective = "bon:0"
     cfg.rewards["long"].timeout = -1.0
@@ -222,13 +222,13 @@ def test_all_faults_come_at_once():
     assert set(found) == here | {"rewards.short.objective", "rewards.long.timeout"}
 
 
-def test_no_reward_at_all(capsys):
+def test_a_configuration_without_rewards_is_refused(capsys):
     assert train.main(["blank", "--data.source", "story-prompts", *QUICK]) == 1
     assert "there is no reward: give one with --rewards.NAME.function" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--data.source", "nothere.jsonl"], "There is no file nothere.jsonl"),
         (["--data.source", "empty.jsonl"], "empty.jsonl is empty: it has no example"),
@@ -243,18 +243,18 @@ def test_no_reward_at_all(capsys):
         (["nothere.toml"], "there is no configuration file nothere.toml"),
     ],
 )
-def test_what_is_not_there_ends_with_a_message(arguments, said, tmp_path, monkeypatch, capsys):
+def test_missing_files_and_names_end_with_a_message(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n')
     assert train.main([*arguments, *QUICK]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
-    assert said in shown
+    assert message in shown
     assert "Traceback" not in shown
 
 
-def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
+def test_a_folder_that_cannot_be_created_ends_with_a_message(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert train.main(["--train.out", str(tmp_path / "file" / "run"), "--train.steps", "0"]) == 1
     assert "cannot be used as the folder of a run" in capsys.readouterr().err
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("modle.path = 'x'", "unknown key 'modle'; did you mean 'model'?"),
         ("steps = 3", "unknown key 'steps'; did you mean 'train.steps'?"),
@@ -295,14 +295,14 @@ def test_a_folder_that_cannot_be_made_ends_with_a_message(tmp_path, capsys):
         ("a = 1\na = 2", "is not TOML: Cannot overwrite a value"),
     ],
 )
-def test_a_file_is_refused_by_name_and_key(text, said, toml):
+def test_errors_in_a_file_name_the_file_and_the_key(text, message, toml):
     path = toml(text)
-    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         read(path)
-    assert path in str(caught.value) or "unknown recipe" in said
+    assert path in str(caught.value) or "unknown recipe" in message
 
 
-def test_files_that_are_no_files(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"no configuration file .*folder\.toml"):
@@ -311,8 +311,8 @@ def test_files_that_are_no_files(tmp_path):
         read(str(tmp_path / "bytes.toml"))
 
 
-def test_every_key_can_be_written_in_a_file(toml):
-    """All defaults, written out as TOML and read back, are the defaults; so no key has a type that TOML cannot give."""
+def test_every_key_can_be_set_in_a_file(toml):
+    """The defaults written as TOML and read back are unchanged, so TOML can express the type of every key."""
     lines = []
     for section, kind in SECTIONS.items():
         lines += [f"[{section}]"]
@@ -321,7 +321,7 @@ def test_every_key_can_be_written_in_a_file(toml):
     assert dataclasses.replace(cfg, recipe="blank") == Config()
 
 
-def test_none_is_the_absence_of_a_key_and_values_take_their_type(toml):
+def test_missing_keys_are_none_and_values_are_converted_to_their_type(toml):
     cfg = read(toml("[loss]\ntarget_kl = 1\n[optim]\nbetas = [0, 0.5]\n[rollout]\nstop_ids = [7]\n[data]\nlimit = 5"))
     assert cfg.loss.target_kl == 1.0
     assert isinstance(cfg.loss.target_kl, float)
@@ -330,19 +330,19 @@ def test_none_is_the_absence_of_a_key_and_values_take_their_type(toml):
     assert (cfg.data.limit, cfg.data.first_words) == (5, None)
 
 
-def test_a_table_of_rewards_replaces_the_rewards(toml):
+def test_a_table_of_rewards_replaces_those_of_the_recipe(toml):
     cfg = read(toml("recipe = 'length-bon'\n[rewards.only]\nfunction = 'gsm8k()'\nweight = 2"))
     assert cfg.rewards == {"only": RewardConfig("gsm8k()", weight=2.0)}
     assert cfg.optim == recipe("length-bon").optim
     assert read(toml("recipe = 'length-bon'")).rewards == recipe("length-bon").rewards
 
 
-def test_a_reward_can_be_its_function_alone(toml):
+def test_a_reward_can_be_given_by_its_function_only(toml):
     cfg = read(toml('rewards.x = "length(target=3, scale=9)"\nrewards.y = {function = "gsm8k()", objective = "mean"}'))
     assert cfg.rewards == {"x": RewardConfig("length(target=3, scale=9)"), "y": RewardConfig("gsm8k()", "mean")}
 
 
-def test_command_line_over_file_over_recipe(toml):
+def test_the_command_line_overrides_the_file_which_overrides_the_recipe(toml):
     path = toml("[rollout]\nprompts = 4\nsamples = 4\n[rewards.x]\nfunction = 'gsm8k()'\nweight = 3")
     cfg = read("length-mean", path, "--rollout.samples", "2", "--rewards.x.objective", "mean")
     assert (cfg.rollout.prompts, cfg.rollout.samples) == (4, 2)
@@ -359,7 +359,7 @@ def test_a_file_may_name_its_recipe(toml):
         read("length-mean", toml("recipe = 'length-bon'"))
 
 
-def test_a_file_without_recipe_gives_the_run_its_own_name(toml):
+def test_a_file_without_a_recipe_names_the_run(toml):
     cfg = read(toml("train.steps = 7", "seven.toml"))
     assert (cfg.recipe, cfg.train.steps, str(cfg.run)) == ("seven", 7, "runs/seven")
     assert dataclasses.replace(cfg, recipe="blank", train=schema.TrainConfig()) == recipe("blank")
@@ -396,14 +396,14 @@ def test_a_switch_is_on_or_off(capsys):
     assert "perhaps" in capsys.readouterr().err
 
 
-def test_dry_run_stands_anywhere():
+def test_dry_run_may_be_at_any_position():
     for arguments in (["--dry-run", "length-mean"], ["length-mean", "--train.steps", "3", "--dry-run"]):
         cfg, dry_run = from_arguments(arguments)
         assert (cfg.recipe, dry_run) == ("length-mean", True)
     assert from_arguments([])[1] is False
 
 
-def test_a_reward_joins_those_of_the_recipe():
+def test_a_reward_from_the_command_line_is_added_to_those_of_the_recipe():
     cfg = read("--rewards.new.function", "gsm8k()", "--rewards.new.weight=2", "--rewards.long.weight", "0.25")
     assert list(cfg.rewards) == ["short", "long", "new"]
     assert cfg.rewards["new"] == RewardConfig("gsm8k()", weight=2.0)
@@ -412,20 +412,20 @@ def test_a_reward_joins_those_of_the_recipe():
     assert cfg.rewards["short"] == recipe("length-bon").rewards["short"]
 
 
-def test_dots_of_a_value_are_no_part_of_the_name():
+def test_dots_in_a_value_are_not_part_of_the_key():
     cfg = read("blank", "--rewards.x.function=length(target=2.5, scale=9.0)")
     assert cfg.rewards == {"x": RewardConfig("length(target=2.5, scale=9.0)")}
     cfg = read("blank", "--rewards.x.function", "my.package:function")
     assert cfg.rewards == {"x": RewardConfig("my.package:function")}
 
 
-def test_a_name_of_two_words_is_one_reward_with_either_stroke():
+def test_hyphens_and_underscores_in_reward_names_are_equivalent():
     cfg = read("blank", "--rewards.two_words.function", "gsm8k()", "--rewards.two-words.weight", "2")
     assert cfg.rewards == {"two_words": RewardConfig("gsm8k()", weight=2.0)}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--train.stps", "3"], "--train.steps"),
         (["--rollot.samples", "3"], "--rollout.samples"),
@@ -438,20 +438,20 @@ def test_a_name_of_two_words_is_one_reward_with_either_stroke():
         (["--recipe", "blank"], "--recipe"),
     ],
 )
-def test_the_command_line_is_refused_with_the_nearest_key(arguments, said, capsys):
+def test_errors_on_the_command_line_suggest_the_nearest_key(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         read(*arguments)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_arguments_that_are_no_text():
+def test_arguments_that_are_not_utf_8_are_refused():
     with pytest.raises(ValueError, match="not valid UTF-8"):
         read("--data.template", "\udcff{prompt}")
 
 
 @pytest.mark.parametrize("name", ["length-bon", "blank"])
-def test_help_prints_every_key_with_its_text(name, capsys, monkeypatch):
+def test_help_prints_every_key_with_its_description(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         read(name, "--help")
@@ -470,15 +470,15 @@ def test_help_prints_every_key_with_its_text(name, capsys, monkeypatch):
 
 
 def documented(kind):
-    """The beginning of the text under every field, from the source; one that has none fails here."""
+    """Yield the start of the docstring of every field, from the source; fail for a field without one."""
     body = ast.parse(inspect.getsource(kind)).body[0].body
     for node, text in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign):
-            assert isinstance(text, ast.Expr), f"{kind.__name__}.{node.target.id} has no line under it"
+            assert isinstance(text, ast.Expr), f"{kind.__name__}.{node.target.id} has no docstring"
             yield " ".join(text.value.value.encode("unicode_escape").decode().replace("\\n", " ").split())[:40]
 
 
-# --- rewards that are only watched, and rewards that replace ----------------------------------------------------------
+# --- logged rewards and the blank recipe ------------------------------------------------------------------------------
 
 
 TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--data.limit", "4",
@@ -487,7 +487,7 @@ TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-t
 
 
 def run(folder, *arguments):
-    """Train two tiny steps; the metrics of each, and the weights."""
+    """Train two tiny steps. Return the metrics of each step and the final weights."""
     assert train.main([*arguments, *TINY, "--train.out", str(folder)]) == 0
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return metrics, load_file(folder / "model" / "model.safetensors")
@@ -506,7 +506,7 @@ def test_a_reward_of_weight_0_is_logged_and_not_optimised(tmp_path, monkeypatch)
     )
     arguments = ["blank", "--rewards.x.function", "mine.py:highest"]
     metrics, weights = run(tmp_path / "alone", *arguments)
-    assert not same(weights, load_file(hf_weights.locate("story-lm") / "model.safetensors"))  # it did train
+    assert not same(weights, load_file(hf_weights.locate("story-lm") / "model.safetensors"))  # the weights have changed
     arguments += ["--rewards.w.function", "mine.py:total", "--rewards.w.weight", "0"]
     arguments += ["--rewards.n.function", "mine.py:never", "--rewards.n.weight", "0"]
     watched, weights_then = run(tmp_path / "watched", *arguments)
@@ -518,8 +518,8 @@ def test_a_reward_of_weight_0_is_logged_and_not_optimised(tmp_path, monkeypatch)
         assert after["reward"] == before["reward"]
 
 
-def test_blank_with_nothing_but_flags(capsys):
-    """A model, data and a reward of one's own, without a file and without the recipe's rewards."""
+def test_blank_with_only_command_line_arguments(capsys):
+    """Model, data and reward from the command line, without a file and without rewards of a recipe."""
     arguments = ["blank", "--model.path", "story-lm", "--data.source", "story-prompts"]
     arguments += ["--rewards.x.function", "length(target=3, scale=9)", "--train.steps", "1", "--dry-run"]
     assert train.main(arguments) == 0
@@ -528,7 +528,7 @@ def test_blank_with_nothing_but_flags(capsys):
     assert "short" not in shown
 
 
-# --- nonsense ---------------------------------------------------------------------------------------------------------
+# --- random arguments -------------------------------------------------------------------------------------------------
 
 NUMBERS = ["0", "-1", "1", "2", "3.5", "1e400", "nan", "-inf", "10" * 9, "9" * 40, "9" * 400, "None", "True", "0x10"]
 TEXTS = [
@@ -560,7 +560,7 @@ option = st.tuples(st.sampled_from(KEYS + REWARD_KEYS), st.lists(word, max_size=
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(option, min_size=1, max_size=3), st.booleans())
-def test_nonsense_ends_in_a_plan_or_a_message(capsys, options, equals):
+def test_random_arguments_end_in_a_plan_or_a_message(capsys, options, equals):
     arguments = []
     for key, values in options:
         arguments += [f"--{key}={values[0]}", *values[1:]] if equals and values else [f"--{key}", *values]

@@ -49,10 +49,10 @@ def head(i):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1000])
 def test_a_page_opens_without_errors_and_requests(window, report, width, dark):
-    window.asked.clear()
+    window.requests.clear()
     window.open(report, width, dark)
-    assert window.said == []
-    assert [url for url in window.asked if not url.startswith("data:")] == [report.resolve().as_uri()]
+    assert window.console == []
+    assert [url for url in window.requests if not url.startswith("data:")] == [report.resolve().as_uri()]
     assert window.run("document.documentElement.scrollWidth") <= width
     assert window.run("[...document.images].every(i => i.naturalWidth > 0)")
     assert window.run("document.images.length") == 6

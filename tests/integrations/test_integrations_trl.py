@@ -10,16 +10,12 @@ import asyncio
 import functools
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers import environment, leave_group, tiny_model
+from helpers import run_ranks, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -288,12 +284,12 @@ def test_names():
 
 
 def work(rank, folder):
-    torch.set_num_threads(1)
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= ranks | {"ACCELERATE_USE_CPU": "true"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # forked from a process that may have used accelerate on one rank
     torch.save(scored(rank, folder), folder / f"{rank}.pt")
-    leave_group()
 
 
 def scored(rank, folder):
@@ -357,10 +353,7 @@ def refusal(function, count):
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder)
-    command = [sys.executable, __file__, str(folder)]
-    env = environment() | {"PYTHONPATH": str(Path(__file__).parents[1])}  # for `helpers`
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_ranks(work, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -403,7 +396,3 @@ def test_an_aggregate_takes_the_values_of_all_ranks(ranks):
     alone, _ = aggregate_of([expected("bon:3", ACCURACY[M : 2 * M]), expected("soft:0.5", b[M:])])
     assert (alone - truth[M:]).abs().max() > 0.01, "rank 1 would get something else by itself"
     assert [rank["whole"][1] for rank in ranks] == [pytest.approx(worth)] * 2
-
-
-if __name__ == "__main__":
-    mp.start_processes(work, args=(Path(sys.argv[1]),), nprocs=2, start_method="fork")

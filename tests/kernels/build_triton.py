@@ -1,6 +1,6 @@
-"""Compile every Triton kernel for three GPUs, without having one; prints a JSON object a kernel and target.
+"""Compile every Triton kernel for three GPUs on a machine without one; print one JSON object per kernel and target.
 
-Run by `test_triton_builds.py`, in a process of its own, as Triton decides once whether it interprets or compiles.
+`test_triton_builds.py` runs this file in a separate process, as Triton decides once whether it interprets or compiles.
 """
 
 import itertools
@@ -25,7 +25,7 @@ NUMBERS = {"V": "i32", "stride": "i32", "out_stride": "i32", "temperature": "fp3
 
 
 def cases():
-    """Name, kernel, types of its arguments, constants and warps."""
+    """Yield name, kernel, types of its arguments, constants and number of warps."""
     for kind in ("bf16", "fp16", "fp32"):
         row = {"logits": f"*{kind}", "out": f"*{kind}", "targets": "*i64"} | FLOATS | NUMBERS
         block = {"BLOCK": epilogue_triton.BLOCK}
@@ -38,9 +38,9 @@ def cases():
     types = dict.fromkeys((*terms, "through_score", "statistics"), "*fp32") | {"mask": "*i1", "T": "i32"}
     types |= dict.fromkeys(("low", "high", "dual", "beta"), "fp32")
     block = {"HAS_MASK": True, "BLOCK": policy_loss_triton.BLOCK}
-    for (surrogate, number), kind, own in itertools.product(SURROGATES.items(), range(5), (False, True)):
-        constants = block | {"KIND": kind, "SURROGATE": number, "HAS_LOG_RATIO": own}
-        name = f"policy_loss {surrogate} {kind}{' own ratio' * own}"
+    for (surrogate, number), kind, has_log_ratio in itertools.product(SURROGATES.items(), range(5), (False, True)):
+        constants = block | {"KIND": kind, "SURROGATE": number, "HAS_LOG_RATIO": has_log_ratio}
+        name = f"policy_loss {surrogate} {kind}{' log_ratio' * has_log_ratio}"
         yield name, policy_loss_triton._policy_loss_kernel, types, constants, 4
     types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | dict.fromkeys(("P", "M", "chunks"), "i32")
     types |= dict.fromkeys(("stride_p", "stride_m"), "i32") | {"memory": "*i64"}
@@ -53,7 +53,7 @@ def cases():
 
 
 def resources(cubin):
-    """Registers a thread, and bytes of stack and spills, as cuobjdump reads them from the binary."""
+    """Registers per thread, and bytes of stack and spills, as reported by cuobjdump."""
     beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     tool = str(beside) if beside.is_file() else shutil.which("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -63,17 +63,17 @@ def resources(cubin):
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout)}
 
 
-ALIGNED = {"V", "stride", "out_stride", "stride_p"}  # to 16, as every pointer is: what the kernels mostly meet
+ALIGNED = {"V", "stride", "out_stride", "stride_p"}  # divisible by 16, like every pointer: the usual case
 
 
 def widest_load(ptx):
-    """Bytes that one instruction reads from memory at most."""
+    """Largest number of bytes that one instruction loads from global memory."""
     loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)", ptx)
     return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
 
 
 def build(job):
-    """What the compiler says of case number ``job[0]`` for a GPU of capability ``job[1]``."""
+    """Compile case number ``job[0]`` for a GPU of capability ``job[1]``, and report the resources it uses."""
     name, kernel, types, constants, warps = list(cases())[job[0]]
     names = kernel.arg_names
     signature = {argument: types.get(argument, "constexpr") for argument in names}
@@ -88,10 +88,10 @@ def build(job):
 
 
 def main():
-    assert not triton.knobs.runtime.interpret, "compiled kernels are wanted"
+    assert not triton.knobs.runtime.interpret, "set TRITON_INTERPRET=0: the kernels must be compiled"
     jobs = list(itertools.product(range(len(list(cases()))), CAPABILITIES))
     with ProcessPoolExecutor() as pool:
-        for facts in pool.map(build, reversed(jobs)):  # the slowest, which are the last, first
+        for facts in pool.map(build, reversed(jobs)):  # in reverse, as the last ones are the slowest
             print(json.dumps(facts), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the ops' tests."""
+"""Fixtures for the tests of the ops."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Memory that an op did not write is NaN: PyTorch fills new tensors with it while algorithms are deterministic."""
+    """Let PyTorch fill new memory with NaN (it does so for deterministic algorithms), to detect unwritten results."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
@@ -16,7 +16,7 @@ def poisoned_memory():
 
 @pytest.fixture(params=["torch", "triton"])
 def impl(request):
-    """An implementation; `device` leaves out what cannot run together."""
+    """Implementation of an op; `device` skips combinations that cannot run."""
     if request.param == "triton":
         pytest.importorskip("triton")
     return request.param

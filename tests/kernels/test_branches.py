@@ -1,4 +1,4 @@
-"""Attention of rows that share prompts, compiled and plain, against the same in float64 and against its relative."""
+"""Compiled and plain `branch_attention` compared with float64 loops and with `decode_attention`."""
 
 import os
 
@@ -17,7 +17,7 @@ def normal(*shape, seed=0):
 
 
 def case(tokens, heads, kv_heads, d, rotary, column=7, lengths=LENGTHS, prompt=PROMPT):
-    """qkv, rope, the rows' own cache with room behind, and prompts whose columns behind their lengths are poisoned."""
+    """Arguments of `branch_attention`. The cache has unused columns; columns after a prompt's length are poisoned."""
     rows = len(prompt)
     angle = 3 * normal(rows * tokens, rotary // 2, seed=1)
     own = normal(2, rows, 2 * kv_heads, column + tokens + 3, d, seed=2)[1, :, :, 1:]
@@ -35,14 +35,14 @@ def case(tokens, heads, kv_heads, d, rotary, column=7, lengths=LENGTHS, prompt=P
 
 
 def by_hand(qkv, rope, own, column, prompts, branches, *, heads, scale, window):
-    """Token by token and head by head in float64; the result, and what the rows' cache holds afterwards."""
+    """Compute the result and the updated cache token by token and head by head in float64."""
     qkv, own, rows = qkv.double(), own.double().clone(), len(own)
     tokens, kv_heads = len(qkv) // rows, own.shape[1] // 2
     if rope is not None:
         half = rope[0].shape[1]
         turn = torch.complex(rope[0].double(), rope[1].double())[:, None]
-        turned = torch.complex(qkv[..., :half], qkv[..., half : 2 * half]) * turn
-        qk = torch.cat((turned.real, turned.imag, qkv[..., 2 * half :]), -1)
+        rotated = torch.complex(qkv[..., :half], qkv[..., half : 2 * half]) * turn
+        qk = torch.cat((rotated.real, rotated.imag, qkv[..., 2 * half :]), -1)
         qkv = torch.cat((qk[:, : heads + kv_heads], qkv[:, heads + kv_heads :]), 1)
     out = qkv.new_zeros(len(qkv), heads, qkv.shape[2])
     for row in range(rows):
@@ -51,12 +51,12 @@ def by_hand(qkv, rope, own, column, prompts, branches, *, heads, scale, window):
         for t in range(tokens):
             own[row, :, column + t] = qkv[row * tokens + t, heads:]
         for t in range(tokens):
-            whole = torch.cat((shared, own[row, :, : column + t + 1]), 1)
-            whole = whole[:, -window:] if window else whole
+            sequence = torch.cat((shared, own[row, :, : column + t + 1]), 1)
+            sequence = sequence[:, -window:] if window else sequence
             for h in range(heads):
                 g = h * kv_heads // heads
                 q = qkv[row * tokens + t, h]
-                out[row * tokens + t, h] = (scale * whole[g] @ q).softmax(0) @ whole[kv_heads + g]
+                out[row * tokens + t, h] = (scale * sequence[g] @ q).softmax(0) @ sequence[kv_heads + g]
     return out, own
 
 
@@ -84,8 +84,8 @@ def test_branch_attention(impl, tokens, heads, kv_heads, d, rotary, window):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "d", "rotary"), [(4, 6, 3, 16, 16), (16, 4, 4, 80, 20)])
-def test_narrow_types_round_what_they_store_and_no_sum(dtype, tokens, heads, kv_heads, d, rotary):
-    """Results of up to 3, to four roundings of a 1: the turned q and k, the shares, the two parts and their sum."""
+def test_narrow_dtypes_round_only_stored_tensors(dtype, tokens, heads, kv_heads, d, rotary):
+    """Results are up to 3, the tolerance four roundings of 1: rotated q and k, probabilities, both parts, their sum."""
     given = case(tokens, heads, kv_heads, d, rotary, lengths=(300, 90, 1))
     given |= {name: x.to(dtype) for name, x in given.items() if isinstance(x, torch.Tensor)}
     given["rope"] = tuple(x.to(dtype) for x in given["rope"])
@@ -98,17 +98,17 @@ def test_narrow_types_round_what_they_store_and_no_sum(dtype, tokens, heads, kv_
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_one_token_behind_prompts_is_decode_attention_over_whole_rows(impl):
-    """Prompts of one length, each row with a copy of its own before its own columns."""
+def test_one_token_after_a_prompt_equals_decode_attention_over_the_full_sequence(impl):
+    """All prompts have one length; each row of the full cache starts with a copy of its prompt."""
     given = case(1, 4, 2, 16, 16, lengths=(6, 6), prompt=(1, 0, 0, 1, 1))
-    whole = torch.cat((given["prompts"][given["branches"].prompt][:, :, :6], given["own"]), 2)
+    sequence = torch.cat((given["prompts"][given["branches"].prompt][:, :, :6], given["own"]), 2)
     options = {"heads": 4, "scale": 0.25, "window": 9, "impl": impl}
-    expected = kernels.decode_attention(given["qkv"], given["rope"], whole, 6 + given["column"], **options)
+    expected = kernels.decode_attention(given["qkv"], given["rope"], sequence, 6 + given["column"], **options)
     torch.testing.assert_close(branch_attention(**given, **options), expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_many_tokens_at_once_are_as_many_one_by_one(impl):
+def test_several_tokens_at_once_equal_the_same_tokens_one_by_one(impl):
     given = case(5, 4, 2, 16, 16)
     one_by_one, rows = given["own"].clone(), len(PROMPT)
     together = branch_attention(**given, heads=4, scale=0.25, impl=impl).unflatten(0, (rows, 5))
@@ -122,7 +122,7 @@ def test_many_tokens_at_once_are_as_many_one_by_one(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_prompt_without_rows_and_a_first_column(impl):
+def test_a_prompt_without_rows_and_an_empty_cache(impl):
     given = case(1, 2, 2, 8, 8, column=0, lengths=(3, 4), prompt=(1, 1, 1))
     truth, _ = by_hand(**given, heads=2, scale=0.3, window=None)
     ours = branch_attention(**given, heads=2, scale=0.3, impl=impl)
@@ -167,7 +167,7 @@ class TestCompiled:
             ({"branches": Branches(torch.tensor(LENGTHS).int(), torch.tensor(PROMPT))}, "lengths must be"),
         ],
     )
-    def test_what_does_not_fit_is_refused_before_anything_is_written(self, change, message):
+    def test_invalid_arguments_are_refused_before_the_cache_is_written(self, change, message):
         given = case(2, 4, 2, 16, 16, column=7) | change
         given["own"] = given["own"][:, :, :10]
         before = given["own"].clone()

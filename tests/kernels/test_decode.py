@@ -1,4 +1,4 @@
-"""The ops of a decoding step, compiled and plain, against the same in float64."""
+"""Compiled and plain ops of a decoding step compared with float64."""
 
 import math
 import os
@@ -19,7 +19,7 @@ def normal(*shape, seed=0):
 
 
 def assert_as_good_as_torch(ours, plain, truth):
-    """The largest error against float64 is that of plain PyTorch in float32, give or take a few roundings."""
+    """The largest error is at most that of plain PyTorch in float32, plus a few roundings."""
     assert ours.dtype == torch.float32
     assert ours.shape == truth.shape
     room = 4e-7 * float(truth.abs().max())
@@ -56,7 +56,7 @@ def test_swiglu_at_the_ends_of_the_exponential(impl):
 
 
 def case(rows, heads, kv_heads, d, columns, rotary, seed=0):
-    """qkv, rope, and a cache that is one layer of a larger tensor, with room that no step has reached."""
+    """qkv, rope, and a cache that is a view of a larger tensor and has unused columns."""
     angle = 3 * normal(rows, rotary // 2, seed=seed + 1)
     rope = (angle.cos(), angle.sin()) if rotary else None
     cache = normal(2, rows + 1, 2 * kv_heads, columns + 3, d, seed=seed + 2)[1, :rows, :, 1:]
@@ -64,14 +64,14 @@ def case(rows, heads, kv_heads, d, columns, rotary, seed=0):
 
 
 def by_hand(qkv, rope, cache, column, *, heads, scale, first, window):
-    """Row by row and head by head in float64; the result, and what the cache holds afterwards."""
+    """Compute the result and the updated cache row by row and head by head in float64."""
     qkv, cache = qkv.double(), cache.double().clone()
     rows, kv_heads = len(qkv), cache.shape[1] // 2
     if rope is not None:
         half = rope[0].shape[1]
         turn = torch.complex(rope[0].double(), rope[1].double())[:, None]
-        turned = torch.complex(qkv[..., :half], qkv[..., half : 2 * half]) * turn
-        qk = torch.cat((turned.real, turned.imag, qkv[..., 2 * half :]), -1)
+        rotated = torch.complex(qkv[..., :half], qkv[..., half : 2 * half]) * turn
+        qk = torch.cat((rotated.real, rotated.imag, qkv[..., 2 * half :]), -1)
         qkv = torch.cat((qk[:, : heads + kv_heads], qkv[:, heads + kv_heads :]), 1)
     cache[:, :, column] = qkv[:, heads:]
     out = qkv.new_zeros(rows, heads, qkv.shape[2])
@@ -104,9 +104,9 @@ def test_decode_attention(impl, rows, heads, kv_heads, d, rotary, window):
         torch.testing.assert_close(written.double(), after, atol=1e-6, rtol=0)
         untouched = torch.arange(written.shape[2]) != column
         assert torch.equal(written[:, :, untouched], cache[:, :, untouched])
-        through = torch.zeros(rows, 2 * kv_heads, 64, d)[:, :, 5 : 5 + written.shape[2]]  # a view that is not dense
-        through.copy_(cache)
-        again = kernels.decode_attention(qkv, rope, through, column, impl=impl, **options)
+        strided = torch.zeros(rows, 2 * kv_heads, 64, d)[:, :, 5 : 5 + written.shape[2]]  # a view that is not dense
+        strided.copy_(cache)
+        again = kernels.decode_attention(qkv, rope, strided, column, impl=impl, **options)
         assert torch.equal(again, ours) or impl == "torch"
 
 
@@ -151,7 +151,7 @@ class TestCompiled:
             ({"qkv": torch.zeros(4, 8)}, "qkv must have 3 dimensions"),
         ],
     )
-    def test_what_does_not_fit_is_refused_before_anything_is_written(self, change, message):
+    def test_invalid_arguments_are_refused_before_the_cache_is_written(self, change, message):
         qkv, rope, cache = case(4, 4, 2, 16, 21, 16)
         given = {"qkv": qkv, "rope": rope, "cache": cache, "column": 21, "heads": 4, "scale": 0.25} | change
         before = cache.clone()
@@ -159,7 +159,7 @@ class TestCompiled:
             kernels.decode_attention(**given, impl="cpp")
         assert torch.equal(cache, before)
 
-    def test_what_it_cannot_compute_is_left_to_torch(self):
+    def test_unsupported_tensors_use_torch(self):
         x, weight = normal(4, 8), torch.ones(8)
         for y in (x.double(), x.bfloat16()):
             assert kernels.rms_norm(y, weight.to(y), 1e-5).dtype == kernels.swiglu(y).dtype == y.dtype

@@ -1,4 +1,4 @@
-"""Empirical CDFs against counting one by one, in integers and fractions, and against NumPy where there are many."""
+"""Empirical CDFs compared with counting in integers and fractions, and with NumPy for large rows."""
 
 import math
 import threading
@@ -17,13 +17,14 @@ from nlgrpo.kernels import ecdf, extension
 COMPILED = extension.available() and hasattr(torch.ops.nlgrpo, "ecdf_ranks")
 cpp_only = pytest.mark.skipif(not COMPILED, reason="torch.ops.nlgrpo has no op ecdf_ranks in this install")
 IMPLS = ["torch", pytest.param("cpp", marks=cpp_only)]
+INSTALLED = ["torch", *["cpp"] * COMPILED]  # one set of random cases for both
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SIDES = ["strict", "weak", "mid"]
 fuzz = settings(derandomize=True, max_examples=60, deadline=None, database=None)
 
 
 def values(dtype):
-    """Ties, both zeros, infinities, denormals, neighbours of 1 in the last bit, and any float."""
+    """Strategy for samples: ties, both zeros, infinities, denormals, neighbours of 1 in the last bit, any float."""
     info = torch.finfo(dtype)
     subnormal = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 2.0**-149}.get(dtype, 5e-324)
     special = [0.0, -0.0, 1.0, 1 + info.eps, 1 - info.eps / 2, subnormal, info.tiny, info.max, math.inf, 2.0]
@@ -33,7 +34,7 @@ def values(dtype):
 
 @st.composite
 def cases(draw, dtype, queries=False):
-    """Rows of samples as lists, with weights, and rows of queries; whether they are dense."""
+    """Rows of samples and their weights as lists, whether they are dense, and with ``queries`` rows of queries."""
     dense = draw(st.booleans())
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 14)))
     sizes = [shape[1]] * shape[0] if dense else draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
@@ -50,25 +51,25 @@ def cases(draw, dtype, queries=False):
         return rows, weights, dense
     Q = draw(st.integers(0, 8))
     counts = [Q] * len(rows) if dense else draw(st.lists(st.integers(0, 8), min_size=len(rows), max_size=len(rows)))
-    asked = [
+    query_rows = [
         exact(draw(st.lists(values(dtype) | st.sampled_from(row), min_size=n, max_size=n)))
         for row, n in zip(rows, counts, strict=True)
     ]
-    return rows, weights, dense, asked
+    return rows, weights, dense, query_rows
 
 
 def packed(rows, dtype, dense):
-    """Rows as a tensor, and offsets unless they are dense."""
+    """Return rows as a tensor, and their offsets (None for dense rows)."""
     if dense:
         return torch.tensor(rows, dtype=dtype).reshape(len(rows), -1), None
     offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64)
     return torch.tensor([x for row in rows for x in row], dtype=dtype), offsets
 
 
-def counted(rows, weights, asked, side):
-    """The CDF of each row at its queries by comparing every pair, in fractions; flat."""
+def counted(rows, weights, query_rows, side):
+    """CDF of each row at its queries, flat, by comparing all pairs in exact fractions."""
     found = []
-    for row, mass, queries in zip(rows, weights, asked, strict=True):
+    for row, mass, queries in zip(rows, weights, query_rows, strict=True):
         mass = [Fraction(w) for w in mass]
         for q in queries:
             strict = sum((w for x, w in zip(row, mass, strict=True) if x < q), Fraction(0))
@@ -82,7 +83,7 @@ def ones(rows):
 
 
 def assert_cdf(found, truth, dtype, weighted):
-    """Counts: the fraction, rounded once. Weights: sums of a few in float64."""
+    """Without weights, compare exactly with the fraction rounded once; with weights, up to the rounding of the sums."""
     assert found.dtype == dtype
     if weighted:
         tolerance = 1e-14 if dtype == torch.float64 else 1e-7
@@ -91,62 +92,62 @@ def assert_cdf(found, truth, dtype, weighted):
         assert torch.equal(found.flatten(), truth.to(dtype))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data(), side=st.sampled_from(SIDES), double=st.booleans(), weighted=st.booleans())
-def test_ranks(impl, dtype, data, side, double, weighted):
+def test_ranks(dtype, data, side, double, weighted):
     rows, weights, dense = data.draw(cases(dtype))
     x, offsets = packed(rows, dtype, dense)
     w = packed(weights, torch.float64, dense)[0] if weighted else None
     result = torch.float64 if double else torch.float32
-    ours = ecdf.ranks(x, side, weights=w, offsets=offsets, dtype=result, impl=impl)
-    assert ours.shape == x.shape
-    assert_cdf(ours, counted(rows, weights if weighted else ones(rows), rows, side), result, weighted)
+    truth = counted(rows, weights if weighted else ones(rows), rows, side)
+    for impl in INSTALLED:
+        ours = ecdf.ranks(x, side, weights=w, offsets=offsets, dtype=result, impl=impl)
+        assert ours.shape == x.shape
+        assert_cdf(ours, truth, result, weighted)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data(), side=st.sampled_from(SIDES), double=st.booleans(), weighted=st.booleans())
-def test_cdf_and_evaluate(impl, dtype, data, side, double, weighted):
-    rows, weights, dense, asked = data.draw(cases(dtype, queries=True))
+def test_cdf_and_evaluate(dtype, data, side, double, weighted):
+    rows, weights, dense, query_rows = data.draw(cases(dtype, queries=True))
     x, offsets = packed(rows, dtype, dense)
-    q, query_offsets = packed(asked, dtype, dense)
+    q, query_offsets = packed(query_rows, dtype, dense)
     w = packed(weights, torch.float64, dense)[0] if weighted else None
     result = torch.float64 if double else torch.float32
-    options = {"offsets": offsets, "query_offsets": query_offsets, "dtype": result, "impl": impl}
-    truth = counted(rows, weights if weighted else ones(rows), asked, side)
-    ours = ecdf.cdf(x, q, side, weights=w, **options)
-    assert ours.shape == q.shape
-    assert_cdf(ours, truth, result, weighted)
+    options = {"offsets": offsets, "query_offsets": query_offsets, "dtype": result}
+    truth = counted(rows, weights if weighted else ones(rows), query_rows, side)
     if weighted:
         ordered, mass = ecdf.sort_weighted(x, w, offsets=offsets)
         cumulative = ecdf.cumulate(mass, offsets=offsets)
     else:
         ordered, cumulative = ecdf.sort(x, offsets=offsets), None
-    assert torch.equal(ecdf.evaluate(ordered, q, side, cumulative=cumulative, **options), ours)
+    for impl in INSTALLED:
+        ours = ecdf.cdf(x, q, side, weights=w, impl=impl, **options)
+        assert ours.shape == q.shape
+        assert_cdf(ours, truth, result, weighted)
+        assert torch.equal(ecdf.evaluate(ordered, q, side, cumulative=cumulative, impl=impl, **options), ours)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data())
-def test_argsort_is_stable_and_sort_sorts(impl, dtype, data):
+def test_argsort_is_stable_and_sort_sorts(dtype, data):
     rows, _, dense = data.draw(cases(dtype))
     x, offsets = packed(rows, dtype, dense)
     truth = [sorted(range(len(row)), key=row.__getitem__) for row in rows]
-    ours = ecdf.argsort(x, offsets=offsets, impl=impl)
-    assert ours.dtype == torch.int64
-    assert torch.equal(ours, packed(truth, torch.int64, dense)[0])
+    for impl in INSTALLED:
+        ours = ecdf.argsort(x, offsets=offsets, impl=impl)
+        assert ours.dtype == torch.int64
+        assert torch.equal(ours, packed(truth, torch.int64, dense)[0])
     assert torch.equal(ecdf.sort(x, offsets=offsets), packed([sorted(row) for row in rows], dtype, dense)[0])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data())
-def test_merge(impl, dtype, data):
+def test_merge(dtype, data):
     rows, weights, dense, other = data.draw(cases(dtype, queries=True))
     other = [row or [0.0] for row in other]
     a, b = [sorted(row) for row in rows], [sorted(row) for row in other]
@@ -159,16 +160,18 @@ def test_merge(impl, dtype, data):
     ]
     offsets = None if dense else (of_x, of_y)
     truth = packed([[x for x, _ in row] for row in pairs], dtype, dense)[0]
-    assert torch.equal(ecdf.merge(x, y, offsets=offsets, impl=impl), truth)
-    merged, mass = ecdf.merge(x, y, offsets=offsets, weights=w, impl=impl)
-    assert torch.equal(merged, truth)
-    assert torch.equal(mass, packed([[m for _, m in row] for row in pairs], torch.float64, dense)[0])
+    masses = packed([[m for _, m in row] for row in pairs], torch.float64, dense)[0]
+    for impl in INSTALLED:
+        assert torch.equal(ecdf.merge(x, y, offsets=offsets, impl=impl), truth)
+        merged, mass = ecdf.merge(x, y, offsets=offsets, weights=w, impl=impl)
+        assert torch.equal(merged, truth)
+        assert torch.equal(mass, masses)
 
 
 @fuzz
 @given(data=st.data())
-def test_cumulate_stays_in_its_row(data):
-    """A light row behind a heavy one keeps all its digits, and sums never fall."""
+def test_cumulate_does_not_mix_rows(data):
+    """A row of small weights after one of large weights loses no digits, and sums never decrease."""
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     scales = data.draw(st.lists(st.sampled_from([1e-12, 1.0, 1e15]), min_size=len(sizes), max_size=len(sizes)))
     rows = [[s * data.draw(st.floats(0, 1)) for _ in range(n)] for n, s in zip(sizes, scales, strict=True)]
@@ -179,7 +182,7 @@ def test_cumulate_stays_in_its_row(data):
     assert all((row.diff() >= 0).all() for row in sums.split(sizes))
 
 
-# --- Many samples -----------------------------------------------------------------------------------------------------
+# --- large rows -------------------------------------------------------------------------------------------------------
 
 SIZES = [33, 600, 1024, 1025, 5000, 16384, 16385, 65535, 65536, 65537, 200_000, 1_000_000]
 KINDS = [
@@ -229,7 +232,7 @@ def drawn(kind, M, dtype=torch.float32):
 
 
 def by_unique(x, side):
-    """Ranks of one row from NumPy's unique: integer counts and one division."""
+    """Ranks of one row by `numpy.unique`: integer counts and one division."""
     _, inverse, sizes = np.unique(x.double().numpy(), return_inverse=True, return_counts=True)
     weak = np.cumsum(sizes)
     count, parts = {"strict": (weak - sizes, 1), "weak": (weak, 1), "mid": (2 * weak - sizes, 2)}[side]
@@ -245,7 +248,7 @@ def by_searchsorted(x, q, side):
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_ranks_of_many(impl, kind, dtype):
+def test_ranks_of_large_rows(impl, kind, dtype):
     sizes = SIZES if impl == "cpp" else [1025, 65537, *([1_000_000] if kind == "tied" else [])]
     for M in sizes:
         x = drawn(kind, M, dtype)
@@ -255,23 +258,23 @@ def test_ranks_of_many(impl, kind, dtype):
         assert torch.equal(ecdf.ranks(x, side, impl=impl, dtype=torch.float32), truth.float()), M
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data(), side=st.sampled_from(SIDES))
-def test_ranks_of_rows_of_a_few_different_values(impl, dtype, data, side):
+def test_ranks_of_rows_with_few_different_values(dtype, data, side):
     pool = torch.tensor(data.draw(st.lists(values(dtype), min_size=1, max_size=40)), dtype=torch.float64).to(dtype)
     sizes = data.draw(st.lists(st.integers(30, 300), min_size=1, max_size=9))
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows = [pool[torch.randint(len(pool), (n,), generator=g)] for n in sizes]
     offsets = torch.tensor([0, *np.cumsum(sizes)])
     truth = torch.cat([by_unique(row, side) for row in rows])
-    assert torch.equal(ecdf.ranks(torch.cat(rows), side, offsets=offsets, impl=impl), truth)
+    for impl in INSTALLED:
+        assert torch.equal(ecdf.ranks(torch.cat(rows), side, offsets=offsets, impl=impl), truth)
 
 
 @cpp_only
-def test_rows_whose_keys_span_just_32_bits():
-    """The greatest key then looks like what fills up a row that is sorted beside a longer one."""
+def test_rows_with_keys_that_span_exactly_32_bits():
+    """The greatest key then equals the padding of a row that is sorted together with a longer one."""
     g = torch.Generator().manual_seed(0)
     rows = []
     for n in (5, 9, 17, 30, 33, 34, 40, 12):
@@ -285,13 +288,13 @@ def test_rows_whose_keys_span_just_32_bits():
 
 @cpp_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_that_is_not_like_its_sample(dtype):
-    """A long row is parted by a sample of its elements, runs of 16; here they are none like the others."""
+def test_a_row_whose_sample_is_not_representative(dtype):
+    """A long row is partitioned by a sample of its elements, runs of 16; here they differ from all the others."""
     M, step = 2**18, 32
     g = torch.Generator().manual_seed(0)
     x = 5 + torch.rand(M, generator=g, dtype=torch.float64) / 1000
     run = np.arange(M // (16 * step), dtype=np.uint64)
-    mixed = (run * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)  # as csrc/partition.h chooses them
+    mixed = (run * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)  # as in csrc/partition.h
     first = torch.from_numpy(((run * np.uint64(step) + mixed % np.uint64(step)) * np.uint64(16)).astype(np.int64))
     sampled = (first[:, None] + torch.arange(16)).flatten()
     x[sampled] = torch.rand(len(sampled), generator=g, dtype=torch.float64)
@@ -305,8 +308,8 @@ def test_a_row_that_is_not_like_its_sample(dtype):
 @cpp_only
 @pytest.mark.parametrize("M", [40, 600, 20_000, 70_000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_that_reaches_an_op_does_no_harm(dtype, M):
-    """Python refuses NaN before; what the ops make of it is not told, but they stay in their memory."""
+def test_nan_in_a_compiled_op_causes_no_invalid_access(dtype, M):
+    """The Python functions refuse NaN. In the ops its results are undefined, but accesses stay within bounds."""
     for where in (slice(3, 4), slice(None, None, 2), slice(None)):
         x = drawn("continuous", M, dtype)
         x[where] = math.nan
@@ -317,7 +320,7 @@ def test_a_nan_that_reaches_an_op_does_no_harm(dtype, M):
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_argsort_of_many(impl, kind, dtype):
+def test_argsort_of_large_rows(impl, kind, dtype):
     for M in [M for M in SIZES if M < 500_000] if impl == "cpp" else [1025, 65537]:
         x = drawn(kind, M, dtype)
         ours, wide = ecdf.argsort(x, impl=impl), x.double().numpy()
@@ -331,9 +334,12 @@ def test_cdf_at_many_queries(impl, kind, dtype):
     for M, Q in [(1024, 7), (7, 5000), (65537, 65536), (200_000, 300_000)][: None if impl == "cpp" else 3]:
         x, own = drawn(kind, M, dtype), drawn(kind, Q, dtype)
         q = torch.where(torch.arange(Q) % 2 == 0, own, x[torch.arange(Q) % M])
-        for asked in (q, q.sort().values):
+        for query_rows in (q, q.sort().values):
             for side in SIDES if M < 150_000 else ["mid"]:
-                assert torch.equal(ecdf.cdf(x, asked, side, impl=impl), by_searchsorted(x, asked, side)), (M, side)
+                assert torch.equal(ecdf.cdf(x, query_rows, side, impl=impl), by_searchsorted(x, query_rows, side)), (
+                    M,
+                    side,
+                )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -356,7 +362,7 @@ def test_many_rows_of_all_lengths(impl, kind):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("M", [5000, 200_000])
-def test_weights_of_many(impl, M):
+def test_weighted_ranks_of_large_rows(impl, M):
     x, w = drawn("tied", M), torch.rand(M, generator=torch.Generator().manual_seed(1)).double()
     values, inverse = np.unique(x.numpy(), return_inverse=True)
     mass = [math.fsum(w[inverse == i].tolist()) for i in range(len(values))]
@@ -367,7 +373,7 @@ def test_weights_of_many(impl, M):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_merging_many(impl):
+def test_merge_of_large_rows(impl):
     for M, N in ((1023, 65537), (200_000, 1), (100_000, 100_001)):
         a, b = drawn("tied", M).sort().values, drawn("continuous", N).sort().values
         assert torch.equal(ecdf.merge(a, b, impl=impl), torch.cat((a, b)).sort().values)
@@ -401,7 +407,7 @@ def test_the_number_of_threads_does_not_change_a_bit(impl, kind):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-# --- What may be given ------------------------------------------------------------------------------------------------
+# --- shapes, dtypes and refused arguments -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -429,8 +435,8 @@ def test_shapes_and_strides(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_two_dtypes_meet_exactly(impl):
-    """1/3 in float32 lies above 1/3 in float64; no float16 is between them."""
+def test_different_dtypes_are_compared_exactly(impl):
+    """1/3 in float32 is above 1/3 in float64, and no float16 is between them."""
     x = torch.tensor([1 / 3], dtype=torch.float32)
     q = torch.tensor([1 / 3, float(x)], dtype=torch.float64)
     assert ecdf.cdf(x, q, impl=impl).tolist() == [0, 0.5]
@@ -441,7 +447,7 @@ def test_two_dtypes_meet_exactly(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_results_are_data(impl):
+def test_results_do_not_require_a_gradient(impl):
     x, w = torch.randn(5, requires_grad=True), torch.rand(5, requires_grad=True)
     assert not ecdf.ranks(x, weights=w, impl=impl).requires_grad
     assert not ecdf.cdf(x, x, impl=impl).requires_grad
@@ -455,7 +461,7 @@ nan = math.nan
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"samples": torch.tensor([1.0, nan, nan])}, r"samples\[1\] is NaN"),
         ({"samples": torch.tensor([[1.0, 2.0], [3.0, nan]])}, r"samples\[1, 1\] is NaN"),
@@ -505,20 +511,20 @@ nan = math.nan
         ({"impl": "triton"}, "impl='triton' is not known to ecdf_ranks; expected 'auto', 'cpp' or 'torch'"),
     ],
 )
-def test_ranks_refuses(impl, change, says):
+def test_ranks_refuses(impl, change, message):
     given = {"samples": torch.tensor([1.0, 2.0, 3.0]), "impl": impl} | change
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         ecdf.ranks(**given)
     if not change.keys() & {"weights", "side", "dtype", "impl"}:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             ecdf.argsort(**given)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             ecdf.sort(given["samples"], offsets=given.get("offsets"))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"samples": torch.tensor([nan, 1.0])}, r"samples\[0\] is NaN"),
         ({"queries": torch.tensor([[0.0, 1.0], [nan, 1.0]])}, r"queries\[1, 0\] is NaN"),
@@ -544,12 +550,12 @@ def test_ranks_refuses(impl, change, says):
         ({"impl": "best"}, "impl='best'"),
     ],
 )
-def test_cdf_and_evaluate_refuse(impl, change, says):
+def test_cdf_and_evaluate_refuse(impl, change, message):
     given = {"samples": torch.tensor([1.0, 2.0]), "queries": torch.ones(4), "impl": impl} | change
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         ecdf.cdf(**given)
-    if "samples[0]" not in says.replace("\\", ""):
-        with pytest.raises(ValueError, match=says):
+    if "samples[0]" not in message.replace("\\", ""):
+        with pytest.raises(ValueError, match=message):
             ecdf.evaluate(given.pop("samples"), **given)
 
 
@@ -561,7 +567,7 @@ def test_a_nan_query_of_a_ragged_row_is_named():
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"b": torch.ones(3).double()}, "a is torch.float32 on cpu and b torch.float64 on cpu"),
         ({"b": torch.ones(2, 3)}, r"same rows, got shape \(2,\) and shape \(2, 3\)"),
@@ -574,8 +580,8 @@ def test_a_nan_query_of_a_ragged_row_is_named():
         ({"impl": "triton"}, "not known to ecdf_merge"),
     ],
 )
-def test_merge_refuses(impl, change, says):
-    with pytest.raises(ValueError, match=says):
+def test_merge_refuses(impl, change, message):
+    with pytest.raises(ValueError, match=message):
         ecdf.merge(**({"a": torch.ones(2), "b": torch.ones(3), "impl": impl} | change))
 
 
@@ -599,19 +605,21 @@ def test_one_graph_serves_all_sizes(what):
     compiled = torch.compile(compute, fullgraph=True, backend=counter)
     for P, M in ((3, 5), (4, 6), (2, 17), (6, 1000)):
         given = drawn("tied", P * M).view(P, M), drawn("tied", P * M + 1)[1:].view(P, M).abs(), torch.arange(P + 1) * M
-        torch.testing.assert_close(compiled(*given), compute(*given), rtol=1e-14, atol=0)  # weights: in any order
-    assert counter.frame_count <= 2  # of fixed sizes first
+        torch.testing.assert_close(
+            compiled(*given), compute(*given), rtol=1e-14, atol=0
+        )  # weights may be summed in another order
+    assert counter.frame_count <= 2  # the first one is for fixed sizes
 
 
-def test_the_compiled_version_is_not_for_the_compiler_and_says_so():
+def test_cpp_is_refused_inside_torch_compile():
     compiled = torch.compile(lambda x: ecdf.ranks(x, impl="cpp"), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"inside torch\.compile"):
         compiled(torch.ones(3))
 
 
 @cpp_only
-def test_python_goes_on_meanwhile():
-    """Another thread runs Python while an op is at work: the op has released the GIL."""
+def test_ops_release_the_gil():
+    """Another thread runs Python code during an op."""
     x, moments, done = drawn("continuous", 4_000_000), [], threading.Event()
 
     def tick():

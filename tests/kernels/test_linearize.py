@@ -1,4 +1,4 @@
-"""`linearize` in Triton and in C++ against the sum of gaps in float64, ties and infinities included."""
+"""`linearize` in Triton and C++ compared with the sum of gaps in float64, with ties and infinities."""
 
 import math
 
@@ -15,9 +15,9 @@ from nlgrpo.kernels import extension, linearize_triton
 
 @pytest.fixture(params=["triton", "cpp"])
 def impl(request, device):
-    """What takes the place of the plain version on ``device``."""
+    """A fast implementation for ``device``."""
     if request.param == "cpp" and device != "cpu":
-        pytest.skip("the compiled op is one for a CPU")
+        pytest.skip("the compiled op runs only on a CPU")
     return request.param
 
 
@@ -31,7 +31,7 @@ def groups(P, M, device, seed=0):
 
 
 @pytest.mark.parametrize(("P", "M"), [(3, 1), (5, 2), (130, 3), (7, 8), (1, 33), (3, 100), (1, 1000)])
-def test_is_the_sum_of_the_gaps_above(device, impl, P, M):
+def test_equals_the_sum_of_the_gaps_above(device, impl, P, M):
     rewards, weights = groups(P, M, device)
     truth = reference.linearize(rewards.double(), weights.double())
     ours = kernels.linearize(rewards, weights, impl=impl)
@@ -54,7 +54,7 @@ def test_is_the_sum_of_the_gaps_above(device, impl, P, M):
     ],
 )
 def test_large_groups_in_chunks(device, monkeypatch, P, M, chunk):
-    """Ties reach over the chunks' ends; with two programs, the third group waits for one of them."""
+    """Ties cross the ends of chunks; with two programs, one of them processes two groups."""
     monkeypatch.setattr(linearize_triton, "PROGRAMS", 2)
     monkeypatch.setattr(linearize_triton, "ELEMENTS", chunk)
     rewards, weights = groups(P, M, device)
@@ -81,7 +81,7 @@ def test_infinities_and_zeros_of_both_signs(device, impl, M):
     torch.testing.assert_close(ours.double(), truth, atol=1e-4, rtol=0)
 
 
-def test_any_strides_no_groups_and_narrow_types(device, impl):
+def test_any_strides_no_groups_and_narrow_dtypes(device, impl):
     rewards, weights = groups(40, 6, device)
     truth = reference.linearize(rewards, weights)
     torch.testing.assert_close(kernels.linearize(rewards.T.contiguous().T, weights, impl=impl), truth)
@@ -114,8 +114,8 @@ def test_few_compilations_serve_all_sizes(device, impl):
 
 
 @pytest.mark.parametrize("M", [6, 70])
-def test_under_a_compiler_nan_is_last_and_stays_in_its_group(device, impl, monkeypatch, M):
-    """Nobody looks for it there; both of its signs sort like the largest reward."""
+def test_in_a_compiled_graph_nan_is_last_and_affects_only_its_group(device, impl, monkeypatch, M):
+    """Compiled graphs do not check for NaN; NaN of either sign is sorted after the largest reward."""
     monkeypatch.setattr(linearize_triton, "ELEMENTS", 64)
     rewards, weights = groups(3, M, device)
     rewards[1, 2], weights = math.nan, weights + 0.5
@@ -126,7 +126,7 @@ def test_under_a_compiler_nan_is_last_and_stays_in_its_group(device, impl, monke
         torch.testing.assert_close(ours.double(), truth, atol=1e-4, rtol=0, equal_nan=True)
 
 
-def test_what_triton_does_not_take():
+def test_unsupported_inputs_are_refused_by_triton():
     with pytest.raises(ValueError, match="with M = 4097, above 4096"):
         kernels.linearize(torch.zeros(1, 4097), torch.ones(4097), impl="triton")
     with pytest.raises(ValueError, match="in float64"):
@@ -161,7 +161,7 @@ def test_the_number_of_threads_does_not_change_the_result():
     assert all(result.equal(results[0]) for result in results)
 
 
-def test_the_compiled_op_is_what_a_cpu_runs(monkeypatch):
+def test_auto_runs_the_compiled_op_on_a_cpu(monkeypatch):
     rewards, weights = groups(2, 5, "cpu")
     assert torch.equal(kernels.linearize(rewards, weights), kernels.linearize(rewards, weights, impl="cpp"))
     monkeypatch.setattr(extension, "_AVAILABLE", False)

@@ -1,4 +1,4 @@
-"""`token_logprob` and `linear_logprob`, each implementation against float64, and what they hold in memory."""
+"""Implementations of `token_logprob` and `linear_logprob` compared with float64, and their memory use."""
 
 import math
 
@@ -12,15 +12,15 @@ from nlgrpo.kernels import head as module
 from nlgrpo.kernels import reference
 
 IGNORE = -100
-TWICE = r"no autograd formula|does not require grad"  # what torch says of a second derivative
-TYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = 70  # a block of 64, and a part of one
+SECOND_DERIVATIVE = r"no autograd formula|does not require grad"  # error messages of torch
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = 70  # one full block of 64 rows and a partial one
 SHAPES = [(5, 3, 1), (17, 33, 257), (ROWS, 8, 1000), (1, 64, 5000)]
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1, "cuda": 1})  # as small as they get: 64 rows
+    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1, "cuda": 1})  # the smallest blocks: 64 rows
 
 
 def head(T, D, V, dtype, device="cpu", seed=0):
@@ -32,7 +32,7 @@ def head(T, D, V, dtype, device="cpu", seed=0):
 
 
 def upstream(T, device, entropy=True, seed=1):
-    """Gradients for log-prob and entropy that are not contiguous."""
+    """Non-contiguous upstream gradients of log-prob and entropy."""
     g = torch.randn(T, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
     return g[:, 0], g[:, 1] if entropy else torch.zeros_like(g[:, 1])
 
@@ -46,12 +46,12 @@ def run(op, inputs, gradients):
 
 
 def truncation(impl, device, dtype):
-    """Triton's interpreter cuts float32 off to bfloat16, where its compiled code rounds; 2^-7 is an epsilon."""
+    """Additional tolerance: Triton's interpreter truncates float32 to bfloat16 (epsilon 2^-7) instead of rounding."""
     return 2**-7 if (impl, device, dtype) == ("triton", "cpu", torch.bfloat16) else 0.0
 
 
-def check_as_good_as_torch(ours, plain, truth, tolerance):
-    """|truth - ours| <= |truth - plain torch in the same type| + tolerance, by the largest error of each tensor."""
+def check_as_accurate_as_torch(ours, plain, truth, tolerance):
+    """Check |truth - ours| <= |truth - plain torch in the same dtype| + tolerance for the largest error per tensor."""
     for x, y, z in zip(ours, plain, truth, strict=True):
         assert x.isfinite().all()
         scale = z.abs().amax().clamp(min=1) if len(z) else 1
@@ -60,10 +60,10 @@ def check_as_good_as_torch(ours, plain, truth, tolerance):
 
 
 @pytest.mark.parametrize(("T", "D", "V"), SHAPES)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_linear_logprob_is_as_exact_as_plain_torch(impl, device, small_blocks, T, D, V, dtype, temperature, entropy):
+def test_linear_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks, T, D, V, dtype, temperature, entropy):
     *inputs, targets = head(T, D, V, dtype, device)
     gradients = upstream(T, device, entropy)
 
@@ -75,16 +75,17 @@ def test_linear_logprob_is_as_exact_as_plain_torch(impl, device, small_blocks, T
 
     truth = run(plain, [x.double() for x in inputs], gradients)
     tolerance = {torch.float32: 1e-6, torch.float16: 2**-12, torch.bfloat16: 2**-9}[dtype]  # a block's product rounds
-    check_as_good_as_torch(
+    check_as_accurate_as_torch(
         run(ours, inputs, gradients), run(plain, inputs, gradients), truth, tolerance + truncation(impl, device, dtype)
     )
 
 
 @pytest.mark.parametrize(("T", "V"), [(T, V) for T, _, V in SHAPES])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_token_logprob_is_as_exact_as_plain_torch(impl, device, small_blocks, T, V, dtype, temperature):
-    logits, _, _, targets = head(T, V, V, dtype, device)
+def test_token_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks, T, V, dtype, temperature):
+    logits, *_ = head(T, V, 1, dtype, device)
+    targets = torch.randint(V, (T,), generator=torch.Generator().manual_seed(2)).to(device)
     gradients = upstream(T, device)
 
     def ours(x):
@@ -95,10 +96,10 @@ def test_token_logprob_is_as_exact_as_plain_torch(impl, device, small_blocks, T,
 
     truth = run(plain, [logits.double()], gradients)
     ours, plain = run(ours, [logits], gradients), run(plain, [logits], gradients)
-    check_as_good_as_torch(ours, plain, truth, 1e-6 + truncation(impl, device, dtype))
+    check_as_accurate_as_torch(ours, plain, truth, 1e-6 + truncation(impl, device, dtype))
 
 
-def test_tokens_that_do_not_count_are_zeros(impl, device, small_blocks):
+def test_ignored_tokens_give_zeros(impl, device, small_blocks):
     hidden, weight, bias, targets = head(ROWS, 8, 40, torch.float32, device)
     gone = torch.arange(ROWS, device=device) % 3 == 0
     hidden[gone] = math.nan  # nothing of such a token is read
@@ -119,7 +120,7 @@ def test_tokens_that_do_not_count_are_zeros(impl, device, small_blocks):
     assert (entropy[gone] == 0).all()
     assert (grads[0][gone] == 0).all()
     ours = [logprob[kept], entropy[kept], grads[0][kept], *grads[1:]]
-    check_as_good_as_torch(ours, truth, truth, 1e-5)
+    check_as_accurate_as_torch(ours, truth, truth, 1e-5)
 
     logits = torch.full((ROWS, 40), math.nan, device=device)
     logits[kept] = 1.0
@@ -131,7 +132,7 @@ def test_tokens_that_do_not_count_are_zeros(impl, device, small_blocks):
 
 
 @pytest.mark.parametrize("first", [0, 4096])
-def test_forbidden_tokens_whole_blocks_of_them(impl, device, first):
+def test_whole_blocks_of_forbidden_tokens(impl, device, first):
     """Only 3 of 8,192 logits are finite, all in one block of the kernel."""
     logits = torch.full((2, 8192), -math.inf, device=device)
     logits[:, first : first + 3] = torch.tensor([1.0, 2.0, 0.5], device=device)
@@ -150,7 +151,7 @@ def test_forbidden_tokens_whole_blocks_of_them(impl, device, first):
 
 
 def test_logits_of_any_size_and_strides(impl, device):
-    """Logits near +-1e4 keep their differences; columns and rows may lie apart."""
+    """Differences of logits near 1e4 are accurate; rows and columns may have any stride."""
     g = torch.Generator().manual_seed(3)
     wide = (1e4 + torch.randn(6, 2 * 700, generator=g)).to(device)
     targets = torch.arange(6, device=device)
@@ -161,7 +162,7 @@ def test_logits_of_any_size_and_strides(impl, device):
         torch.testing.assert_close(entropy.double(), truth.entropy(), atol=2e-6, rtol=0)
 
 
-def test_no_tokens_at_all(impl, device):
+def test_no_tokens(impl, device):
     *inputs, targets = head(0, 4, 9, torch.float32, device)
     logprob, entropy, *grads = run(
         lambda h, w, b: kernels.linear_logprob(h, w, targets, bias=b, impl=impl), inputs, upstream(0, device)
@@ -171,8 +172,8 @@ def test_no_tokens_at_all(impl, device):
     assert all((g == 0).all() for g in grads)
 
 
-def test_rows_past_2_to_the_31(impl, device, monkeypatch):
-    """Three rows that lie 2^30 + 8 elements apart: addresses alone, of which only the rows' pages become memory."""
+def test_rows_beyond_2_to_the_31_elements(impl, device, monkeypatch):
+    """Three rows 2^30 + 8 elements apart. Memory is used only for the pages of the rows."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     V, apart = 5000, 2**30 + 8
     logits = torch.empty(2 * apart + V, dtype=torch.float16, device=device).as_strided((3, V), (apart, 1))
@@ -199,7 +200,7 @@ def test_gradients_by_finite_differences(small_blocks, shape):
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_the_gradients_that_are_asked_for(wanted):
+def test_only_required_gradients_are_computed(wanted):
     *inputs, targets = head(6, 4, 9, torch.float32)
     for i in wanted:
         inputs[i].requires_grad_()
@@ -208,7 +209,7 @@ def test_only_the_gradients_that_are_asked_for(wanted):
     assert [x.grad is not None for x in inputs] == [i in wanted for i in range(3)]
 
 
-def test_rounded_logits_are_those_of_an_engine_in_bfloat16():
+def test_rounded_logits_equal_those_of_a_bfloat16_engine():
     hidden, weight, bias, targets = head(20, 16, 300, torch.float32)
     logprob, _ = kernels.linear_logprob(hidden, weight, targets, bias=bias, temperature=0.5, emulate_bf16_logits=True)
     rounded = torch.nn.functional.linear(hidden, weight, bias).bfloat16()
@@ -224,7 +225,7 @@ def test_rounded_logits_are_those_of_an_engine_in_bfloat16():
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
-def test_under_autocast_it_computes_as_a_linear_layer_does():
+def test_autocast_applies_as_to_a_linear_layer():
     hidden, weight, _, targets = head(20, 16, 300, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         logprob, entropy = kernels.linear_logprob(hidden, weight, targets)
@@ -235,13 +236,13 @@ def test_under_autocast_it_computes_as_a_linear_layer_does():
 
 
 def largest_allocation(function):
-    """Bytes of the largest single allocation while ``function`` runs."""
+    """Size in bytes of the largest allocation during ``function``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
 
 
-def test_no_tensor_of_all_logits_exists(small_blocks):
+def test_the_full_logits_are_never_stored(small_blocks):
     T, D, V = 2000, 4, 300
     *inputs, targets = head(T, D, V, torch.float32)
     inputs = [x.requires_grad_() for x in inputs]
@@ -284,12 +285,12 @@ def test_few_compilations_serve_all_lengths_and_temperatures(impl):
         truth = truth + reference.token_logprob(hidden, targets % 4, temperature=temperature)[0].sum()
         torch.testing.assert_close(ours, truth)
         torch.testing.assert_close(grad, torch.autograd.grad(truth, hidden)[0], atol=1e-5, rtol=1e-4)
-    assert counter.frame_count <= 2  # of a fixed length first
+    assert counter.frame_count <= 2  # the first one is for a fixed length
 
 
 @pytest.mark.parametrize("wrong", [-1, 9, 10**9])
-def test_a_target_that_is_no_token(impl, device, wrong):
-    """On a CPU an error that names it; in a kernel NaN, and nothing is read where nothing is."""
+def test_a_target_outside_the_vocabulary(impl, device, wrong):
+    """On a CPU, an error names it. In a Triton kernel the result is NaN, without a read out of bounds."""
     hidden, weight, _, targets = head(5, 4, 9, torch.float32, device)
     targets[3] = wrong
     if device == "cpu":
@@ -317,7 +318,7 @@ def test_inputs_of_any_strides(impl, device):
         torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
 
 
-def test_a_vocabulary_of_full_size():
+def test_a_large_vocabulary():
     hidden, weight, _, targets = head(40, 16, 151_936, torch.float32)
     gradients = upstream(40, "cpu")
 
@@ -326,18 +327,18 @@ def test_a_vocabulary_of_full_size():
 
     truth = run(plain, [hidden.double(), weight.double()], gradients)
     ours = run(lambda h, w: kernels.linear_logprob(h, w, targets), [hidden, weight], gradients)
-    check_as_good_as_torch(ours, run(plain, [hidden, weight], gradients), truth, 1e-6)
+    check_as_accurate_as_torch(ours, run(plain, [hidden, weight], gradients), truth, 1e-6)
 
 
-def test_a_second_derivative_is_refused_and_not_0(impl, device):
+def test_second_derivatives_are_refused(impl, device):
     hidden, weight, _, targets = head(5, 4, 9, torch.float32, device)
     logprob, _ = kernels.linear_logprob(hidden.requires_grad_(), weight, targets, impl=impl)
     (grad,) = torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match=TWICE):
+    with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
         torch.autograd.grad(grad.sum(), hidden)
 
 
-def test_all_on_one_device():
+def test_tensors_on_different_devices_are_refused():
     hidden, weight, _, targets = head(5, 4, 9, torch.float32)
     with pytest.raises(ValueError, match="expected weight on cpu, as the first argument, got meta"):
         kernels.linear_logprob(hidden, weight.to("meta"), targets)

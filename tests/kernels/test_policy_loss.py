@@ -1,10 +1,10 @@
-"""`policy_loss` against the reference under autograd in float64; what masks hide; one compilation."""
+"""`policy_loss` compared with autograd through the reference in float64; masked tokens; recompilations."""
 
 import math
 
 import pytest
 import torch
-from test_logprob import TWICE
+from test_logprob import SECOND_DERIVATIVE
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nlgrpo import kernels
@@ -16,18 +16,18 @@ SURROGATES = ["ppo", "cispo", "reinforce"]
 
 
 def tokens(T, device, seed=0):
-    """Log-probs whose ratios fall below, inside and above the clip, and past the cut at e^20."""
+    """Log-probs with ratios below, inside and above the clip range, and above the clamp at e^20."""
     g = torch.Generator().manual_seed(seed)
     logprob, old, ref, A = torch.randn(4, T, generator=g, dtype=torch.float64)
     old = logprob + 0.4 * old
     ref = logprob + ref
     if T > 3:
-        old[0], ref[1], old[2] = logprob[0] - 30, logprob[1] + 30, logprob[2]  # the last: exactly on policy
+        old[0], ref[1], old[2] = logprob[0] - 30, logprob[1] + 30, logprob[2]  # old[2]: on policy
     return [x.to(device) for x in (logprob, old, A, ref)]
 
 
 def evaluate(function, inputs, upstream):
-    """Loss, gradients of logprob, old and ref (or log-ratio), and statistics."""
+    """Return loss and gradients of the ``inputs`` (logprob, old, ref or log-ratio), and the statistics."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     loss, statistics = function(*leaves)
     loss.backward(upstream.to(loss))
@@ -69,7 +69,7 @@ def test_loss_gradients_and_statistics(impl, device, kind, T, with_mask, dual_cl
 
 
 def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip, surrogate="ppo"):
-    """The statistics, one token at a time."""
+    """Compute the statistics token by token."""
     rows = torch.stack([logprob, old, A, ref], 1).tolist()
     rows = rows if mask is None else [row for row, kept in zip(rows, mask.tolist(), strict=True) if kept]
     ratios = [math.exp(min(row[0] - row[1], 20)) for row in rows]
@@ -94,7 +94,7 @@ def counted(logprob, old, A, ref, kind, *, mask, eps_low, eps_high, dual_clip, s
 
 
 def formula(surrogate, kind, logprob, log_ratio, A, ref, mask, *, eps_high, beta):
-    """The definition of "cispo" and "reinforce" with a penalty, in float64, of the tokens of the mask."""
+    """Loss of "cispo" and "reinforce" with a KL penalty by definition, in float64; 0 outside the mask."""
     rho = log_ratio.clamp(max=20).exp()
     weight = torch.minimum(rho.detach(), torch.tensor(1 + eps_high)) if surrogate == "cispo" else 1
     loss, d = -weight * A * logprob, ref - logprob
@@ -108,8 +108,8 @@ def formula(surrogate, kind, logprob, log_ratio, A, ref, mask, *, eps_high, beta
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("own_ratio", [False, True])
-def test_surrogates_of_the_score_by_their_formulas(impl, device, surrogate, kind, with_mask, own_ratio):
-    """Loss, the gradients of all four log-probs, and statistics; a third of the ratios is above the cap."""
+def test_cispo_and_reinforce_equal_their_formulas(impl, device, surrogate, kind, with_mask, own_ratio):
+    """Loss, all gradients and statistics. About a third of the ratios is above the cap."""
     T, eps_high, beta = 1025, 0.2, 0.7
     logprob, old, A, ref = (x.float() for x in tokens(T, device))
     mask = torch.arange(T, device=device) % 3 > 0 if with_mask else None
@@ -139,7 +139,7 @@ def test_surrogates_of_the_score_by_their_formulas(impl, device, surrogate, kind
 
 
 def test_cispo_caps_the_weight_where_ppo_drops_the_token(impl, device):
-    """A ratio of 2 and eps_high 0.5: ppo has no gradient for A = 1, and that of the whole ratio for A = -1."""
+    """With ratio 2 and eps_high 0.5, ppo has no gradient for A = 1, and that of the unclipped ratio for A = -1."""
     old, A = torch.full((2,), -3.0, device=device), torch.tensor([1.0, -1.0], device=device)
     found = {}
     for surrogate in SURROGATES:
@@ -153,8 +153,8 @@ def test_cispo_caps_the_weight_where_ppo_drops_the_token(impl, device):
 
 @pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
 @pytest.mark.parametrize("kind", ["none", "k3", "k3_iw"])
-def test_gradients_of_the_score_by_finite_differences(surrogate, kind):
-    """With a ratio of its own the stopped gradient stops nothing that depends on the log-prob."""
+def test_gradients_of_cispo_and_reinforce_by_finite_differences(surrogate, kind):
+    """log_ratio is a separate constant, so the stopped gradient does not depend on the log-prob."""
     logprob, old, A, ref = tokens(40, "cpu", seed=3)
     ratio = (logprob - old)[3:]
 
@@ -166,8 +166,8 @@ def test_gradients_of_the_score_by_finite_differences(surrogate, kind):
 
 
 @pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
-def test_a_logprob_of_minus_infinity_is_no_nan(impl, device, surrogate):
-    """Without an advantage it has no loss and no gradient, nor with a ratio of 0; REINFORCE's loss else is infinite."""
+def test_a_logprob_of_minus_infinity_gives_no_nan(impl, device, surrogate):
+    """Loss and gradient are 0 with advantage 0, and in cispo also with ratio 0. Other REINFORCE losses are infinite."""
     logprob = torch.full((4,), -math.inf, device=device).requires_grad_()
     old = torch.tensor([-1.0, -math.inf, -1.0, -1.0], device=device)
     A = torch.tensor([0.0, 0.0, 2.0, -2.0], device=device)
@@ -180,7 +180,7 @@ def test_a_logprob_of_minus_infinity_is_no_nan(impl, device, surrogate):
         assert grad[:2].tolist() == [0, 0]
 
 
-def test_reinforce_does_not_read_the_policy_that_sampled(impl, device):
+def test_reinforce_does_not_depend_on_old_logprob(impl, device):
     logprob, _, A, ref = (x.float() for x in tokens(20, device))
     poison = torch.full_like(logprob, math.nan)
     options = {"ref_logprob": ref, "beta": 0.1, "kl": "k2", "surrogate": "reinforce", "impl": impl}
@@ -192,7 +192,7 @@ def test_reinforce_does_not_read_the_policy_that_sampled(impl, device):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"surrogate": "grpo"}, "surrogate='grpo' is not known; expected one of ppo, cispo, reinforce"),
         ({"surrogate": None}, "surrogate=None is not known"),
@@ -203,13 +203,13 @@ def test_reinforce_does_not_read_the_policy_that_sampled(impl, device):
     ],
 )
 @pytest.mark.parametrize("function", [kernels.policy_loss, kernels.policy_loss_with_statistics])
-def test_surrogates_refuse(function, change, says):
+def test_invalid_surrogate_options_are_refused(function, change, message):
     x = torch.ones(3)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         function(x, x, x, **change)
 
 
-def test_a_ratio_of_its_own_has_its_own_gradient(device):
+def test_log_ratio_has_its_own_gradient(device):
     logprob, old, A, ref = (x.float() for x in tokens(600, device))
 
     def loss(impl):
@@ -229,7 +229,7 @@ def test_a_ratio_of_its_own_has_its_own_gradient(device):
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_masked_tokens_may_hold_anything(impl, device, poison, surrogate):
+def test_masked_tokens_may_contain_anything(impl, device, poison, surrogate):
     logprob, old, A, ref = (x.float() for x in tokens(50, device))
     mask = torch.arange(50, device=device) % 2 == 0
     bad = [x.masked_fill(~mask, poison).requires_grad_() for x in (logprob, old, ref)]
@@ -245,8 +245,8 @@ def test_masked_tokens_may_hold_anything(impl, device, poison, surrogate):
     assert all(value.isfinite() for value in statistics.values())
 
 
-def test_small_kl_keeps_its_digits(device):
-    """e^d - 1 - d is d^2 / 2 for a small d; the plain difference has no digit left of it at d = 1e-5."""
+def test_a_small_kl_is_accurate(device):
+    """e^d - 1 - d is d^2 / 2 for small d; computed as a difference it has no correct digit at d = 1e-5."""
     d = torch.tensor([1e-5, -1e-5, 1e-3, 0.3, 0.5, -0.5, 2.0], device=device)
     zero = torch.zeros_like(d)
     loss = kernels.policy_loss(zero, zero, zero, ref_logprob=d, beta=1.0, impl="triton")
@@ -268,7 +268,7 @@ def test_shapes_and_no_tokens(device):
         assert statistics["ratio_max"] == 0
 
 
-def test_a_gradient_by_the_advantages_is_not_lost(device):
+def test_advantages_may_require_a_gradient(device):
     x = torch.randn(5, device=device)
     A = torch.randn(5, device=device, requires_grad=True)
     kernels.policy_loss(x, x, A).sum().backward()
@@ -280,7 +280,7 @@ def test_a_gradient_by_the_advantages_is_not_lost(device):
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 def test_a_nan_is_not_hidden(impl, device, surrogate, advantage):
-    """A ratio that is NaN has a loss that is NaN, and so is the largest ratio; the others stay as they are."""
+    """If a ratio is NaN, so are its loss and the largest ratio; other tokens are unchanged."""
     x = torch.tensor([0.0, math.nan, 0.1], device=device, requires_grad=True)
     old, A = torch.zeros(3, device=device), torch.full((3,), advantage, device=device)
     loss, statistics = kernels.policy_loss_with_statistics(
@@ -295,7 +295,7 @@ def test_a_nan_is_not_hidden(impl, device, surrogate, advantage):
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_types_are_read_as_they_are_and_computed_in_float32(impl, device, dtype, surrogate):
+def test_narrow_dtypes_are_computed_in_float32(impl, device, dtype, surrogate):
     inputs = [x.to(dtype).requires_grad_(i == 0) for i, x in enumerate(tokens(300, device))]
     wide = [x.detach().float().requires_grad_(i == 0) for i, x in enumerate(inputs)]
     options = {"beta": 0.3, "kl": "k3", "dual_clip": 3.0 if surrogate == "ppo" else None, "surrogate": surrogate}
@@ -309,11 +309,11 @@ def test_narrow_types_are_read_as_they_are_and_computed_in_float32(impl, device,
     torch.testing.assert_close(grad.float()[fits], expected.to(dtype).float()[fits], atol=1e-5, rtol=2e-2)
 
 
-def test_a_second_derivative_is_refused_and_not_0(device):
+def test_second_derivatives_are_refused(device):
     x = torch.zeros(3, device=device, requires_grad=True)
     loss = kernels.policy_loss(x, x.detach(), torch.ones(3, device=device), impl="triton").sum()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=TWICE):
+    with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
         torch.autograd.grad(grad.sum(), x)
 
 
@@ -336,7 +336,7 @@ def test_few_compilations_serve_every_length_and_number(surrogate):
         torch.testing.assert_close(value.double(), truth, atol=1e-4, rtol=1e-5)
         grads = [torch.autograd.grad(y, leaf)[0].double() for y, leaf in ((value, ours), (truth, theirs))]
         torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-5)
-    assert counter.frame_count <= 2  # of a fixed length first
+    assert counter.frame_count <= 2  # the first one is for a fixed length
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)

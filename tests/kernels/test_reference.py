@@ -1,4 +1,4 @@
-"""The ops against PyTorch's own distributions, loops and float64."""
+"""Reference ops compared with torch.distributions, loops and float64."""
 
 import math
 
@@ -19,7 +19,7 @@ def head(T, D, V, dtype, seed=0):
 @pytest.mark.parametrize(("T", "D", "V"), [(13, 7, 103), (1, 16, 64), (3, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_linear_logprob_is_that_of_categorical(T, D, V, dtype, temperature):
+def test_linear_logprob_equals_torch_categorical(T, D, V, dtype, temperature):
     hidden, weight, targets, bias = head(T, D, V, dtype)
     logits = (hidden.double() @ weight.double().T + bias.double()) / temperature
     truth = Categorical(logits=logits)
@@ -38,7 +38,7 @@ def test_no_tokens():
     assert hidden.grad.shape == (0, 16)
 
 
-def test_bfloat16_logits_are_made_in_bfloat16_and_read_in_float32():
+def test_bfloat16_logits_are_widened_before_the_softmax():
     hidden, weight, targets, _ = head(9, 8, 50, torch.bfloat16)
     logprob, entropy = kernels.linear_logprob(hidden, weight, targets)
     truth = Categorical(logits=(hidden @ weight.T).double())
@@ -66,7 +66,7 @@ def test_forbidden_tokens_have_no_entropy_and_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"hidden": torch.ones(2, 3, 4)}, r"hidden \(T, D\)"),
         ({"weight": torch.ones(5, 3)}, r"\(2, 4\) and \(5, 3\)"),
@@ -78,14 +78,14 @@ def test_forbidden_tokens_have_no_entropy_and_no_gradient():
         ({"impl": "cuda"}, "'cuda' is not known"),
     ],
 )
-def test_linear_logprob_refuses(change, says):
+def test_linear_logprob_refuses(change, message):
     good = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "targets": torch.tensor([0, 1])}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         kernels.linear_logprob(**{**good, **change})
 
 
 def one_token(logprob, old, A, ref, eps_low, eps_high, beta, kl, dual_clip=math.inf):
-    """The loss of a single token in Python floats."""
+    """Loss of a single token in Python floats."""
     rho, d = math.exp(logprob - old), ref - logprob
     k3 = math.exp(d) - d - 1
     penalty = {"k1": -d, "k2": d * d / 2, "k3": k3, "k3_iw": rho * k3}[kl]
@@ -138,7 +138,7 @@ def test_on_policy_gradient_is_minus_advantage():
 
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "k3_iw"])
-def test_masked_tokens_may_hold_anything(poison, kl):
+def test_masked_tokens_may_contain_anything(poison, kl):
     mask = torch.tensor([True, False, True, False])
     tensors = {name: torch.randn(4) for name in ("logprob", "old_logprob", "advantages", "ref_logprob")}
     clean = {name: x[mask].requires_grad_(name == "logprob") for name, x in tensors.items()}
@@ -157,7 +157,7 @@ def test_masked_tokens_may_hold_anything(poison, kl):
 
 
 @pytest.mark.parametrize("kl", ["k3", "k3_iw"])
-def test_wild_log_probabilities_stay_finite(kl):
+def test_extreme_log_probabilities_give_finite_results(kl):
     logprob = torch.tensor([-1e4, 0.0, -1e4, 0.0], requires_grad=True)
     old = torch.tensor([0.0, -1e4, 0.0, -1e4])
     loss = kernels.policy_loss(logprob, old, torch.tensor([1.0, -1.0, -1.0, 1.0]), ref_logprob=old, beta=0.1, kl=kl)
@@ -167,7 +167,7 @@ def test_wild_log_probabilities_stay_finite(kl):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"old_logprob": torch.ones(2)}, r"old_logprob of the shape of logprob \(3,\), got \(2,\)"),
         ({"advantages": torch.ones(3, 1)}, "advantages"),
@@ -180,14 +180,14 @@ def test_wild_log_probabilities_stay_finite(kl):
         ({"impl": "cuda"}, "'cuda' is not known to policy_loss"),
     ],
 )
-def test_policy_loss_refuses(change, says):
+def test_policy_loss_refuses(change, message):
     good = dict.fromkeys(["logprob", "old_logprob", "advantages"], torch.ones(3))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         kernels.policy_loss(**{**good, **change})
 
 
 def by_definition(rewards, weights):
-    """r~_j as minus the sum of the gaps above the reward of j, one group and one gap at a time."""
+    """Compute r~_j as minus the sum of the weighted gaps above reward j, gap by gap."""
     out = torch.zeros(rewards.shape, dtype=torch.float64)
     for p, row in enumerate(rewards.tolist()):
         ordered = sorted(row)
@@ -236,7 +236,7 @@ def test_linearize_infinities():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "weights", "says"),
+    ("rewards", "weights", "message"),
     [
         (torch.tensor([[0.0, 1.0], [2.0, torch.nan]]), torch.ones(2), "group 1, sample 1 is NaN"),
         (torch.ones(3), torch.ones(3), r"rewards \(P, M\)"),
@@ -244,8 +244,8 @@ def test_linearize_infinities():
         (torch.ones(3, 2), torch.ones(3), r"weights \(2,\)"),
     ],
 )
-def test_linearize_refuses(rewards, weights, says):
-    with pytest.raises(ValueError, match=says):
+def test_linearize_refuses(rewards, weights, message):
+    with pytest.raises(ValueError, match=message):
         kernels.linearize(rewards, weights)
 
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel as machine code for three GPUs, on a machine that has none."""
+"""Compile every Triton kernel for three GPUs on a machine without one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Advantages against NumPy and exact cases."""
+"""Advantages compared with NumPy and exact cases."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from nlgrpo.objectives.advantages import advantages, effective_sample_size
 
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_advantages_are_those_of_numpy(scale):
+def test_advantages_equal_numpy(scale):
     linear = np.random.default_rng(0).normal(size=(6, 5)) * [[1], [10], [0.1], [3], [1], [1]]
     centred = linear - linear.mean(1, keepdims=True)
     std = {"none": 1.0 - 1e-4, "group": linear.std(1, ddof=1, keepdims=True), "batch": centred.std(ddof=1)}[scale]
@@ -17,7 +17,7 @@ def test_advantages_are_those_of_numpy(scale):
 
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_a_constant_per_group_does_not_count(scale):
+def test_a_constant_per_group_changes_nothing(scale):
     linear = torch.randn(4, 6, dtype=torch.float64)
     shifted = linear + torch.tensor([[5.0], [-3.0], [0.0], [100.0]], dtype=torch.float64)
     torch.testing.assert_close(advantages(shifted, scale=scale), advantages(linear, scale=scale))
@@ -34,15 +34,15 @@ def test_equal_values_give_exact_zeros(scale, M):
 
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_what_has_a_baseline_stays_as_it_is(scale):
-    own = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    std = {"none": 1.0 - 1e-4, "group": own.std(1, keepdim=True), "batch": own.std()}[scale]
-    torch.testing.assert_close(advantages(own, scale=scale, baseline="none"), own / (std + 1e-4))
+def test_baseline_none_subtracts_nothing(scale):
+    centred = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    std = {"none": 1.0 - 1e-4, "group": centred.std(1, keepdim=True), "batch": centred.std()}[scale]
+    torch.testing.assert_close(advantages(centred, scale=scale, baseline="none"), centred / (std + 1e-4))
     with pytest.raises(ValueError, match="baseline='median' is not known; expected 'mean', 'loo' or 'none'"):
-        advantages(own, baseline="median")
+        advantages(centred, baseline="median")
 
 
-def test_leave_one_out_is_less_the_mean_of_the_others():
+def test_leave_one_out_subtracts_the_mean_of_the_others():
     linear = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     others = torch.stack([linear[:, [k for k in range(5) if k != j]].mean(1) for j in range(5)], 1)
     torch.testing.assert_close(advantages(linear, baseline="loo"), linear - others)
@@ -50,12 +50,12 @@ def test_leave_one_out_is_less_the_mean_of_the_others():
     assert (advantages(torch.full((2, 3), 0.1), baseline="loo") == 0).all()
 
 
-def test_advantages_of_nothing():
+def test_advantages_without_groups():
     assert advantages(torch.ones(0, 4), scale="batch").shape == (0, 4)
 
 
 @pytest.mark.parametrize(
-    ("linear", "scale", "says"),
+    ("linear", "scale", "message"),
     [
         (torch.ones(2, 3), "std", "'none', 'group' or 'batch'"),
         (torch.ones(3), "none", r"\(P, M\)"),
@@ -63,8 +63,8 @@ def test_advantages_of_nothing():
         (torch.tensor([[1.0, -torch.inf]]), "group", "group 0, sample 1 is -inf"),
     ],
 )
-def test_advantages_refuse(linear, scale, says):
-    with pytest.raises(ValueError, match=says):
+def test_advantages_refuse(linear, scale, message):
+    with pytest.raises(ValueError, match=message):
         advantages(linear, scale=scale)
 
 

@@ -1,4 +1,4 @@
-"""Aggregation of several objectives against autograd and a loop."""
+"""Aggregation of several objectives compared with autograd and loops."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ def test_weighted_sum_refuses_weights(weights):
 def test_weighted_sum_refuses_another_number_of_values():
     with pytest.raises(ValueError, match=r"\(2,\), got \(3,\)"):
         WeightedSum([1, 1]).gradient(torch.ones(3))
-    with pytest.raises(ValueError, match="as many weights as there are rewards"):
+    with pytest.raises(ValueError, match="WeightedSum needs one weight per reward"):
         WeightedSum([1, 1]).value(torch.ones(1))
 
 
-def test_min_gives_all_to_the_worst_off():
+def test_min_has_all_its_gradient_at_the_smallest_value():
     values = torch.tensor([2.0, -1.0, 3.0], dtype=torch.float64)
     assert Min().value(values) == -1
     assert Min().gradient(values).tolist() == [0, 1, 0]
@@ -45,7 +45,7 @@ def test_min_gives_all_to_the_worst_off():
 
 @pytest.mark.parametrize("weights", [None, [0.2, 0.5, 0.3], [1.0, 0.0, 4.0]])
 @pytest.mark.parametrize("gamma", [1e-3, 1.0, 40.0])
-def test_smooth_min_against_autograd(gamma, weights):
+def test_smooth_min_equals_autograd(gamma, weights):
     values = torch.tensor([2.0, -1.0, 3.0], dtype=torch.float64, requires_grad=True)
     w = torch.tensor(weights or [1 / 3] * 3, dtype=torch.float64)
     truth = -((w * (-gamma * values).exp()).sum()).log() / gamma
@@ -56,7 +56,7 @@ def test_smooth_min_against_autograd(gamma, weights):
     assert ours.gradient(values.detach()).sum() == pytest.approx(1)
 
 
-def test_smooth_min_between_mean_and_min():
+def test_smooth_min_lies_between_mean_and_min():
     values = torch.tensor([-700.0, 300.0, 299.0], dtype=torch.float64)
     assert SmoothMin(1e3).value(values) == pytest.approx(-700, abs=0.01)
     assert SmoothMin(1e3).gradient(values).tolist() == [1, 0, 0]
@@ -65,18 +65,18 @@ def test_smooth_min_between_mean_and_min():
 
 
 @pytest.mark.parametrize("aggregate", [SmoothMin(2.0), SmoothMin(2.0, [1.0, 1.0, 0.0])], ids=str)
-def test_smooth_min_leaves_out_what_was_given_nowhere(aggregate):
-    there = torch.tensor([torch.nan, 5.0, 7.0])
+def test_rewards_that_are_nan_are_ignored(aggregate):
+    values = torch.tensor([torch.nan, 5.0, 7.0])
     alone = SmoothMin(2.0, None if aggregate.weights is None else [1.0, 0.0])
-    torch.testing.assert_close(aggregate.value(there), alone.value(there[1:]))
-    torch.testing.assert_close(aggregate.gradient(there), torch.cat((torch.zeros(1), alone.gradient(there[1:]))))
+    torch.testing.assert_close(aggregate.value(values), alone.value(values[1:]))
+    torch.testing.assert_close(aggregate.gradient(values), torch.cat((torch.zeros(1), alone.gradient(values[1:]))))
 
 
 @pytest.mark.parametrize("aggregate", [Min(), SmoothMin(2.0), SmoothMin(2.0, [1.0, 0.0])], ids=str)
 def test_nothing_to_aggregate(aggregate):
-    nowhere = torch.tensor([torch.nan, torch.nan])
-    assert aggregate.value(nowhere).isnan()
-    assert aggregate.gradient(nowhere).tolist() == [0, 0]
+    missing = torch.tensor([torch.nan, torch.nan])
+    assert aggregate.value(missing).isnan()
+    assert aggregate.gradient(missing).tolist() == [0, 0]
     with pytest.raises(ValueError, match=r"got \(2, 2, 2\)"):
         aggregate.value(torch.ones(2, 2, 2))
     with pytest.raises(ValueError, match=r"got \(0,\)"):
@@ -119,7 +119,7 @@ def test_parse():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: SmoothMin(0), "gamma=0"),
         (lambda: SmoothMin(float("inf")), "gamma=inf"),
@@ -129,8 +129,8 @@ def test_parse():
         (lambda: SmoothMin(1, [1.0, 2.0]).value(torch.ones(3)), r"\(2,\), got \(3,\)"),
     ],
 )
-def test_smooth_min_refuses(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_smooth_min_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -152,7 +152,7 @@ def test_combine_is_the_weighted_sum_of_the_linearised_rewards():
 def test_first_variation_of_an_aggregate(aggregate):
     """d/dh g(R_1, R_2) along a mixture of two policies, by central differences."""
     rewards = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, -1.0, 0.5]]], dtype=torch.float64)
-    here, there = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]], dtype=torch.float64)
+    pi, other = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]], dtype=torch.float64)
     objectives, h = (BestOfN(3), Mean()), 1e-4
 
     def values(probs):
@@ -161,7 +161,7 @@ def test_first_variation_of_an_aggregate(aggregate):
     def g(probs):
         return aggregate.value(values(probs))
 
-    slope = (g(here + h * (there - here)) - g(here - h * (there - here))) / (2 * h)
-    linear = torch.stack([o.linearize(r, here) for o, r in zip(objectives, rewards, strict=True)])
-    ours = combine(linear, aggregate.gradient(values(here)))
-    torch.testing.assert_close(((there - here) * ours[0]).sum(), slope, atol=1e-7, rtol=0)
+    slope = (g(pi + h * (other - pi)) - g(pi - h * (other - pi))) / (2 * h)
+    linear = torch.stack([o.linearize(r, pi) for o, r in zip(objectives, rewards, strict=True)])
+    ours = combine(linear, aggregate.gradient(values(pi)))
+    torch.testing.assert_close(((other - pi) * ours[0]).sum(), slope, atol=1e-7, rtol=0)

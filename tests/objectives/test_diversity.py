@@ -1,4 +1,4 @@
-"""Diversity objectives against enumeration: values, first variations, and the policy gradient of all groups."""
+"""Diversity objectives compared with enumeration: values, first variations and expected policy gradients."""
 
 import itertools
 import math
@@ -72,7 +72,7 @@ def test_derivative_along_a_mixture(objective):
 
 @pytest.mark.parametrize("more", [1, 2])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_value_and_gradient_are_without_bias(objective, more):
+def test_value_and_gradient_are_unbiased(objective, more):
     M, kernel = objective.order + more, kernel_of(3)
     logits = LOGITS.clone().requires_grad_()
     value = exact(objective, kernel, logits.softmax(0))
@@ -94,7 +94,7 @@ def test_rao_by_hand():
     assert RaoDiversity().linearize(kernel).tolist() == [[-0.5, -0.75, -0.25]]
     assert RaoDiversity().value(kernel).tolist() == [-0.25]
     torch.testing.assert_close(RaoDiversity().advantage(kernel), torch.tensor([[0.0, -0.75, 0.75]]))
-    # the identity kernel of a policy over letters: the Gini-Simpson index less 1
+    # the identity kernel of a policy over letters: the Gini-Simpson index minus 1
     probs = torch.tensor([0.5, 0.3, 0.2])
     torch.testing.assert_close(RaoDiversity().value(torch.eye(3)[None], probs), -probs.square().sum()[None])
 
@@ -106,7 +106,7 @@ def test_dpp_by_hand():
 
 
 @pytest.mark.parametrize(("M", "n"), [(9, 3), (12, 4), (10, 10), (7, 2), (64, 5)])
-def test_sampled_subsets_hold_every_sample_as_often(M, n):
+def test_random_subsets_contain_every_sample_equally_often(M, n):
     for most in (1, 30, 200):
         chosen = _subsets(M, n, most, seed=1)
         assert len(chosen) >= min(most, math.comb(M, n))
@@ -115,8 +115,8 @@ def test_sampled_subsets_hold_every_sample_as_often(M, n):
     assert torch.equal(_subsets(M, n, 30, seed=1), _subsets(M, n, 30, seed=1))
 
 
-def test_sampled_subsets_are_without_bias():
-    """Over groups of independent samples the expectations are those of all subsets, whatever the subsets are."""
+def test_random_subsets_are_unbiased():
+    """Averaged over groups of independent samples, the results equal those of all subsets."""
     kernel = kernel_of(3)
     all_of_them, few = DPPDiversity(2, eps=0.1), DPPDiversity(2, eps=0.1, subsets=1, seed=3)
     groups, chance, scores = groups_of(kernel, LOGITS, 5)
@@ -130,7 +130,7 @@ def test_sampled_subsets_are_without_bias():
 
 
 @pytest.mark.parametrize("objective", [RaoDiversity(), DPPDiversity(2)], ids=str)
-def test_absent_samples_leave_smaller_groups(objective):
+def test_missing_samples_make_groups_smaller(objective):
     kernel = torch.stack([kernel_of(5, seed) for seed in range(3)])
     kernel[0, 1], kernel[0, :, 1] = math.nan, math.nan
     kernel[1] = math.nan
@@ -148,13 +148,13 @@ def test_absent_samples_leave_smaller_groups(objective):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_samples_that_are_all_alike_have_no_advantage(objective):
+def test_equal_samples_have_advantage_0(objective):
     kernel = 0.1 + 0.2 * torch.eye(6).expand(2, 6, 6)
     torch.testing.assert_close(objective.advantage(kernel), torch.zeros(2, 6), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("objective", "kernel", "says"),
+    ("objective", "kernel", "message"),
     [
         (RaoDiversity(), torch.ones(2, 3), r"rao: expected a kernel matrix per prompt, \(P, M, M\).*got \(2, 3\)"),
         (RaoDiversity(), torch.ones(2, 3, 4), r"got \(2, 3, 4\)"),
@@ -177,8 +177,8 @@ def test_samples_that_are_all_alike_have_no_advantage(objective):
         ),
     ],
 )
-def test_refused_kernels(objective, kernel, says):
-    with pytest.raises(ValueError, match=says):
+def test_refused_kernels(objective, kernel, message):
+    with pytest.raises(ValueError, match=message):
         objective.linearize(kernel)
 
 

@@ -1,4 +1,4 @@
-"""The policy gradient that a group gives, in expectation over all groups there are, against that of the objective."""
+"""Expected policy gradient over all possible groups compared with the gradient of the objective."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ SMOOTH += [Distortion(hump)]
 
 
 def groups_of(rewards, logits, M):
-    """All groups of M letters, (K, M), their probabilities (K,), and of each sample d log pi(letter) / d logits."""
+    """All groups of M letters (K, M), their probabilities (K,), and d log pi(letter) / d logits of each sample."""
     pi = logits.softmax(0)
     letters = torch.tensor(list(itertools.product(range(len(rewards)), repeat=M)))
     scores = torch.eye(len(rewards), dtype=pi.dtype)[letters] - pi
@@ -37,7 +37,7 @@ def groups_of(rewards, logits, M):
 
 
 def expected_gradient(objective, rewards, logits, M, baseline="mean"):
-    """E (1/M) sum_j A_j d log pi(y_j), the step that the trainer takes, (letters,)."""
+    """E (1/M) sum_j A_j d log pi(y_j), the expected gradient of the trainer, (letters,)."""
     groups, probs, scores = groups_of(rewards, logits, M)
     A = advantages(objective.advantage(groups, baseline), baseline="none")
     return (probs[:, None, None] * A[..., None] * scores).sum((0, 1)) / M
@@ -55,7 +55,7 @@ LOGITS = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64)
 @pytest.mark.parametrize("rewards", LETTERS, ids=str)
 @pytest.mark.parametrize("make", [BestOfN, WorstOfN])
 @pytest.mark.parametrize(("n", "M"), SIZES)
-def test_unbiased_is_without_bias(n, M, make, rewards):
+def test_unbiased_estimator_is_unbiased(n, M, make, rewards):
     objective = make(n, "unbiased")
     truth, value = true_gradient(make(n), rewards, LOGITS)
     torch.testing.assert_close(expected_gradient(objective, rewards, LOGITS, M), truth, atol=1e-13, rtol=1e-11)
@@ -75,7 +75,7 @@ def test_unbiased_with_every_baseline(n, M, baseline, rewards):
 
 @pytest.mark.parametrize("rewards", LETTERS[:3], ids=str)
 @pytest.mark.parametrize("M", [2, 3, 5])
-def test_reinforce_is_without_bias_leave_one_out_and_without_a_baseline(M, rewards):
+def test_reinforce_is_unbiased_with_leave_one_out_or_no_baseline(M, rewards):
     truth, _ = true_gradient(Mean(), rewards, LOGITS)
     for baseline, share in (("loo", 1), ("none", 1), ("mean", (M - 1) / M)):
         torch.testing.assert_close(expected_gradient(Mean(), rewards, LOGITS, M, baseline), share * truth)
@@ -84,7 +84,7 @@ def test_reinforce_is_without_bias_leave_one_out_and_without_a_baseline(M, rewar
 
 
 def expected_gradient_by_counts(objective, rewards, logits, M):
-    """As `expected_gradient`, for three letters and more samples: groups with each letter as often are alike."""
+    """As `expected_gradient`, for three letters and larger M: sums over the counts of the letters."""
     counts = [(a, b, M - a - b) for a in range(M + 1) for b in range(M + 1 - a)]
     letters = torch.tensor([[0] * a + [1] * b + [2] * c for a, b, c in counts])
     log_pi = logits.log_softmax(0)
@@ -98,7 +98,7 @@ def expected_gradient_by_counts(objective, rewards, logits, M):
 @pytest.mark.parametrize("rewards", LETTERS[:3], ids=str)
 @pytest.mark.parametrize("objective", SMOOTH, ids=str)
 def test_plugin_is_biased_at_order_1_over_M(objective, rewards):
-    """M times the bias tends to a vector: twice the samples, half the bias. Plain GRPO's is 1/M of the gradient."""
+    """M times the bias converges: twice the samples halve the bias. The bias of plain GRPO is 1/M of the gradient."""
     torch.testing.assert_close(
         expected_gradient_by_counts(objective, rewards, LOGITS, 4), expected_gradient(objective, rewards, LOGITS, 4)
     )
@@ -111,8 +111,8 @@ def test_plugin_is_biased_at_order_1_over_M(objective, rewards):
 
 
 @pytest.mark.parametrize(("n", "M"), [(2, 5), (3, 6), (4, 6), (1, 3)])
-def test_unbiased_is_the_leave_one_out_estimator(n, M):
-    """M times what the mean over all subsets of n loses without the sample; of n = M, what the maximum loses."""
+def test_unbiased_equals_the_leave_one_out_estimator(n, M):
+    """M times the decrease of the mean over all subsets of n without the sample; for n = M, of the maximum."""
     rewards = torch.randn(5, M, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rewards[0, :2] = rewards[0].max()
     value = lambda r: torch.stack([r[:, list(s)].amax(1) for s in itertools.combinations(range(r.shape[1]), n)]).mean(0)  # noqa: E731
@@ -126,7 +126,7 @@ def test_unbiased_is_the_leave_one_out_estimator(n, M):
 
 
 @pytest.mark.parametrize(("n", "M"), SIZES)
-def test_unbiased_weights_in_integers(n, M):
+def test_unbiased_weights_equal_exact_binomials(n, M):
     truth = [n * math.comb(k - 1, n - 1) / math.comb(M - 1, n - 1) for k in range(1, M + 1)]
     torch.testing.assert_close(BestOfN(n, "unbiased").weights(M), torch.tensor(truth, dtype=torch.float64))
     truth = [n * math.comb(M - k - 1, n - 1) / math.comb(M - 1, n - 1) for k in range(1, M)] + [0]
@@ -134,7 +134,7 @@ def test_unbiased_weights_in_integers(n, M):
 
 
 @pytest.mark.parametrize("make", [BestOfN, WorstOfN])
-def test_unbiased_on_atoms_that_are_known_is_the_objective(make):
+def test_unbiased_with_probs_is_exact(make):
     rewards, probs = torch.tensor([[1.0, 4.0, -2.0]]), torch.tensor([0.2, 0.5, 0.3])
     for n in (1, 2, 9):
         assert torch.equal(make(n, "unbiased").value(rewards, probs), make(n).value(rewards, probs))
@@ -154,24 +154,24 @@ def test_unbiased_needs_n_samples(make):
     assert (objective.advantage(torch.full((2, 7), 0.1)) == 0).all()
 
 
-def test_unbiased_where_some_abstain():
+def test_unbiased_with_missing_rewards():
     nan = math.nan
     rewards = torch.tensor([[1.0, 3.0, nan, 7.0], [nan, nan, 1.0, nan], [5.0, 1.0, 2.0, 4.0], [nan, 2.0, nan, 3.0]])
     objective = BestOfN(2, "unbiased")
     linear, value = linearize_present(objective, rewards), value_present(objective, rewards)
-    for row, ours, worth in zip(rewards, linear, value, strict=True):
-        there = row[~row.isnan()]
+    for row, ours, estimate in zip(rewards, linear, value, strict=True):
+        present_rewards = row[~row.isnan()]
         assert (ours[row.isnan()] == 0).all()
-        if len(there) < 2:
-            assert worth.isnan()
+        if len(present_rewards) < 2:
+            assert estimate.isnan()
             assert (ours == 0).all()
         else:
-            torch.testing.assert_close(ours[~row.isnan()], objective.advantage(there[None])[0])
-            torch.testing.assert_close(worth, objective.value(there[None])[0])
+            torch.testing.assert_close(ours[~row.isnan()], objective.advantage(present_rewards[None])[0])
+            torch.testing.assert_close(estimate, objective.value(present_rewards[None])[0])
 
 
 @pytest.mark.parametrize("objective", [o for o in NAMED if o != CVaR(1)], ids=str)
-def test_the_baseline_of_a_plug_in_estimate_is_the_mean(objective):
+def test_plugin_baselines(objective):
     rewards = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     linear = objective.linearize(rewards)
     torch.testing.assert_close(objective.advantage(rewards), linear - linear.mean(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Kernel density smoothing against SciPy: its CDF, its bandwidth, and integrals by adaptive quadrature."""
+"""Kernel density smoothing compared with SciPy: CDF, bandwidth, and integrals by adaptive quadrature."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def integral(f, points):
 
 @pytest.mark.parametrize("bandwidth", ["silverman", 0.05, 3.0])
 @pytest.mark.parametrize("name", F)
-def test_against_quadrature(name, bandwidth):
+def test_values_equal_quadrature(name, bandwidth):
     objective, f = Smoothed(parse(name), bandwidth), F[name]
     for row in REWARDS:
         x = row.numpy()
@@ -59,12 +59,12 @@ def test_against_quadrature(name, bandwidth):
 @pytest.mark.parametrize(
     "inner", [Mean(), BestOfN(4), WorstOfN(2), BestOfPoisson(3.0), Distortion(lambda z: 6 * z * (1 - z))], ids=str
 )
-def test_no_bandwidth_is_the_plug_in_estimate(inner):
+def test_a_tiny_bandwidth_gives_the_plugin_estimate(inner):
     rewards = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for method in ("linearize", "value", "advantage"):
         ours, plain = (getattr(o, method)(rewards) for o in (Smoothed(inner, 1e-7), inner))
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=0)
-    # half a step of the CDF lies on each side of a sample; between samples, where r~ is made, both are k/M
+    # each step of the smoothed CDF is centred at a sample; between samples both CDFs are k/M
     none = Smoothed(inner, 1e-7).advantage(rewards, "none")
     torch.testing.assert_close(none, inner.advantage(rewards, "none"), atol=1e-6, rtol=0)
 
@@ -87,14 +87,14 @@ def test_equal_rewards_and_single_ones():
     assert (Smoothed(BestOfN(4)).advantage(mixed)[0] == 0).all()
 
 
-def test_it_moves_and_scales_with_the_rewards():
+def test_shifted_and_scaled_rewards():
     rewards = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     objective = Smoothed(BestOfN(4))
     torch.testing.assert_close(objective.linearize(7 * rewards - 3), 7 * objective.linearize(rewards))
     torch.testing.assert_close(objective.value(7 * rewards - 3), 7 * objective.value(rewards) - 3)
 
 
-def test_atoms_that_are_known_are_not_smoothed():
+def test_nothing_is_smoothed_with_probs():
     probs = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
     assert torch.equal(Smoothed(BestOfN(4)).linearize(REWARDS, probs), BestOfN(4).linearize(REWARDS, probs))
     assert torch.equal(Smoothed(BestOfN(4)).value(REWARDS, probs), BestOfN(4).value(REWARDS, probs))

@@ -1,4 +1,4 @@
-"""Objectives against enumeration, autograd through the exact functional, and the paper's closed forms."""
+"""Objectives compared with enumeration, autograd through the exact functional, and closed forms of the paper."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ from nlgrpo.objectives.registry import (
 
 
 def hump(z):
-    """Neither best nor worst: responses in the middle are chosen."""
+    """A distortion that prefers responses of middle rank."""
     return 6 * z * (1 - z)
 
 
@@ -44,12 +44,12 @@ def exact(objective, rewards, probs):
             return (tilted * rewards).sum() / tilted.sum()
         case EntropicRisk(beta):
             return torch.logsumexp(beta * rewards + probs.log(), 0) / beta
-        case BestOfPoisson(rate):  # of no draw nothing is gained
+        case BestOfPoisson(rate):  # K = 0 contributes 0
             pmf = [math.exp(n * math.log(rate) - rate - math.lgamma(n + 1)) for n in range(60)]
             return sum(pmf[n] * best_of(rewards, probs, n) for n in range(1, 60))
-        case CVaR(alpha):  # the greatest of t - E (t - r)_+ / alpha is at an atom (Rockafellar and Uryasev, 2000)
+        case CVaR(alpha):  # the maximum of t - E (t - r)_+ / alpha over t is at an atom (Rockafellar and Uryasev, 2000)
             return torch.stack([t - (probs * (t - rewards).clamp(min=0)).sum() / alpha for t in rewards]).max()
-        case Distortion(f):  # hump(z) = 6 z - 6 z^2 is 3 times a best of 2 less 2 times a best of 3
+        case Distortion(f):  # hump(z) = 6 z - 6 z^2 is 3 times best of 2 minus 2 times best of 3
             if f is hump:
                 return 3 * best_of(rewards, probs, 2) - 2 * best_of(rewards, probs, 3)
             thirds = [lower_tail(rewards, probs, share) for share in (1 / 3, 2 / 3, 1)]
@@ -105,11 +105,11 @@ def test_derivative_along_a_mixture(objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_uniform_is_the_default(objective, dtype):
+def test_probs_are_uniform_by_default(objective, dtype):
     rewards = torch.randn(5, 6, generator=torch.Generator().manual_seed(4), dtype=dtype)
     jumps = objective in (CVaR(0.05), CVaR(0.35), Distortion((0.5, 2.0, 0.5)))
     for probs in (torch.full((6,), 1 / 6), torch.full((5, 6), 1 / 6, dtype=torch.float64)):
-        if not jumps:  # else f of atoms that are known is not its average between samples, nor safe from rounding
+        if not jumps:  # else f(C_k) differs from the average of f between samples, and from rounding
             torch.testing.assert_close(
                 objective.linearize(rewards), objective.linearize(rewards, probs), atol=1e-4, rtol=1e-4
             )
@@ -118,8 +118,8 @@ def test_uniform_is_the_default(objective, dtype):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_atoms_may_be_split(objective):
-    """Two atoms of one reward are one atom of the sum of their masses."""
+def test_splitting_an_atom_changes_nothing(objective):
+    """Two atoms with one reward equal one atom with the sum of their probabilities."""
     rewards, probs = torch.tensor([[1.0, 2.0, 4.0]]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
     twice, parts = rewards[:, [0, 1, 1, 2]], torch.tensor([0.5, 0.1, 0.2, 0.2]).double()
     torch.testing.assert_close(objective.linearize(twice, parts), objective.linearize(rewards, probs)[:, [0, 1, 1, 2]])
@@ -210,7 +210,7 @@ def test_entropic_risk_between_minimum_mean_and_maximum():
         assert EntropicRisk(beta).linearize(rewards.float()).isfinite().all()
     centre = rewards - rewards.mean()
     torch.testing.assert_close(EntropicRisk(1e-13).linearize(rewards), centre, rtol=1e-9, atol=1e-9)
-    # An atom without mass has no part in the value, however good it is.
+    # An atom of probability 0 does not contribute, even if it has the highest reward.
     massless = torch.tensor([0.0, 0.5, 0.25, 0.25], dtype=torch.float64)
     assert EntropicRisk(1e3).value(rewards, massless).item() == pytest.approx(299, abs=0.01)
     with pytest.raises(ValueError, match="group 0, sample 1 is infinite; erm:1 needs finite"):
@@ -225,7 +225,7 @@ def test_a_distortion_by_function_and_by_table():
             torch.testing.assert_close(Distortion(f).value(rewards, p), other.value(rewards, p))
             torch.testing.assert_close(Distortion(f).linearize(rewards, p), other.linearize(rewards, p))
     table = BestOfN(3).weights(7)
-    for M in (7, 700):  # a table as long as the group is its weights
+    for M in (7, 700):  # a table with K = M contains the weights of the group
         assert torch.equal(Distortion(table.tolist()).weights(M), table.repeat_interleave(M // 7))
     torch.testing.assert_close(Distortion(table.tolist()).linearize(rewards), BestOfN(3).linearize(rewards))
     torch.testing.assert_close(Distortion([2.0, 0, 0]).value(rewards) / 2 * 3, CVaR(1 / 3).value(rewards))
@@ -264,7 +264,7 @@ def test_infinite_rewards():
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("method", ["linearize", "value"])
 @pytest.mark.parametrize(
-    ("rewards", "probs", "says"),
+    ("rewards", "probs", "message"),
     [
         (torch.ones(3), None, r"rewards \(P, M\)"),
         (torch.ones(3, 0), None, "M >= 1"),
@@ -275,13 +275,13 @@ def test_infinite_rewards():
         (torch.ones(2, 3), torch.tensor([1.0, torch.nan, 0]), "nan"),
     ],
 )
-def test_refused_inputs(objective, method, rewards, probs, says):
-    with pytest.raises(ValueError, match=says):
+def test_refused_inputs(objective, method, rewards, probs, message):
+    with pytest.raises(ValueError, match=message):
         getattr(objective, method)(rewards, probs)
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: BestOfN(0), "n=0"),
         (lambda: BestOfN(2.0), r"n=2\.0"),
@@ -309,8 +309,8 @@ def test_refused_inputs(objective, method, rewards, probs, says):
         (lambda: SoftBestOfN("1"), "tau='1'"),
     ],
 )
-def test_refused_parameters(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_refused_parameters(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -334,7 +334,7 @@ def test_a_distortion_from_a_name():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("bom:4", "soft:TAU, erm:BETA, rao, dpp:N, distortion:F. Did you mean 'bo[np]:"),
         ("nothing-like-it", "expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, .*distortion:F.$"),
@@ -365,13 +365,13 @@ def test_a_distortion_from_a_name():
         ("wor:2:unbiased:kde", "expected a rank-based objective with the plug-in estimator"),
     ],
 )
-def test_parse_refuses(text, says):
-    with pytest.raises(ValueError, match=says):
+def test_parse_refuses(text, message):
+    with pytest.raises(ValueError, match=message):
         parse(text)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_absent_rewards_leave_smaller_groups(objective):
+def test_missing_rewards_make_groups_smaller(objective):
     g = torch.Generator().manual_seed(5)
     rewards = torch.randn(40, 5, generator=g, dtype=torch.float64)
     rewards[torch.rand(40, 5, generator=g) < 0.5] = torch.nan
@@ -393,7 +393,7 @@ def test_absent_rewards_leave_smaller_groups(objective):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_without_absences_the_linearised_rewards_are_centred(objective):
+def test_without_missing_rewards_the_linearised_rewards_are_centred(objective):
     rewards = torch.randn(6, 5, dtype=torch.float64)
     alone = objective.linearize(rewards)
     torch.testing.assert_close(linearize_present(objective, rewards), alone - alone.mean(1, keepdim=True))

@@ -148,6 +148,7 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("nlgrpo.evaluation.report.write_report", lambda run: run)  # figures take longer than these runs
+        patch.setattr(figures, "render", lambda *_, **__: b"")
         small = ["--train.steps", "1", "--rollout.max-new-tokens", "8", "--evaluation.samples", "4"]
         for name in ("length-bon", "length-mean"):
             run(["train", name, *small, "--evaluation.prompts", "2", "--evaluation.ns", "1", "4"])
@@ -178,9 +179,10 @@ def _with_score_head(folder):
 
 @pytest.fixture
 def workspace(made, monkeypatch, one_thread):
-    """The folder as the current one. Reports have no pictures: drawing them takes longer than all commands."""
+    """The folder as the current one. Figures are empty: drawing them takes longer than all commands."""
     monkeypatch.chdir(made)
     monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"", "<svg/>", "<svg/>"))
+    monkeypatch.setattr(figures, "render", lambda *_, **__: b"")
     return made
 
 

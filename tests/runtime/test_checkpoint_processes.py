@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import leave_group
+from helpers import run_ranks
 from test_checkpoint import Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch.distributed.fsdp import fully_shard
 
@@ -140,22 +140,13 @@ def test_sigkill_at_every_file_operation(tmp_path, step):
 
 def on_ranks(ranks, work, folder, tag):
     """Run ``work(rank, folder)`` on ``ranks`` processes joined by gloo; return their results as read from JSON."""
-    children = [processes.Process(target=_rank_main, args=(rank, ranks, work, folder, tag)) for rank in range(ranks)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0] * ranks
+    run_ranks(_rank_main, work, folder, tag, ranks=ranks)
     return [json.loads((folder / f"{tag}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _rank_main(rank, ranks, work, folder, tag):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / tag}", rank=rank, world_size=ranks)
+def _rank_main(rank, work, folder, tag):
     result = work(rank, folder)
     (folder / f"{tag}-{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    leave_group()
 
 
 def sharded():

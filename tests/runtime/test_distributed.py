@@ -1,13 +1,10 @@
 """Two ranks compared with one: collectives, sharding, and equal updates for any distribution of the completions."""
 
-import os
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import leave_group, random_rollout, tiny_model
+from helpers import random_rollout, run_ranks, tiny_model
 
 from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, OfflineConfig, OptimConfig
 from nlgrpo.engine import generation
@@ -122,10 +119,7 @@ def collectives(ranks: Ranks):
 
 
 def work(rank: int, root) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
     torch.save(results_of(Ranks(rank, 2, CPU), root), root / f"{rank}.pt")
-    leave_group()
 
 
 def results_of(ranks: Ranks, root) -> dict:
@@ -152,10 +146,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(root):
     """Results of two ranks."""
-    before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
-    mp.spawn(work, (root,), nprocs=2)
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
+    run_ranks(work, root)
     return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -20,15 +20,11 @@ from nlgrpo.training import run as runs
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner, make_optimizer
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 ALONE = Ranks(0, 1, torch.device("cpu"))
 P, M, LIMIT, TEMPERATURE, BETA, LR, CRITIC_LR, EPS = 3, 2, 8, 0.8, 0.3, 0.01, 0.02, 1e-3
 OPTIM = OptimConfig(eps=EPS, max_grad_norm=0.0)
-
-
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch):
-    """Drawing figures takes longer than these runs."""
-    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from nlgrpo.training import offline
 from nlgrpo.training.build import build
 from nlgrpo.training.learner import Learner, make_optimizer
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TEMPERATURE, BETA, LR, EPS = 0.8, 0.3, 0.01, 1e-3
 ALGORITHMS = ("bon_sft", "dpo", "ipo", "bonbon")
@@ -53,12 +55,6 @@ def of_some(prompts, completion_ids, **_):
     # One value for every sample of the second prompt.
     return [0.0 if p == "w3" else float(ids[0] % 8) for p, ids in zip(prompts, completion_ids)]
 """
-
-
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch):
-    """Drawing figures takes longer than these runs."""
-    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import build
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7"]
 REWARDS = """
 def first(completion_ids, **_):
@@ -26,12 +28,6 @@ def first(completion_ids, **_):
 def mostly(completion_ids, **_):
     return [None if ids[0] % 5 == 0 else float(ids[0]) for ids in completion_ids]
 """
-
-
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch):
-    """Drawing figures takes longer than these runs."""
-    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
 
 
 @pytest.fixture(scope="module")

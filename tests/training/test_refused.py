@@ -1,23 +1,25 @@
 """Invalid input is reported by ``--dry-run``, in a message that names it and without a traceback."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, WORDS, environment, tiny_model
+from helpers import REPOSITORY, WORDS, environment, fork_ranks, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
 from nlgrpo.config.schema import OptimConfig
+from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.runtime import checkpoint
 from nlgrpo.training.learner import make_optimizer
 from nlgrpo.training.metrics import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 REWARDS = """
 def short(completion_ids, **columns):
@@ -49,7 +51,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "within.py").write_text("import json\n\njson.loads('{')\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder / "report.html")
     return tmp_path
 
 
@@ -250,31 +251,19 @@ def test_weights_that_were_never_finite(folder, capsys):
     assert "embed.weight has NaN or infinite values in model, before any training" in capsys.readouterr().err
 
 
-NAN_HERE = """
-import os, sys
-from nlgrpo import train
-from nlgrpo.engine.rollouts.sampler import Sampler
+def test_a_failure_on_one_rank_ends_all_with_its_message(folder, monkeypatch):
+    def fails(self, model, batch, draw=Sampler.draw):
+        rollout = draw(self, model, batch)
+        if os.environ["RANK"] == "1":
+            raise ValueError("the model's logits are not finite")
+        return rollout
 
-draw = Sampler.draw
-
-def fails(self, model, batch):
-    rollout = draw(self, model, batch)
-    if os.environ["RANK"] == "1":
-        raise ValueError("the model's logits are not finite")
-    return rollout
-
-Sampler.draw = fails
-sys.exit(train.main())
-"""
-
-
-def test_a_failure_on_one_rank_ends_all_with_its_message(folder):
-    (folder / "job.py").write_text(NAN_HERE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]
-    done = subprocess.run([*command, *options()], check=False, env=environment(), capture_output=True, text=True)
-    assert done.returncode != 0
-    assert done.stderr.count("error: the model's logits are not finite") == 1
-    assert "Connection closed" not in done.stderr
+    monkeypatch.setattr(Sampler, "draw", fails)
+    ended = fork_ranks(lambda: train.main(options()))
+    output = "".join(end.output for end in ended)
+    assert [end.status for end in ended] == [1, 1]
+    assert output.count("error: the model's logits are not finite") == 1
+    assert "Connection closed" not in output
 
 
 @pytest.mark.slow

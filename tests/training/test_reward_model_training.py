@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import Job, leave_group, run_all, tiny_model
+from helpers import Job, run_all, run_ranks, tiny_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -25,13 +23,10 @@ from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.training.metrics import read_jsonl
 from nlgrpo.training.scalar_heads import reward_model_training as training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 CPU = torch.device("cpu")
 COUNT = 26
-mp.get_context("forkserver").set_forkserver_preload(
-    ["nlgrpo.training.scalar_heads.reward_model_training", "torch.distributed.fsdp"]
-)
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +102,7 @@ CURVES = [("plain", "llama"), ("one pair at a time", "gpt2"), ("activation check
 
 
 def in_a_rank(rank: int, work: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=2)
     torch.save({key: curve(work, Ranks(rank, 2, CPU), *key) for key in CURVES}, work / f"{rank}.pt")
-    leave_group()
 
 
 def assert_same_curve(ours, theirs):
@@ -123,9 +115,8 @@ def assert_same_curve(ours, theirs):
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_curve_of_one(work, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.start_processes(in_a_rank, (work,), nprocs=2, start_method="forkserver")  # which has imported all once
+def test_two_ranks_give_the_curve_of_one(work):
+    run_ranks(in_a_rank, work)
     for rank in range(2):
         found = torch.load(work / f"{rank}.pt", weights_only=False)
         for key in CURVES:
@@ -242,11 +233,10 @@ def test_from_runs_and_checkpoints_of_our_own(work, capsys):
         reward_model.load(str(work / "first"))
 
 
-def test_from_a_checkpoint_of_the_main_job(work, monkeypatch):
+def test_from_a_checkpoint_of_the_main_job(work):
     """The language model head is dropped."""
     from nlgrpo import train
 
-    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder)
     (work / "prompts.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2 w3"}\n')
     options = {
         "model.path": work / "llama",

@@ -3,18 +3,20 @@
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import test_decoder
 import torch
-from helpers import REPOSITORY, Job, environment, run_all, tiny_model
+from helpers import REPOSITORY, Forked, Job, environment, run_all, tiny_model
 
 from nlgrpo import train
 from nlgrpo.engine.generation import Rollout
@@ -29,6 +31,8 @@ from nlgrpo.training import learner, run_folder
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.metrics import read_jsonl
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 REWARDS = '''
 import hashlib
@@ -87,12 +91,6 @@ def work(tmp_path_factory) -> Path:
     (root / "rewards.py").write_text(REWARDS)
     (root / "mode").write_text("")
     return root
-
-
-@pytest.fixture(autouse=True)
-def _undrawn(one_thread, monkeypatch):
-    """No figures."""
-    monkeypatch.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder / "report.html")
 
 
 def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None, **changes) -> list[str]:
@@ -722,19 +720,17 @@ def test_two_ranks_with_the_kl_in_the_reward_equal_one(work):
 
 
 def test_a_process_without_torchrun_saves_on_sigterm_and_exits_with_0(work):
-    load = LOADS["kl in the loss"]
     (work / "mode").write_text("hold")
-    command = [sys.executable, str(REPOSITORY / "nlgrpo" / "train.py"), *arguments(work, "alone", **load)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    run = Forked(partial(train.main, arguments(work, "alone", **LOADS["kl in the loss"])))
     deadline = time.monotonic() + 120
     while not (work / "alone" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    run.send_signal(signal.SIGTERM)
+    os.kill(run.pid, signal.SIGTERM)
     time.sleep(0.2)
     (work / "mode").write_text("")
-    output = run.communicate(timeout=60)[0]
-    assert run.returncode == 0, output
-    assert "stopped and saved at step 1" in output
+    ended = run.end()
+    assert ended.status == 0, ended.output
+    assert "stopped and saved at step 1" in ended.output
     assert steps_in(work / "alone") == [1]
 
 

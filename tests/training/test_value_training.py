@@ -6,9 +6,7 @@ import signal
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import EOS, Job, leave_group, run_all, tiny_model
+from helpers import EOS, Job, run_all, run_ranks, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
@@ -24,7 +22,7 @@ from nlgrpo.training.metrics import read_jsonl
 from nlgrpo.training.scalar_heads import value_dataset
 from nlgrpo.training.scalar_heads import value_training as training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
@@ -40,9 +38,6 @@ def even(completion_ids, **_):
 def mostly(completion_ids, **_):
     return [None if ids[0] % 5 == 0 else float(ids[0] % 8) for ids in completion_ids]
 """
-mp.get_context("forkserver").set_forkserver_preload(
-    ["nlgrpo.training.scalar_heads.value_training", "torch.distributed.fsdp"]
-)
 
 
 @pytest.fixture(scope="module")
@@ -220,18 +215,14 @@ def with_a_head(load):
 
 
 def in_a_rank(rank, work, mode):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{work}/store-{mode}", rank=rank, world_size=2)
     torch.save(of_a_rank(work, Ranks(rank, 2, CPU), mode), work / f"{rank}.pt")
-    leave_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "compress"])
-def test_two_ranks_equal_one(work, monkeypatch, mode):
+def test_two_ranks_equal_one(work, mode):
     """Also if one rank has fewer micro-batches, and with teachers: each forward pass is a collective."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.start_processes(in_a_rank, (work, mode), nprocs=2, start_method="forkserver")
+    run_ranks(in_a_rank, work, mode)
     truth, results, weights = of_a_rank(work, ALONE, mode)
     for rank in range(2):
         ours, found, parameters = torch.load(work / f"{rank}.pt", weights_only=False)

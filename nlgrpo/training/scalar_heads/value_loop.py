@@ -134,7 +134,7 @@ class Loop:
         """Job for the rollouts of iteration t; the value models 1 .. t-1 must exist."""
         job = build(self.cfg, self.queue, self.rollouts(t), samples=self.options.samples)
         source = job.prompts.take(0, len(job.prompts))
-        batch = source.only(self._prompts(t, source.ids[: self._training_prompts(job)]))
+        batch = source.only(self._prompts(t, source.ids[: self.training_prompts(job)]))
         job = dataclasses.replace(job, batch=batch, sampler=dataclasses.replace(job.sampler, seed=self._seed(t)))
         if t == 1:
             return job
@@ -158,7 +158,7 @@ class Loop:
         """Number of held-out prompts of an iteration with ``prompts`` prompts."""
         return min(self.options.value.held_out, prompts // 2)
 
-    def _training_prompts(self, job: Job) -> int:
+    def training_prompts(self, job: Job) -> int:
         """Number of prompts that ``nlgrpo train`` would train on; its evaluation prompts come after them."""
         whole = self.cfg.data.evaluation or self.cfg.evaluation.prompts == 0
         return len(job.prompts) if whole else len(job.prompts.split(self.cfg.evaluation.prompts)[0])
