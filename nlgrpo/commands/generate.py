@@ -144,9 +144,9 @@ def _generate_guided(
         one, reason = response.candidate, "stop" if response.candidate.finished else "length"
         if options.json:
             found = {"prompt": prompt, "text": response.text, "ids": list(one.tokens), "logprob": one.logprob}
-            print(json.dumps(found | {"finish_reason": reason, chooser.how: response.worth}))
+            print(json.dumps(found | {"finish_reason": reason, chooser.how: response.score}))
         else:
-            summary = f"{len(one.tokens)} tokens, {reason}; {chooser.how} {response.worth:.4g}"
+            summary = f"{len(one.tokens)} tokens, {reason}; {chooser.how} {response.score:.4g}"
             print(f"{prompt}{response.text}\n    [{summary}]")
     speed = cost.tokens / max(perf_counter() - start, 1e-9)
     searched = f"{how.beams} beams x {how.successors} chunks of {how.chunk} tokens"

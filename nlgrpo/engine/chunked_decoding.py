@@ -1,4 +1,4 @@
-"""Models chunk by chunk: a policy draws what comes next behind every row, a value model reads it; rows branch."""
+"""Chunked decoding for guided search: a policy samples the next chunk of each row, a value model scores it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from nlgrpo.model.value_model import as_values, kind_of
 
 
 class Rows:
-    """A model with a cache for every row: read what is new, branch."""
+    """A model with a KV cache of several rows, which read new tokens and branch."""
 
     def __init__(self, model: Decoder, head: Head = F.linear) -> None:
         self.model, self.head = model, head
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts, each a row; (P, V) of the head behind their last tokens."""
+        """Read the prompts, one row each. Return the outputs (P, V) of the head at their last tokens."""
         device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
         packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
@@ -36,23 +36,24 @@ class Rows:
         return out
 
     def read(self, tokens: Tensor, select: Tensor) -> Tensor:
-        """Read n tokens of every row, (R, n); (R, V) of the head behind token ``select`` (R,) of each."""
+        """Read n tokens (R, n) per row. Return the outputs (R, V) of the head at token ``select`` (R,) of each."""
         rows, n = tokens.shape
         positions = self.cache.positions(n)
-        at = torch.arange(rows, device=tokens.device) * n + select
-        out = run_blocks(self.model, tokens.flatten(), positions, self.model.rope(positions), self.cache, at, self.head)
+        chosen = torch.arange(rows, device=tokens.device) * n + select
+        rope = self.model.rope(positions)
+        out = run_blocks(self.model, tokens.flatten(), positions, rope, self.cache, chosen, self.head)
         self.cache.advance(n)
         return out
 
     def branch(self, rows: Sequence[int], tokens: int) -> None:
-        """Go on with these of the rows, for ``tokens`` that are read before the next branch."""
+        """Continue with ``rows``, with room for ``tokens`` more before the next branch."""
         self.cache.branch(torch.tensor(rows, device=self.model.head_weight.device), tokens)
 
 
 class ModelValue:
-    """A value model with the policy's tokens: a decoder with one output, which reads each chunk once.
+    """A value model with the policy's tokenizer: a decoder with one output, which reads each chunk once.
 
-    Its values are float32 at least, in whatever type it computes: in bfloat16 they would be equal too often.
+    Its values are at least float32, whatever the dtype of the model: in bfloat16 they would be equal too often.
     """
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
@@ -61,7 +62,7 @@ class ModelValue:
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
         if longest > context:
-            raise ValueError(f"{self.name} has a context of {context} tokens, and candidates come to {longest}")
+            raise ValueError(f"{self.name} has a context of {context} tokens, but candidates have up to {longest}")
         self._check(prompts)
         self.rows.begin(prompts)
 
@@ -77,21 +78,21 @@ class ModelValue:
         self.rows.branch(rows, 0)
 
     def _check(self, tokens: Sequence[Sequence[int]]) -> None:
-        """A policy may have more rows in its embedding than its tokenizer has tokens, and more than this model."""
+        """Check the vocabulary: the policy's embedding may have more rows than its tokenizer and than this model."""
         largest, known = max(map(max, tokens)), self.model.shape.vocab
         if largest >= known:
-            raise ValueError(f"{self.name} has a vocabulary of {known:,}, and has to read the token id {largest:,}")
+            raise ValueError(f"{self.name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
 
 
 class Prefixes:
-    """The rows of a value that reads candidates whole: of each its prompt's number, and what was drawn behind it."""
+    """Rows without a cache: the index of each row's prompt, and the tokens sampled after it."""
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         self.prompts = prompts
         self.rows: list[tuple[int, tuple[int, ...]]] = [(p, ()) for p in range(len(prompts))]
 
     def grow(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> None:
-        """Row i becomes what row ``rows[i]`` was, with ``chunks[i]`` behind it."""
+        """Make row i a copy of row ``rows[i]`` followed by ``chunks[i]``."""
         self.rows = [(self.rows[r][0], (*self.rows[r][1], *chunk)) for r, chunk in zip(rows, chunks, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -99,7 +100,7 @@ class Prefixes:
 
 
 class Policy:
-    """The frozen model: draws the next chunk of every candidate."""
+    """The frozen model, which samples the next chunk of each candidate."""
 
     def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
         self.rows, self.sampling, self.seed = Rows(model), sampling, seed
@@ -110,7 +111,7 @@ class Policy:
         self.index = torch.tensor(list(index), device=self.logits.device)
 
     def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
-        """Go on with these of the rows, whose ``last`` tokens have been drawn and not been read."""
+        """Continue with ``rows``, whose ``last`` tokens were sampled but not read yet."""
         self.rows.branch(rows, 1)
         tokens = torch.tensor(last, device=self.stops.device)
         self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
@@ -118,38 +119,38 @@ class Policy:
     def expand(
         self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
     ) -> list[Chunk]:
-        """A chunk behind row ``rows[i]``, of ``tokens`` or up to a stop id.
+        """Sample a chunk after each row ``rows[i]``: ``tokens`` tokens, or up to a stop id.
 
-        These are the rows from now on, their last tokens not read yet. ``places[i]`` keys the noise, with the prompt
-        and the position: the draws have no other cause. ``likely``: token number ``likely[i]`` of row i by probability,
-        instead of a draw; its log-prob is -inf where fewer are possible.
+        The chunks become the rows; their last tokens are not read yet. The noise depends only on the seed, the prompt,
+        ``places[i]`` and the position. With ``likely``, take the token of rank ``likely[i]`` by probability instead of
+        sampling; its log-prob is -inf if fewer tokens are possible.
         """
         cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
         self.rows.branch(rows, tokens - 1)
         logits, done = self.logits[source], torch.zeros_like(source, dtype=torch.bool)
-        drawn, logprobs = list[Tensor](), list[Tensor]()
+        sampled, logprobs = list[Tensor](), list[Tensor]()
         positions = torch.arange(cache.column, cache.column + tokens, device=source.device)
         place = torch.tensor(places, device=source.device)
         noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
         for t in range(tokens):
             logp = log_distribution(logits, self.sampling)
-            token, chance = next_tokens(logp, noise[:, t], likely)
-            drawn.append(token)
-            logprobs.append(chance)
+            token, logprob = next_tokens(logp, noise[:, t], likely)
+            sampled.append(token)
+            logprobs.append(logprob)
             done |= is_stop(token, self.stops)
             if t + 1 == tokens or bool(done.all()):
                 break
             logits = self.rows.read(token[:, None], torch.zeros_like(token))
-        return _chunks(torch.stack(drawn, 1), torch.stack(logprobs, 1), self.sampling)
+        return _chunks(torch.stack(sampled, 1), torch.stack(logprobs, 1), self.sampling)
 
     @property
     def nbytes(self) -> int:
-        """Of the cache."""
+        """Bytes of the cache."""
         return self.rows.cache.nbytes
 
 
 class TransformersPolicy:
-    """`Policy` of a model that transformers runs, which reads candidates whole, at every chunk."""
+    """`Policy` of a model run by transformers, which reads candidates from their beginning at each chunk."""
 
     nbytes = 0  # its caches do not outlive a chunk
 
@@ -168,14 +169,14 @@ class TransformersPolicy:
     ) -> list[Chunk]:
         device, prompts = self.model.device, self.prefixes.prompts
         self.prefixes.keep(rows)
-        whose = torch.tensor([p for p, _ in self.prefixes.rows], device=device)
+        prompt = torch.tensor([p for p, _ in self.prefixes.rows], device=device)
         positions = torch.arange(self.column, self.column + tokens, device=device)
-        noise = uniform_noise(self.seed, self.index[whose], torch.tensor(places, device=device), positions)
-        texts = [[*prompts[p], *drawn] for p, drawn in self.prefixes.rows]
-        found = _chunks(*self.model.extend(texts, noise, self.sampling, likely), self.sampling)
-        self.prefixes.grow(range(len(rows)), [chunk.tokens for chunk in found])
+        noise = uniform_noise(self.seed, self.index[prompt], torch.tensor(places, device=device), positions)
+        sequences = [[*prompts[p], *sampled] for p, sampled in self.prefixes.rows]
+        chunks = _chunks(*self.model.extend(sequences, noise, self.sampling, likely), self.sampling)
+        self.prefixes.grow(range(len(rows)), [chunk.tokens for chunk in chunks])
         self.column += tokens
-        return found
+        return chunks
 
 
 @dataclass(frozen=True)
@@ -183,18 +184,18 @@ class Chunk:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     ended: bool
-    """By a stop id."""
+    """Whether the chunk ends with a stop id."""
 
 
 def _chunks(tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> list[Chunk]:
-    """Of draws (R, n), each up to its first stop id. Raises ValueError for a log-prob that is NaN."""
-    found = []
+    """Cut each row of ``tokens`` (R, n) after its first stop id. Raises ValueError for a log-prob that is NaN."""
+    chunks = []
     for row, logp in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token in sampling.stop_ids), None)
         if any(map(math.isnan, logp[:end])):
             raise ValueError(not_finite(sampling))
-        found.append(Chunk(tuple(row[:end]), tuple(logp[:end]), end is not None))
-    return found
+        chunks.append(Chunk(tuple(row[:end]), tuple(logp[:end]), end is not None))
+    return chunks
 
 
 def policy_of(model: Decoder | TransformersModel, sampling: Sampling, seed: int) -> Policy | TransformersPolicy:

@@ -1,7 +1,7 @@
 """Generation: M completions of each prompt with a KV cache, token in, token out.
 
-A prompt is prefilled once and its keys are handed to its M rows; rows that have ended leave the batch. What is drawn
-for a row depends on (seed, prompt, sample, position) alone: neither the batch nor the number of ranks changes it.
+Each prompt is prefilled once and its keys are copied to its M rows; finished rows leave the batch. The tokens sampled
+for a row depend only on (seed, prompt, sample, position): neither the batch nor the number of ranks changes them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from nlgrpo.model.decoder import Attend, Decoder, Head, packed_positions
 
 @dataclass(frozen=True)
 class Rollout:
-    """M completions for each of P prompts, padded with 0 to the longest; a stop id that ended one is part of it."""
+    """M completions for each of P prompts, padded with 0 to the longest. A completion includes its stop id."""
 
     prompt_ids: list[list[int]]
     tokens: Tensor  # (P, M, L) int64
-    logprobs: Tensor  # (P, M, L) of the distribution that was sampled from
+    logprobs: Tensor  # (P, M, L), of the sampling distribution
     lengths: Tensor  # (P, M) int64
-    finished: Tensor  # (P, M) bool: ended by a stop id, not by the limit
+    finished: Tensor  # (P, M) bool: ended by a stop id, not by max_new_tokens
 
     def completion_ids(self) -> list[list[int]]:
-        """The P*M completions, prompt by prompt."""
+        """Token ids of the P*M completions, prompt by prompt."""
         flat, lengths = self.tokens.flatten(0, 1).tolist(), self.lengths.flatten().tolist()
         return [ids[:n] for ids, n in zip(flat, lengths, strict=True)]
 
@@ -49,11 +49,11 @@ def generate(
     index: Sequence[int] | None = None,
     max_rows: int = 256,
 ) -> Rollout:
-    """Draw ``samples`` completions of every prompt.
+    """Sample ``samples`` completions of each prompt.
 
-    ``index``: the number that keys each prompt's noise (its place in ``prompts`` by default); the same seed and index
-    give the same draws. ``max_rows`` bounds the rows that are decoded together, and with them the cache; at least one
-    prompt's samples are. The model's parameters must be whole (see ``fsdp.gathered``).
+    ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
+    same completions. ``max_rows`` limits the rows that are decoded together, and thus the size of the cache; the
+    samples of one prompt always are. The model must not be sharded (see ``fsdp.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context.
@@ -72,7 +72,7 @@ def generate(
 
 
 class Limits(Protocol):
-    """What a model reads: tokens of a sequence, and of its vocabulary."""
+    """Context length and vocabulary size of a model, in tokens."""
 
     @property
     def context(self) -> int: ...
@@ -82,14 +82,14 @@ class Limits(Protocol):
 
 
 def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """ValueError for a prompt that a model cannot go on from with so many new tokens."""
+    """Raise ValueError for a prompt that the model cannot continue by ``sampling.max_new_tokens`` tokens."""
     room = limits.context - sampling.max_new_tokens
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {i} is empty; it needs one token at least, such as the tokenizer's BOS")
+            raise ValueError(f"prompt {i} is empty; it needs at least one token, such as the tokenizer's BOS")
         if len(prompt) > room:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens = {sampling.max_new_tokens} passes "
+                f"prompt {i} has {len(prompt)} tokens; with max_new_tokens = {sampling.max_new_tokens} this exceeds "
                 f"the model's context of {limits.context}; shorten the prompt or lower max_new_tokens"
             )
         if not 0 <= min(prompt) <= max(prompt) < limits.vocab:
@@ -98,7 +98,7 @@ def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sa
 
 def not_finite(sampling: Sampling) -> str:
     return (
-        f"the model's logits, at temperature = {sampling.temperature:g}, are not finite: its weights hold NaN or too "
+        f"the model's logits, at temperature = {sampling.temperature:g}, are not finite: its weights have NaN or too "
         "large values, or the temperature is too close to 0"
     )
 
@@ -110,9 +110,9 @@ def rollout_of(
     sampling: Sampling,
     device: torch.device,
 ) -> Rollout:
-    """From tokens and log-probs (r, l) of some rows after the others; what they drew behind a stop id goes.
+    """Concatenate tokens and log-probs (r, l) of parts of the rows, and remove what follows a stop id.
 
-    Raises ValueError where a log-prob is not finite, of which no draw has come.
+    Raises ValueError if a log-prob is not finite.
     """
     longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
     empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
@@ -150,10 +150,10 @@ class Prefill:
 
 
 class _Cache:
-    """Keys and values of R rows, whose prompts end at the same column and whose completions grow together.
+    """Keys and values of R rows. Prompts are padded on the left, so all rows write the same column.
 
-    ``kv (layers, R, 2 Hk, columns, d)``; ``first (R,)`` is where a row's prompt begins, None where all begin at 0. As
-    all rows stand at the same column, a step writes one slice and a window is a slice too.
+    ``kv (layers, R, 2 Hk, columns, d)``; ``first (R,)`` is the first column of each row's prompt, None if all are 0.
+    Since the column is the same for all rows, a step writes one slice, and a window is a slice too.
     """
 
     def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
@@ -187,7 +187,7 @@ class _Cache:
 
 
 class _Rows:
-    """The rows that are still growing: which of the R they are, their noise, and where they stand."""
+    """Unfinished rows: their numbers among the R rows, their noise, and their current token and position."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], samples: int, noise: Tensor) -> None:
         self.number = torch.arange(len(noise), device=noise.device)
@@ -197,16 +197,16 @@ class _Rows:
         self.done = torch.zeros_like(self.number, dtype=torch.bool)
 
     def drop_finished(self, cache: _Cache) -> None:
-        """Let the finished rows leave once an eighth of them has: the last live rows take their places."""
-        alive = int((~self.done).sum())
-        if alive > len(self.done) * 7 // 8:
+        """Remove the finished rows once they are an eighth of all: the last unfinished rows take their places."""
+        unfinished = int((~self.done).sum())
+        if unfinished > len(self.done) * 7 // 8:
             return
-        target = self.done[:alive].nonzero()[:, 0]
-        source = alive + (~self.done[alive:]).nonzero()[:, 0]
-        cache.move(source, target, alive)
+        target = self.done[:unfinished].nonzero()[:, 0]
+        source = unfinished + (~self.done[unfinished:]).nonzero()[:, 0]
+        cache.move(source, target, unfinished)
         for name, x in vars(self).items():
             x[target] = x[source]
-            setattr(self, name, x[:alive])
+            setattr(self, name, x[:unfinished])
 
 
 def _decode(
@@ -217,7 +217,7 @@ def _decode(
     seed: int,
     index: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs (R, L) of the prompts' R = P * samples rows; behind a stop id they are not defined."""
+    """Tokens and log-probs (R, L) of the R = P * samples rows of the prompts, undefined after a stop id."""
     device, limit = model.head_weight.device, sampling.max_new_tokens
     keys = torch.tensor(list(index), device=device).repeat_interleave(samples)
     sample = torch.arange(samples, device=device).repeat(len(prompts))
@@ -226,14 +226,14 @@ def _decode(
     tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
     logprobs = torch.zeros(len(keys), limit, dtype=torch.float32, device=device)
     table, stops = model.rope(torch.arange(cache.column + limit, device=device)), stop_tensor(sampling, device)
-    look_every = 1 if device.type == "cpu" else 16  # on a GPU, asking how many rows have ended waits for the device
+    check_every = 1 if device.type == "cpu" else 16  # counting the finished rows synchronizes with a GPU
     for t in range(limit):
         log_probs = log_distribution(logits, sampling)
         rows.token = draw(log_probs, rows.noise[:, t])
         tokens[rows.number, t] = rows.token
         logprobs[rows.number, t] = log_probs.gather(-1, rows.token[:, None])[:, 0].float()
         rows.done |= is_stop(rows.token, stops)
-        if (t + 1) % look_every == 0:
+        if (t + 1) % check_every == 0:
             rows.drop_finished(cache)
         if t + 1 == limit or len(rows.done) == 0:
             return tokens[:, : t + 1], logprobs[:, : t + 1]
@@ -245,7 +245,7 @@ def _decode(
 
 
 def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> tuple[Tensor, _Cache]:
-    """Run each prompt once; logits (R, V) of the first new token, and the cache of its R rows."""
+    """Run each prompt once. Return the logits (R, V) of the first new token, and the cache of the R rows."""
     weight, lengths = model.head_weight, [len(p) for p in prompts]
     packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
     positions = packed_positions(lengths, weight.device)
@@ -264,9 +264,9 @@ def run_blocks(
     select: Tensor | None = None,
     head: Head = F.linear,
 ) -> Tensor:
-    """Logits of the selected tokens, or what ``head`` makes of them.
+    """Logits of the selected tokens, or the outputs of another ``head``.
 
-    ``block.forward``, not ``block``: the hooks that shard the blocks must not run.
+    It calls ``block.forward`` and not ``block``, so that the hooks of FSDP2 do not run.
     """
     x = model.enter(tokens, positions)
     for block in model.blocks:
@@ -276,10 +276,10 @@ def run_blocks(
 
 
 def stop_tensor(sampling: Sampling, device: torch.device) -> Tensor:
-    """The stop ids, for `is_stop`."""
+    """Return the stop ids as a tensor, for `is_stop`."""
     return torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
 
 
 def is_stop(tokens: Tensor, stops: Tensor) -> Tensor:
-    """Of the shape of ``tokens``, bool."""
+    """Return whether each token is a stop id: bool, of the shape of ``tokens``."""
     return (tokens[..., None] == stops).any(-1)

@@ -1,4 +1,4 @@
-"""Log-probabilities that a model gives to completions which are there already."""
+"""Log-probabilities of given completions under a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def logprobs(model: Decoder, batch: MicroBatch, temperature: float) -> tuple[Ten
 
 @torch.no_grad()
 def completion_logprobs(model: Decoder, rollout: Rollout, batches: Sequence[MicroBatch], temperature: float) -> Tensor:
-    """Log-probs (R, L) of the rollout's R = P M completions, packed into ``batches``; 0 behind their ends."""
-    wide = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
-    out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=wide)
+    """Log-probs (R, L) of the rollout's R = P M completions, packed into ``batches``; 0 after their ends."""
+    dtype = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
+    out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=dtype)
     for batch in batches:
         logprob, _ = logprobs(model, batch, temperature)
         out[batch.row, batch.offset] = logprob.to(out)

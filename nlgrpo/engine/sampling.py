@@ -1,4 +1,4 @@
-"""Drawing the next token: filters on the distribution, and noise that depends on what is drawn, not on the batch."""
+"""Sampling the next token: filters on the distribution, and noise that does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """Sampling options.
 
-    The logits are divided by ``temperature`` (0: the most likely token), then cut by ``top_k`` (0: off), ``top_p`` and
-    ``min_p`` in this order, each on what the one before left, and what is left is renormalised: transformers' order.
+    The logits are divided by ``temperature`` (0: the most likely token). Then ``top_k`` (0: off), ``top_p`` and
+    ``min_p`` filter them one after another, as in transformers, and the rest is renormalised.
     Raises ValueError for a value out of range.
     """
 
@@ -38,16 +38,18 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """Whether the distribution that is sampled from is another one than the model's at this temperature."""
+        """Whether the sampling distribution differs from the model's own at this temperature."""
         return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """(R, V) log-probabilities of the distribution that is sampled from; -inf where a filter cuts."""
+    """Log-probabilities (R, V) of the sampling distribution; -inf for tokens that a filter removes."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
         most, best = logits.max(-1, keepdim=True)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0) + 0.0 * most  # NaN where that is not finite
+        return (
+            torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0) + 0.0 * most
+        )  # NaN if the largest logit is not finite
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if not sampling.filtered:
@@ -67,10 +69,10 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """(R,) tokens by inversion: the first whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
+    """Sample tokens (R,) by inversion: the first whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
 
-    The sum runs in float64, so that a vocabulary of any size loses no token to rounding; ``noise`` is scaled by the
-    total, so that the last bits of the sum cannot select beyond the end. Of NaN the last token comes.
+    The sum is in float64, so that rounding loses no token of a large vocabulary. ``noise`` is scaled by the total, so
+    that rounding of the sum cannot select a token beyond the end. NaN selects the last token.
     """
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]
@@ -78,31 +80,30 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def next_tokens(logp: Tensor, noise: Tensor, ranks: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probs, each (R,), under ``logp`` (R, V): drawn by ``noise`` (R,), or with these ``ranks``.
+    """Tokens and their log-probs, each (R,), under ``logp`` (R, V): sampled with ``noise`` (R,), or those of ``ranks``.
 
-    Of those the likeliest token has 0, and equals come in their order; where fewer tokens are possible, the log-prob
-    is -inf.
+    Rank 0 is the most likely token; ties are ordered by token id. If fewer tokens are possible, the log-prob is -inf.
     """
     if ranks is None:
         tokens = draw(logp, noise)[:, None]
         return tokens[:, 0], logp.gather(1, tokens)[:, 0]
-    at = torch.tensor(ranks, device=logp.device)[:, None]
-    tokens = logp.argsort(dim=-1, descending=True, stable=True).gather(1, at.clamp(max=logp.shape[1] - 1))
-    return tokens[:, 0], logp.gather(1, tokens).masked_fill(at >= logp.shape[1], -torch.inf)[:, 0]
+    rank = torch.tensor(ranks, device=logp.device)[:, None]
+    tokens = logp.argsort(dim=-1, descending=True, stable=True).gather(1, rank.clamp(max=logp.shape[1] - 1))
+    return tokens[:, 0], logp.gather(1, tokens).masked_fill(rank >= logp.shape[1], -torch.inf)[:, 0]
 
 
 _MASK = 0x7FFFFFFFFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, whose products wrap around as unsigned ones do."""
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, whose products wrap around like unsigned ones."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ ((x >> shift) & (_MASK >> (shift - 1)))) * factor
     return x ^ ((x >> 31) & (_MASK >> 30))
 
 
 def uniform_noise(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """(R, L) float64 in [0, 1): a hash of (seed, prompt, sample, position), so that a draw has no other cause.
+    """Noise (R, L), float64 in [0, 1): a hash of (seed, prompt, sample, position) and of nothing else.
 
     ``prompts (R,)``, ``samples (R,)`` and ``positions (L,)`` are int64. Not for cryptography.
     """

@@ -1,4 +1,4 @@
-"""Frozen models whose architecture nlgrpo's decoder does not know: transformers runs them, and we draw."""
+"""Frozen models of other architectures: transformers runs them, and nlgrpo samples the tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from nlgrpo.model import decoder
 from nlgrpo.model.architectures import UnknownModel, shape_of
 from nlgrpo.model.decoder import Decoder
 
-UNBOUNDED = 1 << 30  # tokens of a model whose config knows no limit
+UNBOUNDED = 1 << 30  # context of a model whose config has no limit
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`generation.Limits`, as a Hugging Face config says."""
+    """`generation.Limits` of a Hugging Face config."""
 
     context: int
     vocab: int
@@ -39,16 +39,16 @@ class Limits:
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers, whose tokens are drawn as those of our decoder are.
+    """A causal language model of transformers that samples as nlgrpo's decoder does.
 
-    `transformers.GenerationMixin.generate` runs it, from the whole prefix each time; which token comes is decided by
-    `sampling` and the noise of (seed, prompt, sample, position), so that draws depend on nothing else.
+    `transformers.GenerationMixin.generate` runs it, from the whole prefix each time. The tokens are chosen by
+    `sampling` with the noise of (seed, prompt, sample, position), so they depend on nothing else.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
-        self.model.generation_config = GenerationConfig()  # its own may penalise, force or forbid tokens
+        self.model.generation_config = GenerationConfig()  # the model's config may penalise, force or forbid tokens
         self.shape = Limits.of(model.config)
 
     @property
@@ -58,37 +58,38 @@ class TransformersModel(nn.Module):
     def extend(
         self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens of every prefix and their log-probs, (R, n), for noise (R, n); or fewer, if all have ended.
+        """Sample the next tokens of each prefix with noise (R, n). Return tokens, log-probs: (R, n) or fewer columns.
 
-        Behind a stop id they are not defined. ``likely``: the token of this rank by log-prob in place of a draw.
-        Prefixes are read together where they are equally long: nothing is padded, which not every architecture bears.
+        There are fewer columns if all rows end earlier; after a stop id the entries are undefined. ``likely``: take the
+        token of this rank by log-prob instead of sampling. Prefixes of equal length form a batch, so that none is
+        padded, which some architectures do not support.
         """
         tokens = torch.zeros(noise.shape, dtype=torch.int64, device=self.device)
         logprobs, most = torch.zeros(noise.shape, device=self.device), 0
         for length in sorted(set(map(len, prefixes))):
             rows = [i for i, prefix in enumerate(prefixes) if len(prefix) == length]
-            drawn = _Draws(noise[rows], sampling, None if likely is None else [likely[i] for i in rows])
-            self._run(torch.tensor([prefixes[i] for i in rows], device=self.device), drawn, noise.shape[1], sampling)
-            tokens[rows, : len(drawn.tokens)] = torch.stack(drawn.tokens, 1)
-            logprobs[rows, : len(drawn.tokens)] = torch.stack(drawn.logprobs, 1)
-            most = max(most, len(drawn.tokens))
+            sampler = _TokenSampler(noise[rows], sampling, None if likely is None else [likely[i] for i in rows])
+            self._run(torch.tensor([prefixes[i] for i in rows], device=self.device), sampler, noise.shape[1], sampling)
+            tokens[rows, : len(sampler.tokens)] = torch.stack(sampler.tokens, 1)
+            logprobs[rows, : len(sampler.tokens)] = torch.stack(sampler.logprobs, 1)
+            most = max(most, len(sampler.tokens))
         return tokens[:, :most], logprobs[:, :most]
 
     @torch.inference_mode()
     def gap(self) -> float:
-        """Mean distance of the log-probs of a few draws, in nats, from those that a forward over the whole text gives.
+        """Mean difference of log-probs, in nats, between `generate` and one forward pass over the same tokens.
 
-        Some architectures of transformers lose their state between the steps of `generate`, or read texts otherwise.
+        In transformers, some architectures lose their state between the steps of `generate`.
         """
         ids = [i % self.shape.vocab for i in (1, 2, 3)]
-        draws = self.generate([ids], 8, Sampling(max_new_tokens=4))
-        tokens = draws.tokens[0]
-        texts = torch.cat([tokens.new_tensor(ids).expand(len(tokens), -1), tokens], 1)
-        at_once = self.model(texts).logits[:, 2:-1].float().log_softmax(-1)
-        return float((at_once.gather(2, tokens[:, :, None])[:, :, 0] - draws.logprobs[0]).abs().mean())
+        rollout = self.generate([ids], 8, Sampling(max_new_tokens=4))
+        tokens = rollout.tokens[0]
+        sequences = torch.cat([tokens.new_tensor(ids).expand(len(tokens), -1), tokens], 1)
+        one_pass = self.model(sequences).logits[:, 2:-1].float().log_softmax(-1)
+        return float((one_pass.gather(2, tokens[:, :, None])[:, :, 0] - rollout.logprobs[0]).abs().mean())
 
     def _run(self, ids: Tensor, processor: LogitsProcessor, tokens: int, sampling: Sampling) -> None:
-        if ids.shape[1] == 1:  # a model that keeps its state in itself would take it for the next step of the last text
+        if ids.shape[1] == 1:  # a model that stores its state would continue the previous text
             self.model(ids, use_cache=False)
         self.model.generate(
             ids,
@@ -112,14 +113,14 @@ class TransformersModel(nn.Module):
         index: Sequence[int] | None = None,
         max_rows: int = 256,
     ) -> Rollout:
-        """`engine.generate` of this model."""
+        """Sample completions, as `engine.generate`."""
         check_prompts(self.shape, prompts, sampling)
         if samples < 1:
             raise ValueError(f"samples = {samples}: expected at least 1")
         index, limit, found = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
-        for begun in range(0, len(keys), max_rows):
-            part = keys[begun : begun + max_rows]
+        for start in range(0, len(keys), max_rows):
+            part = keys[start : start + max_rows]
             key = torch.tensor([index[p] for p, _ in part], device=self.device)
             sample = torch.tensor([m for _, m in part], device=self.device)
             noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
@@ -127,8 +128,8 @@ class TransformersModel(nn.Module):
         return rollout_of(prompts, found, samples, sampling, self.device)
 
 
-class _Draws(LogitsProcessor):
-    """Leaves one token possible: the one that the noise draws."""
+class _TokenSampler(LogitsProcessor):
+    """Samples a token with the noise, and masks all others."""
 
     def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None) -> None:
         self.noise, self.sampling, self.likely = noise, sampling, likely
@@ -137,9 +138,9 @@ class _Draws(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logp = log_distribution(scores, self.sampling)
-        token, chance = next_tokens(logp, self.noise[:, len(self.tokens)], self.likely)
+        token, logprob = next_tokens(logp, self.noise[:, len(self.tokens)], self.likely)
         self.tokens.append(token)
-        self.logprobs.append(chance)
+        self.logprobs.append(logprob)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
 
@@ -147,7 +148,10 @@ class _Draws(LogitsProcessor):
 
 
 def fault(config: Any) -> str:
-    """Why nlgrpo's decoder does not know it; "" where it does. ValueError where it would, and the config is broken."""
+    """Reason why nlgrpo's decoder does not support the architecture; "" if it does.
+
+    Raises ValueError for a supported architecture with an invalid config.
+    """
     try:
         shape_of(config)
     except UnknownModel as error:
@@ -156,7 +160,7 @@ def fault(config: Any) -> str:
 
 
 def note(source: Path) -> str:
-    """What to say of a model, once, where it is slower than others."""
+    """Note for models that transformers runs; "" for others."""
     why = fault(decoder.read_config(source))
     return f"; transformers runs it, which is slower ({why})" if why else ""
 
@@ -168,10 +172,10 @@ def limits_of(config: Any) -> generation.Limits:
 def load(
     source: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder | TransformersModel:
-    """The decoder, or what transformers makes of another architecture, for a model that stays frozen.
+    """Load a frozen model: nlgrpo's decoder, or a `TransformersModel` for other architectures.
 
-    Safetensors only, and no code of the directory is run. Raises ValueError for what transformers does not know either,
-    and where its `generate` does not draw from what the model gives to the same text at once.
+    Reads safetensors only and runs no code of the directory. Raises ValueError for an architecture that transformers
+    does not support either, and if the log-probs of its `generate` differ from those of one forward pass.
     """
     if not fault(decoder.read_config(source)):
         return decoder.load(source, dtype=dtype, device=device)
@@ -186,15 +190,15 @@ def load(
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
-    found = TransformersModel(model.to(device))
-    if not (gap := found.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
+    wrapped = TransformersModel(model.to(device))
+    if not (gap := wrapped.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
         raise ValueError(
-            f"{source} cannot be drawn from: log-probs of transformers' generate are {gap:.2g} nats from those that "
-            "the model gives to the same text at once"
+            f"{source} cannot be sampled: log-probs of transformers' generate differ by {gap:.2g} nats from those of "
+            "one forward pass over the same tokens"
         )
-    return found
+    return wrapped
 
 
 def generator(model: Decoder | TransformersModel) -> Callable[..., Rollout]:
-    """`engine.generate` of a model of either kind."""
+    """`engine.generate` for either kind of model."""
     return model.generate if isinstance(model, TransformersModel) else partial(generation.generate, model)

@@ -1,4 +1,4 @@
-"""Groups that lie on several ranks of a trainer that has started them: where they are, gathered, and means over all."""
+"""Collectives for groups that another trainer splits between ranks: positions, gathering, and means over all groups."""
 
 from __future__ import annotations
 
@@ -12,64 +12,65 @@ from torch import Tensor
 
 
 def own_part(count: int, samples: int) -> slice:
-    """Where the ``count`` completions of this rank are in the whole groups around them.
+    """Positions of this rank's ``count`` completions in the whole groups that contain them.
 
     TRL fills the ranks one after another with equal numbers of completions, so a group may be split between ranks.
+    Raises ValueError if the completions of all ranks are not whole groups.
     """
     if count % samples == 0:
         return slice(0, count)
     world = world_size()
     if count * world % samples:
         raise ValueError(
-            f"{count} completions on each of {world} rank{'s' * (world > 1)} are no whole groups of {samples}; "
-            "expected samples to be the number of completions that the trainer draws for a prompt."
+            f"{count} completions on each of {world} rank{'s' * (world > 1)} cannot be divided into groups of {samples}; "
+            "expected samples to be the trainer's number of completions per prompt."
         )
     start = dist.get_rank() * count
     return slice(start, start + count)
 
 
 def means(values: Tensor) -> Tensor:
-    """Mean of each objective over the groups of all ranks that have a value, (m, P) -> (m,); NaN where none has.
+    """Mean of each objective over the groups of all ranks, (m, P) -> (m,). NaN is ignored; NaN if there is no value.
 
-    Groups that lie on several ranks are on all of them, and the mean is the same.
+    If groups are split between ranks, every rank has gathered all of them, which does not change the mean.
     """
-    there = ~values.isnan()
-    totals = torch.stack((torch.where(there, values, 0.0).sum(-1), there.sum(-1).to(values)))
+    present = ~values.isnan()
+    totals = torch.stack((torch.where(present, values, 0.0).sum(-1), present.sum(-1).to(values)))
     if world_size() > 1:
-        totals = totals.to(_communicates_on())
+        totals = totals.to(_communication_device())
         dist.all_reduce(totals)
     total, count = totals.cpu()
     return total / count
 
 
 def gather(rewards: Tensor) -> Tensor:
-    """(n,) of every rank -> (world * n,) on the CPU, in the order of the ranks."""
-    mine = rewards.to(_communicates_on())
-    parts = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(parts, mine)
+    """Gather the rewards (n,) of all ranks in rank order: (world * n,), on the CPU."""
+    own = rewards.to(_communication_device())
+    parts = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(parts, own)
     return torch.cat(parts).cpu()
 
 
 def world_size() -> int:
-    """1 without a launcher."""
+    """Number of ranks; 1 without a launcher."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this rank is the one that speaks for all."""
+    """Whether this is rank 0, which logs for all."""
     return world_size() == 1 or dist.get_rank() == 0
 
 
-def _communicates_on() -> torch.device:
-    """The CPU where the ranks can meet there, else this rank's accelerator."""
+def _communication_device() -> torch.device:
+    """The CPU if the process group has a backend for it, else this rank's accelerator."""
     accelerator = _accelerator()
     return torch.device("cpu") if accelerator is None or "cpu:" in dist.get_backend_config() else accelerator
 
 
 def _accelerator() -> torch.device | None:
-    """This rank's. TRL awaits async functions in a thread in which the current one is the first on every rank.
+    """Accelerator of this rank, by the launcher's LOCAL_RANK.
 
-    Its launchers tell which one is meant.
+    TRL awaits async functions in a thread whose current accelerator is the first one, on every rank.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -78,6 +79,6 @@ def _accelerator() -> torch.device | None:
 
 
 def on_own_accelerator() -> AbstractContextManager[Any]:
-    """Within, tensors that are made on an accelerator are on this rank's."""
+    """Context manager in which new tensors on an accelerator are on this rank's."""
     accelerator = _accelerator()
     return nullcontext() if accelerator is None else torch.accelerator.device_index(accelerator.index)

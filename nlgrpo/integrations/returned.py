@@ -1,4 +1,4 @@
-"""Reading what reward functions and kernel functions return. Legend: P prompts, M samples per prompt."""
+"""Check and convert the return values of reward functions and kernel functions. P prompts, M samples per prompt."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from torch import Tensor
 
 from nlgrpo.objectives.diversity import check_kernel
 
-NO_NUMBERS = (TypeError, ValueError, RuntimeError)  # the last is float's of a tensor of several numbers
+_CONVERSION_ERRORS = (TypeError, ValueError, RuntimeError)  # RuntimeError: float() of a tensor with several numbers
 
 
 def read_rewards(values: Any, count: int, name: str) -> Tensor:
-    """What a reward function returned, (count,) in float64, NaN where it abstained.
+    """Convert the return value of a reward function to float64 (count,), with NaN where it abstained.
 
-    Raises ValueError for what is not one finite number or None for each completion.
+    Raises ValueError for anything but one finite number or None per completion.
     """
     try:
         rewards = _numbers(values)
-    except NO_NUMBERS as error:
+    except _CONVERSION_ERRORS as error:
         raise ValueError(
-            f"reward {name!r} returned {reprlib.repr(values)}; expected a list of one number or None a completion."
+            f"reward {name!r} returned {reprlib.repr(values)}; expected a list of one number or None per completion."
         ) from error
     if len(rewards) != count:
-        raise ValueError(f"reward {name!r} returned {len(rewards)} values for {count} completions; expected one each.")
+        raise ValueError(
+            f"reward {name!r} returned {len(rewards)} values for {count} completions; expected one per completion."
+        )
     infinite = [i for i, value in enumerate(rewards) if math.isinf(value)]
     if infinite:
         raise ValueError(
@@ -38,20 +40,20 @@ def read_rewards(values: Any, count: int, name: str) -> Tensor:
 
 
 def read_similarities(values: Any, count: int, samples: int, name: str) -> Tensor:
-    """What a kernel function returned, (P, M, M) in float64, NaN in row and column of those for which it abstained.
+    """Convert the return value of a kernel function to float64 (P, M, M), with NaN rows and columns where it abstained.
 
-    Raises ValueError, as does `read_rewards`, for another number of values, and for what is not finite or symmetric.
+    Raises ValueError for a wrong number of values, and for similarities that are not finite or symmetric.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or len(values) != count:
         raise ValueError(
             f"kernel function {name!r} returned {reprlib.repr(values)} for {count} completions; expected a list of "
-            f"{samples} similarities, or None, for each."
+            f"{samples} similarities, or None, per completion."
         )
     rows = [[math.nan] * samples if row is None else _row(row, i, samples, name) for i, row in enumerate(values)]
     kernel = torch.tensor(rows, dtype=torch.float64).view(-1, samples, samples)
-    there = ~kernel.diagonal(dim1=-2, dim2=-1).isnan()
-    both = there[:, :, None] & there[:, None, :]
+    present = ~kernel.diagonal(dim1=-2, dim2=-1).isnan()
+    both = present[:, :, None] & present[:, None, :]
     check_kernel(kernel.masked_fill(~both, 0.0), f"kernel function {name!r}")
     return kernel.masked_fill(~both, math.nan)
 
@@ -60,7 +62,7 @@ def _row(row: Any, i: int, samples: int, name: str) -> list[float]:
     expected = f"expected its {samples} similarities with the completions of its group, itself included, or None."
     try:
         numbers = _numbers(row)
-    except NO_NUMBERS as error:
+    except _CONVERSION_ERRORS as error:
         raise ValueError(
             f"kernel function {name!r} returned {reprlib.repr(row)} for completion {i}; {expected}"
         ) from error
@@ -70,6 +72,6 @@ def _row(row: Any, i: int, samples: int, name: str) -> list[float]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """NaN for None. Raises one of NO_NUMBERS for what is no sequence of numbers."""
+    """Convert to floats, None to NaN. Raises one of _CONVERSION_ERRORS for anything but a sequence of numbers and None."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return [math.nan if value is None else float(value) for value in values]

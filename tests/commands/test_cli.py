@@ -102,9 +102,9 @@ def test_brackets_are_text_not_markup(call):
     ("arguments", "said"),
     [
         ([], "no prompt"),
-        (["a " * 400], "prompt 0 has 402 tokens, which with max_new_tokens = 128 passes the model's context of 160"),
+        (["a " * 400], "prompt 0 has 402 tokens; with max_new_tokens = 128 this exceeds the model's context of 160"),
         (["hi", "--max-new-tokens", "0"], "max_new_tokens = 0"),
-        (["hi", "--max-new-tokens", "9" * 20], "passes the model's context of 160"),
+        (["hi", "--max-new-tokens", "9" * 20], "exceeds the model's context of 160"),
         (["hi", "--samples", "0"], "samples = 0"),
         (["hi", "--samples", "9" * 20], "expected a number in [1, 2^31)"),
         (["hi", "--seed", "-1"], "seed = -1"),

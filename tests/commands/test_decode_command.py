@@ -396,7 +396,7 @@ def test_methods():
         ({"guide": "policy", "betas": ()}, "policy"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
-            "rewards.low compares completions with each other, and a search scores each one alone",
+            "rewards.low compares completions with each other, but a search scores each one separately",
         ),
         ({"rewards__low__function": "rewards.py:silent"}, "rewards.py"),
     ],

@@ -233,7 +233,7 @@ def test_guided_rollouts_are_not_taken_for_the_references(work, whole, capsys):
     train += ["--rewards.low.objective", "mean", "--rollout.prompts", "2", "--rollout.samples", "2"]
     assert cli.main(train) == 1
     said = capsys.readouterr().err
-    assert "drawn by a search that value models guide, and the run draws by the model alone" in said
+    assert "responses of a search guided by value models, but the run needs samples of the model without" in said
 
 
 def test_candidates_that_ended_early_fill_their_places():
@@ -374,7 +374,7 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
         ({"chunk": 6}, "--chunk 6: responses have at most 6 tokens (rollout.max_new_tokens), so no value would guide"),
         (
             {"rewards__low__function": "ngrams", "rewards__low__objective": "rao"},
-            "rewards.low compares completions with each other, and a search scores each one alone",
+            "rewards.low compares completions with each other, but a search scores each one separately",
         ),
         ({"value__epochs": 0}, "--value.epochs 0: allowed is > 0"),
         ({"value__completions": 0}, "--value.completions 0: allowed is >= 1"),

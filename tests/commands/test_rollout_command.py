@@ -212,7 +212,7 @@ def test_ecdf(rollouts):
     assert torch.equal(own.samples, samples.sort(1).values)
     truth = [[sum(s < x for s in row) + sum(s == x for s in row) / 2 for x in row] for row in samples.tolist()]
     torch.testing.assert_close(own.cdf(samples), torch.tensor(truth, dtype=torch.float64) / K)
-    with pytest.raises(ValueError, match="reward 'joy' was not scored; those that were are"):
+    with pytest.raises(ValueError, match="reward 'joy' was not scored; scored are"):
         rollouts.ecdf("joy")
 
 
@@ -333,8 +333,8 @@ def test_rollouts_of_versions_before_columns_counted(work, rollouts):
         ({"samples": 6}, "samples per prompt: 5 there, 6 requested"),
         ({"train__seed": 1}, "train.seed: 0 there, 1 requested"),
         ({"model__dtype": "float32"}, "compute dtype: torch.float64 there, torch.float32 requested"),
-        ({"rollout__temperature": 0.7}, "drawn at temperature 1, and the run samples at 0.7"),
-        ({"model__path": "other"}, "the run's reference has other weights"),
+        ({"rollout__temperature": 0.7}, "sampled with temperature = 1, but the run has 0.7"),
+        ({"model__path": "other"}, "the reference of the run has other weights"),
     ],
 )
 def test_a_folder_of_other_rollouts_is_not_changed(work, rollouts, changes, says, capsys):
@@ -367,12 +367,12 @@ def test_a_run_with_the_same_settings_uses_the_rollouts(work, rollouts):
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [
-        ({"temperature": 0.7}, "these rollouts were drawn at temperature 1, and the run samples at 0.7"),
-        ({"top_k": 3}, "these rollouts were drawn with top_k = 0, and the run samples with 3"),
-        ({"top_p": 0.9}, "these rollouts were drawn with top_p = 1, and the run samples with 0.9"),
-        ({"min_p": 0.1}, "these rollouts were drawn with min_p = 0, and the run samples with 0.1"),
-        ({"max_new_tokens": 9}, "these rollouts were drawn with max_new_tokens = 8, and the run samples with 9"),
-        ({"stop_ids": (2, 7)}, r"these rollouts were drawn with stop_ids = \[2\], and the run samples with \[2, 7\]"),
+        ({"temperature": 0.7}, "the rollouts were sampled with temperature = 1, but the run has 0.7"),
+        ({"top_k": 3}, "the rollouts were sampled with top_k = 0, but the run has 3"),
+        ({"top_p": 0.9}, "the rollouts were sampled with top_p = 1, but the run has 0.9"),
+        ({"min_p": 0.1}, "the rollouts were sampled with min_p = 0, but the run has 0.1"),
+        ({"max_new_tokens": 9}, "the rollouts were sampled with max_new_tokens = 8, but the run has 9"),
+        ({"stop_ids": (2, 7)}, r"the rollouts were sampled with stop_ids = \[2\], but the run has \[2, 7\]"),
     ],
 )
 def test_another_sampling_is_refused(work, rollouts, sampling, says):
@@ -386,7 +386,7 @@ def test_the_order_of_stop_ids_does_not_matter(work, rollouts):
 
 def test_another_model_is_refused(work, rollouts):
     other = dataclasses.replace(config(work), model=ModelConfig(path=str(work / "other"), dtype="float64"))
-    with pytest.raises(ValueError, match="the run's reference has other weights") as error:
+    with pytest.raises(ValueError, match="the reference of the run has other weights") as error:
         rollouts.check(*of_run(other))
     assert str(work / "base") in str(error.value)
     assert "tokenizer" not in str(error.value)
@@ -400,7 +400,7 @@ def test_another_tokenizer_is_refused(work, rollouts):
     vocabulary["w1"], vocabulary["w2"] = vocabulary["w2"], vocabulary["w1"]
     path.write_text(json.dumps(content))
     shifted = dataclasses.replace(config(work), model=ModelConfig(path=str(work / "shifted"), dtype="float64"))
-    with pytest.raises(ValueError, match=r"with the tokenizer of .*base, and the run has another one") as error:
+    with pytest.raises(ValueError, match=r"have the tokenizer of .*base, but the run has another one") as error:
         rollouts.check(*of_run(shifted))
     assert "weights" not in str(error.value)
 
@@ -413,16 +413,16 @@ def test_a_tokenizer_that_has_been_used_is_the_same(work):
 
 
 def test_other_rewards_are_refused(work, rollouts):
-    with pytest.raises(ValueError, match="reward 'long' was not scored; those that were are short, near") as error:
+    with pytest.raises(ValueError, match="reward 'long' was not scored; scored are short, near") as error:
         rollouts.check(*of_run(config(work, long="length(target=3, scale=2)")))
-    assert f"--out {work / 'first'} scores what is drawn already" in str(error.value)
+    assert f"--out {work / 'first'} to score these samples" in str(error.value)
     scaled = RewardConfig(f"{work / 'rewards.py'}:short", scale=-1.0)
-    with pytest.raises(ValueError, match=r"reward 'short' was .*:short x 1.0, and the run's is .*:short x -1.0"):
+    with pytest.raises(ValueError, match=r"'short' is .*:short x 1.0 in the rollouts, but .*:short x -1.0 in the run"):
         rollouts.check(*of_run(config(work, short=scaled)))
     source = (work / "rewards.py").read_text()
     try:
         (work / "rewards.py").write_text(source.replace("- 4", "- 5"))
-        with pytest.raises(ValueError, match=r"the code or the files of reward 'short', .*, have changed since"):
+        with pytest.raises(ValueError, match=r"the code or files of reward 'short' \(.*\) have changed since"):
             rollouts.check(*of_run(config(work)))
     finally:
         (work / "rewards.py").write_text(source)
@@ -460,7 +460,7 @@ def test_a_damaged_index_is_reported_and_written_again(work, rollouts, tmp_path,
 
 
 def test_a_folder_without_rollouts(tmp_path):
-    with pytest.raises(ValueError, match=r"rollouts\.json is missing; give the --out folder of `nlgrpo rollout`"):
+    with pytest.raises(ValueError, match=r"rollouts\.json is missing; expected the --out folder of `nlgrpo rollout`"):
         load(tmp_path)
 
 

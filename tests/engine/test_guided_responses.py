@@ -95,11 +95,11 @@ def test_what_is_chosen(work):
     assert Chooser.of("majority").choose("w1", candidates, texts) == (1, 2 / 3)
     high = Chooser.of(f"{work / 'rewards.py'}:high")
     assert high.choose("w1", candidates, texts) == (3, 3.0)
-    with pytest.raises(ValueError, match="silent has nothing to say of the candidates of 'w1'"):
+    with pytest.raises(ValueError, match="silent has no score for any candidate of 'w1'"):
         Chooser.of(f"{work / 'rewards.py'}:silent").choose("w1", candidates, texts)
     with pytest.raises(ValueError, match="raised RuntimeError: no"):
         Chooser.of(f"{work / 'rewards.py'}:broken").choose("w1", candidates, texts)
-    with pytest.raises(ValueError, match="nothing to say"):
+    with pytest.raises(ValueError, match="value has no score for any candidate"):
         Chooser.of("value").choose("w1", candidates[3:], texts[3:])
     with pytest.raises(ValueError, match="lexicn"):
         Chooser.of("lexicn()")
@@ -115,7 +115,7 @@ def test_a_response_is_the_best_of_n_where_chunks_are_whole(work):
     own = rollout.completion_ids()
     for p, response in enumerate(responses):
         best = max(own[6 * p : 6 * p + 6], key=sum)
-        assert (list(response.candidate.tokens), response.worth) == (best, sum(best))
+        assert (list(response.candidate.tokens), response.score) == (best, sum(best))
         assert PROMPTS[p] + response.text == tokenizer.decode(ids[p] + best, skip_special_tokens=True)
     assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
 
@@ -353,7 +353,7 @@ def test_a_vocabulary_that_is_too_small(work):
     [(value, _)] = load_values([work / "gpt2"], [1.0], policys, Sampling(max_new_tokens=6))
     vocabulary = value.model.shape.vocab
     value.begin([[5, vocabulary - 1]])
-    with pytest.raises(ValueError, match=f"a vocabulary of {vocabulary}, and has to read the token id {vocabulary}"):
+    with pytest.raises(ValueError, match=f"vocabulary of {vocabulary}, but a candidate has the token id {vocabulary}"):
         value.score([0], [[vocabulary]])
     with pytest.raises(ValueError, match=f"token id {vocabulary + 1}"):
         value.begin([[vocabulary + 1]])
@@ -369,5 +369,5 @@ def test_betas_of_nothing(work, capsys):
         said = " ".join(refused([*plain, *options], capsys).split())
         assert f"{names}: only for guided search" in said
     model, tokenizer = loaded(work)
-    with pytest.raises(ValueError, match="nothing is chosen by value"):
+    with pytest.raises(ValueError, match="--choose value needs a value model"):
         respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))

@@ -298,7 +298,7 @@ def test_bad_values_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"values over betas \(9.99989e-321\) are not finite"):
         search(policy, PROMPTS, how, sampling, [(TextValue(len), 1e-320)])
     small = ModelValue("small", value_of("llama", tmp_path), policy.shape.context)
-    with pytest.raises(ValueError, match=r"small has a context of \d+ tokens, and candidates come to"):
+    with pytest.raises(ValueError, match=r"small has a context of \d+ tokens, but candidates have up to"):
         search(policy, PROMPTS, how, sampling, [(small, 1.0)])
     with pytest.raises(ValueError, match=r"values\[1\] is NaN"):
         select([0.0, math.nan], "ab", 1)

@@ -404,7 +404,7 @@ def test_unsuitable_rollouts_are_refused(root, rollouts, tmp_path):
     more = {"loss__algorithm": "dpo"}
     with pytest.raises(ValueError, match=r"rollout.samples = 64: .* has 50 samples per prompt; set 50 or less"):
         run_of(root, **more, rollout__samples=64)
-    with pytest.raises(ValueError, match=r"drawn at temperature 1, and the run samples at 0.5"):
+    with pytest.raises(ValueError, match=r"sampled with temperature = 1, but the run has 0.5"):
         run_of(root, **more, rollout__temperature=0.5)
     with pytest.raises(ValueError, match="reward 'mostly' was not scored"):
         run_of(root, **more, rewards__mostly__function=f"{root / 'rewards.py'}:mostly")

@@ -125,7 +125,7 @@ def test_a_vbon_reward_counts_in_a_total_order(root, rollouts, bound):
 def test_rollouts_of_another_reward_are_refused(root, rollouts):
     function = f"{root / 'rewards.py'}:mostly"
     more = {"rewards__first__function": function, "rewards__first__transform": "identity"}
-    with pytest.raises(ValueError, match=r"reward 'first' was .*:first x 1.0, and the run's is .*:mostly x 1.0"):
+    with pytest.raises(ValueError, match=r"reward 'first' is .*:first x 1.0 in the rollouts, but .*:mostly x 1.0"):
         held_of(root, **more, calibration__rollouts=rollouts)
 
 
@@ -138,7 +138,7 @@ def test_rollouts_scored_with_other_columns_are_refused(root, tmp_path):
     assert cli.main(["rollout", *options(root, data__source=source), "--samples", "4", "--out", str(folder)]) == 0
     held_of(root, **more)
     source.write_text("".join(json.dumps(row | {"answer": max(row["answer"], 1)}) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=rf"the columns of 1 of {len(rows)} prompts are others than when the rollouts"):
+    with pytest.raises(ValueError, match=rf"columns of 1 of {len(rows)} prompts have changed since the rollouts"):
         held_of(root, **more)
     assert cli.main(["rollout", *options(root, data__source=source), "--samples", "4", "--out", str(folder)]) == 0
     held_of(root, **more)

@@ -215,7 +215,7 @@ def test_a_configuration_with_a_byte_order_mark_and_a_tilde(folder, monkeypatch)
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--optim.lr=1e10"], "are not finite: its weights hold NaN or too large values"),
+        (["--optim.lr=1e10"], "are not finite: its weights have NaN or too large values"),
         (["--optim.lr=1", "--optim.weight-decay=1e18"], "the norm of the gradient is nan"),
     ],
 )

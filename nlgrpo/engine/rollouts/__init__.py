@@ -1,6 +1,6 @@
 """Completions that are sampled, scored and stored.
 
-`sampler` draws and scores a batch; `collect` does so for many prompts, file by file, into the content-addressed
-`store`; `reference_rollouts` reads the samples of the reference that a later stage uses; `evaluation_samples` is what a
-model gave on the evaluation prompts; `guided_responses` answers prompts by guided search. Read `sampler.py` first.
+`sampler` samples and scores a batch; `collect` does so for many prompts, file by file, into the content-addressed
+`store`; `reference_rollouts` reads the samples of the reference that a later stage uses; `evaluation_samples` has the
+completions of the evaluation prompts; `guided_responses` answers prompts by guided search. Read `sampler.py` first.
 """

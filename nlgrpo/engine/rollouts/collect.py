@@ -1,4 +1,4 @@
-"""Completions of some prompts, drawn and scored file by file, and kept: what evaluation and rollouts share."""
+"""Sample and score completions file by file, and store them; used by evaluation and by rollouts of the reference."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError
 
-READS = "texts behind their prompts"  # by `sampler.decode`; what was scored by another reading is scored again
+READS = "texts behind their prompts"  # names how `sampler.decode` works; part of the digests of scores
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A reward of a configuration, with a digest of all that it does."""
+    """A reward of a configuration, with a digest of its settings, code and files."""
 
     reward: Reward
-    objective: Objective  # by which a kernel's similarities become a number of each completion
+    objective: Objective  # turns the similarities of a kernel into one number per completion
     spec: str
     digest: str
 
@@ -53,61 +53,61 @@ class Scorer:
 
 
 def scorers(
-    asked: Mapping[str, RewardConfig], objectives: Mapping[str, Objective], rewards: Sequence[Reward]
+    configs: Mapping[str, RewardConfig], objectives: Mapping[str, Objective], rewards: Sequence[Reward]
 ) -> list[Scorer]:
-    """Return a scorer for each of the ``rewards`` that were loaded from the configuration."""
+    """Return a scorer for each of the loaded ``rewards``."""
     found = []
     for reward in rewards:
-        own = asked[reward.name]
-        spec = f"{own.function} x {own.scale!r}" + f" in {own.objective}" * reward.pairwise
-        digest = digest_of_function(reward.function, own.function, f"{spec} of {READS}")
+        config = configs[reward.name]
+        spec = f"{config.function} x {config.scale!r}" + f" in {config.objective}" * reward.pairwise
+        digest = digest_of_function(reward.function, config.function, f"{spec} of {READS}")
         found.append(Scorer(reward, objectives[reward.name], spec, digest))
     return found
 
 
-def refuse_pairwise(asked: Sequence[Scorer]) -> None:
-    """ValueError for a reward whose numbers depend on the other completions of a prompt."""
-    for scorer in asked:
+def refuse_pairwise(scorers: Sequence[Scorer]) -> None:
+    """Raise ValueError for a reward that depends on the other completions of a prompt."""
+    for scorer in scorers:
         if scorer.reward.pairwise:
             raise ValueError(
-                f"rewards.{scorer.name} compares completions with each other, and a search scores each one alone"
+                f"rewards.{scorer.name} compares completions with each other, but a search scores each one separately"
             )
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What determines a model's completions of given prompts besides the noise: digests of its files and tokenizer."""
+    """What determines a model's completions of given prompts, except the noise: digests of its files and tokenizer."""
 
     model: str
     tokenizer: str
     dtype: str
     sampling: Sampling
-    guide: str = ""  # of the search and the value models that guide it; "" where the model draws by itself
+    guide: str = ""  # digest of the search and its value models; "" without guidance
 
     @classmethod
     def of(
         cls, source: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sampling: Sampling
     ) -> Provenance:  # fmt: skip
-        """Of the model in the directory ``source``, all of whose weights are read for it."""
+        """Compute the provenance of the model in the directory ``source``; this reads all of its weights."""
         return cls(digest_of_model(source), digest_of_tokenizer(tokenizer), str(dtype), sampling)
 
 
 def open_store(root: Path, origin: Provenance, sampler: Sampler, *, first: bool) -> Store:
-    """Where below the folder ``root`` these draws are kept; ``first``: see `Store.make`."""
-    own = {name: value for name, value in dataclasses.asdict(origin).items() if name != "guide" or value}
-    identity = own | {"samples": sampler.samples, "seed": sampler.seed}
+    """Open the store of these completions in the folder ``root``; ``first``: see `Store.make`."""
+    known = {name: value for name, value in dataclasses.asdict(origin).items() if name != "guide" or value}
+    identity = known | {"samples": sampler.samples, "seed": sampler.seed}
     return Store.make(root, identity, first=first)
 
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """What ``sampler`` (without rewards) draws from the model in ``source`` for the prompts of ``batch``.
+    """Samples the prompts of ``batch`` from the model in ``source`` with ``sampler``, which has no rewards.
 
-    The files are of ``per_file`` prompts each, which are drawn together: a file's bytes depend on its prompts alone,
-    whatever ranks there are and wherever the work was interrupted.
+    Each file has ``per_file`` prompts, which are sampled together. The bytes of a file depend only on its prompts, not
+    on the number of ranks or on interruptions.
     """
 
-    label: str  # of the model, for messages
+    label: str  # name of the model in messages
     source: Path
     dtype: torch.dtype
     batch: Batch
@@ -125,7 +125,7 @@ class RolloutCollector:
         return transformers_backend.load(self.source, dtype=self.dtype, device=device)
 
     def drawn(self, chunk: Batch) -> bool:
-        """Whether the file of these prompts is there and whole."""
+        """Whether the file of these prompts exists and is complete."""
         return self.store.has(chunk_name(chunk.index, chunk.ids))
 
     def draw(self, model: Decoder | TransformersModel, chunk: Batch) -> Rollout:
@@ -134,7 +134,7 @@ class RolloutCollector:
         return rollout
 
     def rollout(self, chunk: Batch) -> Rollout:
-        """The completions that `draw` has kept."""
+        """Read the completions that `draw` stored."""
         tensors = self.store.read(chunk_name(chunk.index, chunk.ids))
         if tensors is None:
             raise ValueError(f"completions of {self.label} are no longer in {self.store.folder}; run it again")
@@ -144,7 +144,7 @@ class RolloutCollector:
         return self.store.has(self._name(chunk, scorer))
 
     def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
-        """Keep what each of the scorers gives, a number per completion; a reward's error becomes a ValueError."""
+        """Store one number per completion and scorer. An error in a reward function is raised as ValueError."""
         sampler = dataclasses.replace(self.sampler, rewards=[scorer.reward for scorer in missing])
         try:
             scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
@@ -159,7 +159,7 @@ class RolloutCollector:
             self.store.write(self._name(chunk, scorer), {"values": values})
 
     def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
-        """The (p, n) numbers that `score` has kept."""
+        """Read the scores (p, n) that `score` stored."""
         tensors = self.store.read(self._name(chunk, scorer))
         if tensors is None:
             raise ValueError(f"scores of {self.label} are no longer in {self.store.folder}; run it again")

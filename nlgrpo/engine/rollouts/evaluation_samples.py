@@ -1,7 +1,7 @@
-"""What a model gave on the evaluation prompts, and the file that keeps it.
+"""Samples of a model for the evaluation prompts, and the file that stores them.
 
-A run keeps the samples of its reference and of its trained model in ``evaluation.json``, and `nlgrpo evaluate` those of
-all its models, so that a report or a comparison can be made later. Shapes: P prompts, n samples per prompt.
+A run saves those of the reference and of the trained model in ``evaluation.json``; `nlgrpo evaluate` saves those of all
+its models. Reports and comparisons read the file. Shapes: P prompts, n samples per prompt.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ FILE = "evaluation.json"
 
 @dataclass
 class EvaluationSamples:
-    """What one model gave on the evaluation prompts.
+    """Rewards and lengths of one model's samples for the evaluation prompts.
 
-    ``rewards[name]`` is (P, n) with NaN where the reward abstained; of a kernel, each completion's share in the
-    diversity of its group. ``lengths`` (P, n) counts tokens. ``objectives`` and ``weights`` have an entry for each
-    reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` show the first few prompts only.
+    ``rewards[name]`` is (P, n), NaN where the reward abstained; for a kernel, the contribution of each completion to
+    the diversity of its group. ``lengths`` (P, n) is in tokens. ``objectives`` and ``weights`` have an entry per
+    reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` are those of the first few prompts.
 
-    Where they were measured: ``kl``, by estimator ("k1", "k3"), is that of each completion to the reference, (P, n) in
-    nats; ``distinct["2"]`` (P,) the share of different pairs of tokens among a prompt's completions; ``answers`` of a
-    reward that reads one, (P, n), numbers that are equal where answers of a prompt are, -1 for none.
+    If measured: ``kl[estimator]`` ("k1", "k3") is the KL of each completion to the reference, (P, n), in nats;
+    ``distinct["2"]`` (P,) the fraction of distinct token bigrams of a prompt's completions; ``answers[name]`` (P, n),
+    for rewards that read an answer, has equal numbers for equal answers to a prompt, and -1 for no answer.
 
-    Raises ValueError where shapes or names do not agree, and for infinite rewards.
+    Raises ValueError if shapes or names do not agree, or for infinite rewards.
     """
 
     rewards: dict[str, Tensor]
@@ -59,16 +59,16 @@ class EvaluationSamples:
                 )
         for name, values in self.rewards.items():
             if values.isinf().any():
-                raise ValueError(f"reward {name!r} holds infinite values; a reward is finite or NaN")
+                raise ValueError(f"reward {name!r} has infinite values; a reward is finite or NaN")
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain lists for ``json.dump``; NaN becomes None."""
+        """Convert to plain lists for ``json.dump``; NaN becomes None."""
         measured = {part: {name: _plain(x) for name, x in getattr(self, part).items()} for part in MEASURED}
         return {**vars(self), **measured, "lengths": self.lengths.tolist()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvaluationSamples:
-        """The inverse of `to_json`; numbers come back as float64, lengths and answers as integers."""
+        """Inverse of `to_json`: numbers are float64, lengths and answers int64."""
         measured = {part: {name: _tensor(x) for name, x in data.get(part, {}).items()} for part in MEASURED}
         measured["answers"] = {name: x.long() for name, x in measured["answers"].items()}
         return cls(**{**data, **measured, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
@@ -89,12 +89,12 @@ def _tensor(values: Any) -> Tensor:
 
 
 def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:
-    """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``, no ``after`` in training."""
+    """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``, ``after`` only at the end."""
     atomic_write(run / FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
 
 
 def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
-    """``{"before": ..., "after": ...}`` of a run. Raises ValueError where the file is missing or damaged."""
+    """Read ``{"before": ..., "after": ...}`` of a run. Raises ValueError if the file is missing or damaged."""
     path = run / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the run was stopped before its evaluation; resume it to finish")

@@ -1,4 +1,4 @@
-"""From prompts to responses of a guided search: value models read, a search made, one of its candidates chosen."""
+"""Responses of guided search: load value models, search, and choose one of the candidates."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ VALUE, MAJORITY = "value", "majority"
 class Chooser:
     """How the response is chosen among the candidates of a prompt.
 
-    ``how``: "value", the largest V; "majority", the first candidate with the most frequent final answer (by the rule of
-    `builtin.vote`, such as what is ``\\boxed{}``); or a reward as a configuration names it, the largest
-    one. Of equals it is the first. Raises ValueError for a reward that does not exist.
+    ``how``: "value", the candidate with the largest V; "majority", the first one with the most frequent final answer
+    (read by `builtin.vote`, such as the content of ``\\boxed{}``); or a reward as in a configuration, the largest one.
+    The first of ties is chosen. Raises ValueError for a reward that does not exist.
     """
 
     how: str
@@ -55,27 +55,27 @@ class Chooser:
         return cls(how, None if how in (VALUE, MAJORITY) else reward_functions.load("choose", how, device=device))
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
-        """Return the index of the chosen candidate and its score: its V, its share of the votes, or its reward.
+        """Return the index of the chosen candidate and its score: V, share of the votes, or reward.
 
-        Raises ValueError where a reward fails or has nothing to say of any.
+        Raises ValueError if the reward fails, or is NaN or None for all candidates.
         """
         if self.how == MAJORITY:
             return majority([vote(text) for text in texts], [candidate.places for candidate in candidates])
-        worth = [candidate.value for candidate in candidates]
+        scores = [candidate.value for candidate in candidates]
         if self.reward is not None:
-            worth = _rewards(self.reward, prompt, candidates, texts)
-        judged = [i for i, value in enumerate(worth) if not math.isnan(value)]
-        if not judged:
-            raise ValueError(f"{self.how} has nothing to say of the candidates of {prompt!r}")
-        best = max(judged, key=lambda i: worth[i])
-        return best, worth[best]
+            scores = _rewards(self.reward, prompt, candidates, texts)
+        scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
+        if not scored:
+            raise ValueError(f"{self.how} has no score for any candidate of {prompt!r}")
+        best = max(scored, key=lambda i: scores[i])
+        return best, scores[best]
 
 
 def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
-    """The first candidate with the answer that weighs most, and its share; without any answer the first, with 0.
+    """Weighted majority vote (self-consistency, Wang et al. 2023).
 
-    ``None`` votes for nothing. Of answers that weigh alike it is the one that came first (self-consistency, Wang et
-    al. 2023).
+    Returns the index of the first candidate with the answer of the largest total weight, and the answer's share of all
+    votes. ``None`` does not vote; without any answer, returns (0, 0.0). The first of tied answers wins.
     """
     votes: Counter[Hashable] = Counter()
     for answer, weight in zip(answers, weights, strict=True):
@@ -89,7 +89,7 @@ def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tu
 
 def _rewards(reward: Reward, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> list[float]:
     try:
-        found = reward_functions.score(
+        scores = reward_functions.score(
             [reward],
             prompts=[prompt] * len(candidates),
             completions=list(texts),
@@ -101,10 +101,10 @@ def _rewards(reward: Reward, prompt: Prompt, candidates: Sequence[Candidate], te
         )
     except RewardError as error:
         raise ValueError(str(error)) from error
-    return [float(value) for value in found.values[reward.name][0]]
+    return [float(value) for value in scores.values[reward.name][0]]
 
 
-# --- value models and how they guide ----------------------------------------------------------------------------------
+# --- value models and guides ------------------------------------------------------------------------------------------
 
 FILE = "guide.json"
 
@@ -117,64 +117,64 @@ class Guide:
     betas: list[float]
     search: Search
     compressed: Path | None = None
-    """One model for the sum of all values, where there is one."""
+    """A single model of the sum of all values, if there is one."""
 
     def digest(self) -> str:
-        """Of what it does to a model's completions."""
+        """Digest of the value models, betas and search."""
         models = [digest_of_value(path) for path in self.values]
-        whole = json.dumps([models, self.betas, asdict(self.search)])
-        return hashlib.sha256(whole.encode()).hexdigest()[:16]
+        text = json.dumps([models, self.betas, asdict(self.search)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def write(self, folder: Path) -> None:
-        """Value models below ``folder`` are named from there, so that it may be moved."""
+        """Write ``guide.json``. Paths below ``folder`` are relative to it, so that the folder can be moved."""
 
         def named(path: Path) -> str:
             return str(path.relative_to(folder) if path.is_relative_to(folder) else path.resolve())
 
-        whole = {"values": [*map(named, self.values)], "betas": self.betas, "search": asdict(self.search)}
-        whole |= {"compressed": self.compressed and named(self.compressed)}
-        atomic_files.atomic_write(folder / FILE, json.dumps(whole, indent=1) + "\n")
+        data = {"values": [*map(named, self.values)], "betas": self.betas, "search": asdict(self.search)}
+        data |= {"compressed": self.compressed and named(self.compressed)}
+        atomic_files.atomic_write(folder / FILE, json.dumps(data, indent=1) + "\n")
 
 
 def read_guide(folder: Path) -> Guide | None:
-    """What `nlgrpo iro` has learned in ``folder``, or a value model of such a loop by itself, in the loop's search.
+    """Read the guide of `nlgrpo iro` in ``folder``, or of one value model of such a loop with the loop's search.
 
-    None where ``folder`` is neither. That of an iteration is where its value model is.
-    Raises ValueError for a damaged file, and for a loop that has not come to its end.
+    ``folder`` may be that of the loop, of one of its iterations, or of its value model. Returns None for other folders.
+    Raises ValueError for a damaged file, and for a loop that has not finished.
     """
     path = folder / FILE
     if not path.is_file():
         if (folder / "iteration-1").is_dir():
             raise ValueError(f"{folder} belongs to an `nlgrpo iro` that has not finished; run it again to resume")
         loop = next((above for above in folder.absolute().parents[:3] if (above / FILE).is_file()), None)
-        whole = loop and read_guide(loop)
-        own = folder / "value" if (folder / "value").is_dir() else folder
-        return Guide([own], [1.0], whole.search) if whole else None
+        guide = loop and read_guide(loop)
+        model = folder / "value" if (folder / "value").is_dir() else folder
+        return Guide([model], [1.0], guide.search) if guide else None
     try:
         data = json.loads(path.read_text("utf-8"))
         betas = [float(beta) for beta in data["betas"]]
         compressed = folder / data["compressed"] if data["compressed"] else None
         return Guide([folder / name for name in data["values"]], betas, Search(**data["search"]), compressed)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo iro` writes it again") from error
+        raise ValueError(f"{path} cannot be read ({error!r}); run the same `nlgrpo iro` to write it again") from error
 
 
 def folder_of(path: Path) -> Path:
-    """The Hugging Face directory of a value model, or of that of an iteration of `nlgrpo iro`.
+    """Hugging Face directory of a value model; ``path`` may be an iteration of `nlgrpo iro`.
 
-    ValueError where there is none, and for a checkpoint of a run.
+    Raises ValueError if there is none, and for a checkpoint of a run.
     """
-    own = path / "value"
+    of_iteration = path / "value"
     folder, checkpoint = reward_model.locate(
-        str(own if own.is_dir() and not (path / "config.json").is_file() else path)
+        str(of_iteration if of_iteration.is_dir() and not (path / "config.json").is_file() else path)
     )
     if checkpoint is not None:
-        raise ValueError(f"{path} is a checkpoint; finish its run, whose folder then is a value model")
+        raise ValueError(f"{path} is a checkpoint; finish its run, then use the folder of the run")
     return folder
 
 
 def digest_of_value(path: Path) -> str:
-    """Of what a value model gives: its weights, and its tokenizer, by which it may read texts."""
+    """Digest of a value model: its weights and its tokenizer."""
     folder = folder_of(path)
     return f"{digest_of_model(folder)}-{digest_of_tokenizer(load_tokenizer(folder))}"
 
@@ -188,14 +188,16 @@ def load_values(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> list[tuple[Value, float]]:
-    """The value models in ``paths`` (runs, directories or hub names) with their betas, 1 each where none are given.
+    """Load the value models in ``paths`` (runs, directories or hub names), with ``betas`` (default: 1 each).
 
-    ``tokenizer``, ``sampling``: the policy's. ``dtype``: what the models compute in; the values themselves are float32
-    at least. A model with another tokenizer reads texts (`note` says of which).
-    Raises ValueError for a model without a head of one output, and for betas that are not as many.
+    ``tokenizer`` and ``sampling`` are those of the policy. ``dtype`` is the compute dtype; the values are at least
+    float32. A model with another tokenizer reads texts (see `note`).
+    Raises ValueError for a model without a head with one output, and for another number of betas than models.
     """
     if betas and len(betas) != len(paths):
-        raise ValueError(f"{len(betas)} betas for {len(paths)} value models: give one each, or none for 1 each")
+        raise ValueError(
+            f"{len(betas)} betas for {len(paths)} value models: expected one per model, or none for 1 each"
+        )
     found: list[tuple[Value, float]] = []
     for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
         folder = folder_of(path)
@@ -214,18 +216,18 @@ BY_TEXT = " (another tokenizer: reads the text of every candidate at every chunk
 
 
 def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What to say of a value model in a Hugging Face directory that reads texts: its tokenizer is not the policy's."""
+    """Note for a value model in ``folder`` whose tokenizer is not the policy's, so that it reads texts; else ""."""
     return "" if same_ids(load_tokenizer(folder), tokenizer) else BY_TEXT
 
 
 class TextValue(Prefixes):
-    """A value model with another tokenizer than the policy: it reads every candidate's text, whole, at every chunk.
+    """A value model with another tokenizer than the policy: it reads the whole text of each candidate at each chunk.
 
-    Without caches, because the last tokens of a text may change with what comes behind it. A text that is longer than
-    the model's context loses its beginning: how many tokens another tokenizer makes of a response nobody knows before.
+    It has no cache, because the last tokens of a text may change when the text grows. A text longer than the model's
+    context loses its beginning, since the number of its tokens is not known in advance.
     """
 
-    MICRO_BATCH = 16384  # tokens that are read together
+    MICRO_BATCH = 16384  # tokens per forward pass
 
     def __init__(self, name: str, model: Decoder, retokenizer: Retokenizer) -> None:
         self.name, self.model, self.retokenizer = name, model, retokenizer
@@ -235,13 +237,13 @@ class TextValue(Prefixes):
         context = self.model.shape.context
         texts = [self.retokenizer.whole(self.prompts[p], tokens)[-context:] for p, tokens in self.rows]
         device = self.model.head_weight.device
-        found = torch.empty(len(texts), dtype=torch.promote_types(self.model.head_weight.dtype, torch.float32))
+        values = torch.empty(len(texts), dtype=torch.promote_types(self.model.head_weight.dtype, torch.float32))
         for part in bins(dict(enumerate(map(len, texts))), self.MICRO_BATCH):
             lengths = [len(texts[i]) for i in part]
             tokens = torch.tensor([token for i in part for token in texts[i]], device=device)
             last = torch.tensor(lengths, device=device).cumsum(0) - 1
-            found[part] = as_values(self.model(tokens, lengths, last, score_head)[:, 0], kind_of(self.model)).cpu()
-        return found
+            values[part] = as_values(self.model(tokens, lengths, last, score_head)[:, 0], kind_of(self.model)).cpu()
+        return values
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -249,17 +251,17 @@ class TextValue(Prefixes):
 
 @dataclass(frozen=True)
 class Response:
-    """The candidate that answers a prompt, and what it was chosen by."""
+    """The chosen candidate of a prompt, with the score that it was chosen by."""
 
     candidate: Candidate
     text: str
-    worth: float
+    score: float
 
 
 def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
-    """The candidates of each prompt, as often as the places that they take; these are as many for every prompt."""
-    rows = [[one for one in own for _ in range(one.places)] for own in found]
-    flat, samples = [one for own in rows for one in own], len(rows[0])
+    """Convert candidates to a rollout. Each is repeated ``places`` times, which gives U completions per prompt."""
+    rows = [[one for one in candidates for _ in range(one.places)] for candidates in found]
+    flat, samples = [one for row in rows for one in row], len(rows[0])
     rollout = padded(prompt_ids, [one.tokens for one in flat], samples)
     for row, one in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
         row[: len(one.tokens)] = torch.tensor(one.logprobs)
@@ -268,7 +270,7 @@ def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Can
 
 
 def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], samples: int) -> Rollout:
-    """``samples`` completions of each prompt, prompt by prompt, as the engine gives them; log-probs 0, none ended."""
+    """Pad ``samples`` completions per prompt, sorted by prompt, to a rollout; log-probs 0, none finished."""
     lengths = torch.tensor([len(ids) for ids in completions])
     tokens = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
     for row, ids in zip(tokens, completions, strict=True):
@@ -291,15 +293,15 @@ def respond(
     seed: int = 0,
     max_rows: int = 256,
 ) -> tuple[list[Response], Cost]:
-    """The response to every prompt, and the total cost. Raises ValueError as `search` and `Chooser.choose`."""
+    """Respond to each prompt. Returns responses and total cost; errors as `search` and `Chooser.choose`."""
     if chooser.how == VALUE and not values:
-        raise ValueError("without a value model nothing is chosen by value: name one, or another way to choose")
+        raise ValueError("--choose value needs a value model: name one, or choose by majority or a reward")
     ids = encode(tokenizer, prompts)
     valued = chooser.how == VALUE
     found, cost = guided_search.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)
     responses = []
     for prompt, start, candidates in zip(prompts, ids, found, strict=True):
         texts = decode(tokenizer, [start] * len(candidates), [c.tokens for c in candidates])
-        best, worth = chooser.choose(prompt, candidates, texts)
-        responses.append(Response(candidates[best], texts[best], worth))
+        best, score = chooser.choose(prompt, candidates, texts)
+        responses.append(Response(candidates[best], texts[best], score))
     return responses, cost

@@ -1,7 +1,7 @@
-"""Samples of the reference, drawn and scored once before training: `nlgrpo rollout` writes them, `load` reads them.
+"""Samples of the reference, generated and scored once before training: `nlgrpo rollout` writes them, `load` reads them.
 
-A folder has ``rollouts.json``, which says what was drawn from what, for which prompts, and how it was scored;
-completions and scores lie in files below ``samples`` (`draws`). Shapes: P prompts, K samples per prompt.
+A folder has ``rollouts.json``, which describes the model, prompts, sampling and rewards; completions and scores are in
+the folder ``samples`` (`store`). Shapes: P prompts, K samples per prompt.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.runtime import atomic_files
 
 FILE = "rollouts.json"
-SAMPLES = "samples"  # the folder of completions and scores
+SAMPLES = "samples"  # folder of completions and scores
 
 # --- rollouts.json ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a reward was computed: what the configuration says of it, and a digest of that with its code and files."""
+    """How a reward was computed: its entry in the configuration, and a digest of it, its code and its files."""
 
     spec: str
     digest: str
@@ -42,11 +42,11 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Index:
-    """What ``rollouts.json`` holds.
+    """Content of ``rollouts.json``.
 
-    ``model`` is the path or name that the reference was given by. ``prompts`` are digests of token ids, in the order of
-    the source, and ``columns`` of the other columns that they had when they were scored, "" without any; ``files``
-    those of completions in the folder ``samples/STORE``, with how many prompts each has.
+    ``model`` is the path or name of the reference. ``prompts`` are digests of token ids, in the order of the source;
+    ``columns`` digests of the data columns at the time of scoring, "" without columns; ``files`` the names of the files
+    of completions in ``samples/STORE``, with their numbers of prompts.
     """
 
     model: str
@@ -61,18 +61,18 @@ class Index:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, draws: RolloutCollector, origin: Provenance, scorers: Sequence[Scorer], seed: int) -> Index:
-        """Of what is drawn and scored, or is going to be."""
+    def of(cls, collector: RolloutCollector, origin: Provenance, scorers: Sequence[Scorer], seed: int) -> Index:
+        """Describe what ``collector`` and ``scorers`` generate and score."""
         return cls(
-            model=draws.label,
+            model=collector.label,
             origin=origin,
             seed=seed,
-            samples=draws.sampler.samples,
-            prompts=[digest_of_prompt(ids) for ids in draws.batch.ids],
-            columns=digests_of_columns(draws.batch.columns, len(draws.batch.ids)),
+            samples=collector.sampler.samples,
+            prompts=[digest_of_prompt(ids) for ids in collector.batch.ids],
+            columns=digests_of_columns(collector.batch.columns, len(collector.batch.ids)),
             rewards={scorer.name: Scoring(scorer.spec, scorer.digest) for scorer in scorers},
-            store=draws.store.digest,
-            files=[(chunk_name(chunk.index, chunk.ids), len(chunk.ids)) for chunk in draws.chunks],
+            store=collector.store.digest,
+            files=[(chunk_name(chunk.index, chunk.ids), len(chunk.ids)) for chunk in collector.chunks],
             versions={"nlgrpo": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         )
 
@@ -81,10 +81,10 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Raises ValueError where ``rollouts.json`` is missing or damaged."""
+    """Read ``rollouts.json``. Raises ValueError if it is missing or damaged."""
     path = folder / FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing; give the --out folder of `nlgrpo rollout`")
+        raise ValueError(f"{path} is missing; expected the --out folder of `nlgrpo rollout`")
     try:
         data = json.loads(path.read_text("utf-8"))
         data["origin"]["sampling"]["stop_ids"] = tuple(data["origin"]["sampling"]["stop_ids"])
@@ -92,23 +92,25 @@ def read_index(folder: Path) -> Index:
         data["origin"] = Provenance(**data["origin"])
         data["rewards"] = {name: Scoring(**scoring) for name, scoring in data["rewards"].items()}
         data["files"] = [(str(name), int(prompts)) for name, prompts in data["files"]]
-        data.setdefault("columns", [""] * len(data["prompts"]))  # scored before columns counted
+        data.setdefault("columns", [""] * len(data["prompts"]))  # written by an older version
         return Index(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); the same `nlgrpo rollout` writes it again") from error
+        raise ValueError(
+            f"{path} cannot be read ({error!r}); run the same `nlgrpo rollout` to write it again"
+        ) from error
 
 
-# --- what was drawn ---------------------------------------------------------------------------------------------------
+# --- samples ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReferenceRollouts:
-    """K samples of the reference for each of P prompts, in the order in which they were drawn; made by `load`.
+    """K samples of the reference for each of P prompts, loaded by `load`.
 
-    ``rewards[name]`` (P, K) float64, scaled as the configuration says, NaN where the reward abstained. ``logprobs``
-    (P, K) float64: log-prob of a completion under the reference, the sum over its tokens in nats, of the distribution
-    that was sampled from (at its temperature, within its top-k, top-p and min-p). ``lengths`` (P, K) int64, in tokens;
-    ``finished`` (P, K): ended by a stop id, not by the limit.
+    ``rewards[name]`` (P, K) float64, scaled as the configuration sets, NaN where the reward abstained. ``logprobs``
+    (P, K) float64: log-prob of a completion in nats, the sum over its tokens, under the sampling distribution (with
+    temperature, top-k, top-p and min-p). ``lengths`` (P, K) int64, in tokens; ``finished`` (P, K) bool: ended by a stop
+    id, not by max_new_tokens.
     """
 
     folder: Path
@@ -119,42 +121,42 @@ class ReferenceRollouts:
     finished: Tensor
 
     def row(self, prompt_ids: Sequence[int]) -> int | None:
-        """Where the prompt of these token ids is among the P, None if nowhere; of a repeated prompt the first place."""
+        """Index of the prompt with these token ids, the first one if it is repeated; None if it is not there."""
         return self._rows.get(digest_of_prompt(prompt_ids))
 
     def ids(self, row: int) -> list[list[int]]:
-        """The token ids of a prompt's K completions, read from their file. ValueError where that is gone by now."""
+        """Read the token ids of a prompt's K completions. Raises ValueError if their file is missing."""
         number = bisect.bisect_right(self._starts, row) - 1
         name, _ = self.index.files[number]
         tensors = _store(self.folder, self.index).read(name, ("tokens",))
         if tensors is None:
             raise ValueError(
-                f"{self.folder}: completions of prompt {row} are missing; the same `nlgrpo rollout` goes on"
+                f"{self.folder}: completions of prompt {row} are missing; run the same `nlgrpo rollout` to resume"
             )
         tokens = tensors["tokens"][row - self._starts[number]].tolist()
         return [row_ids[:length] for row_ids, length in zip(tokens, self.lengths[row].tolist(), strict=True)]
 
     def tokens(self) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """The token ids of each prompt, and of its K completions. Raises ValueError where a file has none by now."""
+        """Yield the token ids of each prompt and of its K completions. Raises ValueError if a file is missing."""
         for name, _ in self.index.files:
             tensors = _store(self.folder, self.index).read(name, ("prompts", "prompt_lengths", "tokens", "lengths"))
             if tensors is None:
                 raise ValueError(
-                    f"{self.folder}: completions are missing, or were drawn before their prompts were kept with them; "
-                    "`nlgrpo rollout` into a new folder draws both"
+                    f"{self.folder}: completions are missing, or were written by a version that did not save their "
+                    "prompts; run `nlgrpo rollout` with a new --out folder"
                 )
             prompts = [ids.tolist() for ids in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
             for prompt, rows, lengths in zip(prompts, tensors["tokens"], tensors["lengths"].tolist(), strict=True):
                 yield prompt, [ids[:n] for ids, n in zip(rows.tolist(), lengths, strict=True)]
 
     def reward(self, name: str) -> Tensor:
-        """(P, K). Raises ValueError for a reward that was not scored."""
+        """Values (P, K) of a reward. Raises ValueError if it was not scored."""
         if name not in self.rewards:
             raise ValueError(f"{self.folder}: {_not_scored(name, self.index)}")
         return self.rewards[name]
 
     def ecdf(self, name: str) -> ECDF:
-        """Each prompt's rewards, sorted. Raises ValueError for a reward that was not scored, or that abstained."""
+        """Empirical CDFs, one per prompt. Raises ValueError for a reward that was not scored, or that abstained."""
         values = self.reward(name)
         absent = int(values.isnan().any(1).sum())
         if absent:
@@ -164,29 +166,33 @@ class ReferenceRollouts:
         return ECDF(values)
 
     def check(self, origin: Provenance, scorers: Sequence[Scorer]) -> None:
-        """Refuse to serve a run of another reference, tokenizer, sampling, or rewards, naming each difference.
+        """Check that the reference, tokenizer, sampling and rewards are those of a run.
 
-        ``origin`` and ``scorers`` are the run's own, from `Provenance.of` and `collect.scorers`. Rewards that the run
-        does not have, more prompts, and another compute dtype are accepted. Raises ValueError.
+        ``origin`` and ``scorers`` are those of the run, from `Provenance.of` and `collect.scorers`. Additional rewards
+        and prompts, and another compute dtype, are accepted. Raises ValueError, which lists the differences.
         """
         found = differences(self.index, origin) + _differences_of_rewards(self.index, scorers)
         if found:
-            advice = "`nlgrpo rollout` with the run's configuration draws its own, into another --out folder"
+            advice = "run `nlgrpo rollout` with the configuration of the run and another --out folder"
             if not differences(self.index, origin):
-                advice = f"`nlgrpo rollout` with the run's rewards and --out {self.folder} scores what is drawn already"
+                advice = (
+                    f"run `nlgrpo rollout` with the rewards of the run and --out {self.folder} to score these samples"
+                )
             raise ValueError("\n  ".join([f"the rollouts in {self.folder} do not fit the run:", *found, advice]))
 
     def check_columns(self, prompts: PromptSet) -> None:
-        """ValueError for prompts that had other columns when they were scored, such as an answer that was corrected."""
+        """Raise ValueError for prompts whose data columns have changed since scoring, such as a corrected answer."""
         scored = set(zip(self.index.prompts, self.index.columns, strict=True))
         given = zip(map(digest_of_prompt, prompts.ids), digests_of_columns(prompts.columns, len(prompts)), strict=True)
         changed = sum(
-            prompt in self._rows and (prompt, own) not in scored and (prompt, "") not in scored for prompt, own in given
+            prompt in self._rows and (prompt, columns) not in scored and (prompt, "") not in scored
+            for prompt, columns in given
         )
         if changed:
             raise ValueError(
-                f"the columns of {changed} of {len(prompts)} prompts are others than when the rollouts in "
-                f"{self.folder} were scored; `nlgrpo rollout` with the run's data and --out {self.folder} scores again"
+                f"the data columns of {changed} of {len(prompts)} prompts have changed since the rollouts in "
+                f"{self.folder} were scored; run `nlgrpo rollout` with the data of the run and --out {self.folder} to "
+                "score them again"
             )
 
     @cached_property
@@ -199,9 +205,9 @@ class ReferenceRollouts:
 
 
 def load(folder: str | Path) -> ReferenceRollouts:
-    """The rollouts that `nlgrpo rollout` has written into ``folder``.
+    """Load the rollouts that `nlgrpo rollout` wrote into ``folder``.
 
-    Raises ValueError where they are cut short: completions or scores of some prompts are missing or damaged.
+    Raises ValueError if completions or scores of some prompts are missing or damaged.
     """
     folder = Path(folder)
     index = read_index(folder)
@@ -221,43 +227,42 @@ def load(folder: str | Path) -> ReferenceRollouts:
 
 
 def _read(store: Store, name: str, columns: Sequence[str], rewards: Mapping[str, Scoring]) -> Tensors | None:
-    """A file's numbers, and those of its scores; None where one of them is missing."""
-    drawn = store.read(name, ("logprobs", "lengths", "finished"))
+    """Read the tensors of a file and its scores; None if one of them is missing."""
+    samples = store.read(name, ("logprobs", "lengths", "finished"))
     scores = {reward: store.read(score_name(name, one.digest, columns)) for reward, one in rewards.items()}
     values = {f"rewards/{reward}": tensors["values"] for reward, tensors in scores.items() if tensors}
-    if drawn is None or len(values) < len(rewards):
+    if samples is None or len(values) < len(rewards):
         return None
-    return drawn | {"logprobs": drawn["logprobs"].double().sum(-1)} | values
+    return samples | {"logprobs": samples["logprobs"].double().sum(-1)} | values
 
 
 def _store(folder: Path, index: Index) -> Store:
     return Store(folder / SAMPLES, index.store)
 
 
-# --- what fits --------------------------------------------------------------------------------------------------------
+# --- differences between rollouts and a run ---------------------------------------------------------------------------
 
 
 def differences(index: Index, origin: Provenance) -> list[str]:
-    """In words, how completions of ``origin`` would be others than those that were drawn."""
+    """Describe how the rollouts differ from those that ``origin`` would give."""
     found = []
     if index.origin.model != origin.model:
         found.append(
-            f"these rollouts were drawn from {index.model}, and the run's reference has other weights "
+            f"the rollouts are samples of {index.model}, but the reference of the run has other weights "
             f"(digests {index.origin.model} and {origin.model})"
         )
     if index.origin.tokenizer != origin.tokenizer:
-        found.append(f"these rollouts were drawn with the tokenizer of {index.model}, and the run has another one")
+        found.append(f"the rollouts have the tokenizer of {index.model}, but the run has another one")
     if index.origin.guide != origin.guide:
-        alone, guided = "by the model alone", "by a search that value models guide"
-        drawn, draws = (guided if guide else alone for guide in (index.origin.guide, origin.guide))
-        draws = "by another" if drawn == draws else draws
-        found.append(f"these rollouts were drawn {drawn}, and the run draws {draws}")
+        unguided, guided = "samples of the model without guidance", "responses of a search guided by value models"
+        stored, needed = (guided if guide else unguided for guide in (index.origin.guide, origin.guide))
+        needed = "those of another search" if stored == needed else needed
+        found.append(f"the rollouts are {stored}, but the run needs {needed}")
     theirs, ours = ({**asdict(x), "stop_ids": sorted({*x.stop_ids})} for x in (index.origin.sampling, origin.sampling))
     for name in theirs:
         if theirs[name] != ours[name]:
-            words, short = ("at temperature", "at") if name == "temperature" else (f"with {name} =", "with")
             values = [f"{x:g}" if isinstance(x, float) else f"{x}" for x in (theirs[name], ours[name])]
-            found.append(f"these rollouts were drawn {words} {values[0]}, and the run samples {short} {values[1]}")
+            found.append(f"the rollouts were sampled with {name} = {values[0]}, but the run has {values[1]}")
     return found
 
 
@@ -268,11 +273,13 @@ def _differences_of_rewards(index: Index, scorers: Sequence[Scorer]) -> list[str
         if scored is None:
             found.append(_not_scored(scorer.name, index))
         elif scored.spec != scorer.spec:
-            found.append(f"reward {scorer.name!r} was {scored.spec}, and the run's is {scorer.spec}")
+            found.append(f"reward {scorer.name!r} is {scored.spec} in the rollouts, but {scorer.spec} in the run")
         elif scored.digest != scorer.digest:
-            found.append(f"the code or the files of reward {scorer.name!r}, {scored.spec}, have changed since")
+            found.append(
+                f"the code or files of reward {scorer.name!r} ({scored.spec}) have changed since it was scored"
+            )
     return found
 
 
 def _not_scored(name: str, index: Index) -> str:
-    return f"reward {name!r} was not scored; those that were are {', '.join(index.rewards)}"
+    return f"reward {name!r} was not scored; scored are {', '.join(index.rewards)}"

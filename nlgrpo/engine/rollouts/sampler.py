@@ -1,4 +1,4 @@
-"""From prompts to scored completions: what training and evaluation share."""
+"""Sample and score completions; used by training and evaluation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime.distributed import Ranks
 
-CONTEXT = 8  # tokens of a prompt's end that tell how its completion is written
-BROKEN = "\ufffd"  # stands for what is no whole character
+CONTEXT = 8  # last tokens of a prompt with which its completion is decoded
+BROKEN = "\ufffd"  # the replacement character: part of a character
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws M completions per prompt from a model and scores them."""
+    """Samples M completions per prompt from a model and scores them."""
 
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
@@ -48,7 +48,7 @@ class Sampler:
             )
 
     def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
-        """The P*M completions as texts, without special tokens: what goes on behind a text, or a message of its own."""
+        """Decode the P*M completions, without special tokens, as continuations of texts or as assistant messages."""
         before = [ids if isinstance(p, str) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
         repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
         return decode(self.tokenizer, repeated, rollout.completion_ids())
@@ -62,7 +62,7 @@ class Sampler:
         total_steps: int = 0,
         first_prompt: int = 0,
     ) -> Scores:
-        """The rewards of ``rollout``; see `nlgrpo.rewards.reward_functions.score` for the errors."""
+        """Score ``rollout`` with all rewards; errors as `nlgrpo.rewards.reward_functions.score`."""
         repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
         texts = self.texts(batch.prompts, rollout)
         return reward_functions.score(
@@ -85,7 +85,7 @@ class Sampler:
         objectives: Mapping[str, Objective],
         weights: Mapping[str, float],
     ) -> EvaluationSamples:
-        """Sample and score ``batch``, divided over the ranks; collective, and the same result on all of them."""
+        """Sample and score ``batch``, divided over the ranks. Collective; all ranks return the same result."""
         mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
         rollout = ranks.agree(lambda: self.draw(model, mine))
         first = mine.index[0] if mine.index else 0
@@ -93,10 +93,10 @@ class Sampler:
         texts = self.texts(mine.prompts, rollout)
         shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
         values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}
-        own = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
-        parts = ranks.gather_objects(own)
+        part = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
+        parts = ranks.gather_objects(part)
         return EvaluationSamples(
-            rewards={name: torch.cat([part[name] for part, *_ in parts]) for name in values},
+            rewards={name: torch.cat([of_rank[name] for of_rank, *_ in parts]) for name in values},
             lengths=torch.cat([lengths for _, lengths, *_ in parts]),
             objectives={name: str(objective) for name, objective in objectives.items()},
             weights=dict(weights),
@@ -107,29 +107,29 @@ class Sampler:
 
 
 def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """What TRL hands to reward functions: a text, or for a conversation the assistant's message."""
+    """A completion as TRL passes it to reward functions: a text, or the assistant's message of a conversation."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def decode(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> list[str]:
-    """The texts of completions (ids) as they stand behind their prompts (ids), without special tokens.
+    """Decode completions (ids) as continuations of their prompts (ids), without special tokens.
 
-    A tokenizer of SentencePiece's kind drops the blank that begins a text. Behind a prompt it is none that begins one,
-    so what is decoded is the end of the prompt with the completion, less the end of the prompt.
+    Tokenizers like SentencePiece drop the space at the start of a text, but a completion does not start the text. So
+    the end of the prompt is decoded with the completion, and then removed.
     """
     if not completions:
-        return []  # of which transformers makes a text
+        return []  # transformers would return a text
     ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
     cut = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
     ends = [list(prompt) if within else end for prompt, end, within in zip(prompts, ends, cut, strict=True)]
     before = tokenizer.batch_decode(ends, skip_special_tokens=True)
     rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
-    whole = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    continued = tokenizer.batch_decode(rows, skip_special_tokens=True)
     alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
-    # A character that the prompt only begins, or a blank that a decoder takes back: the completion by itself.
+    # The prompt's text may change: a character that it only begins, or a space that a decoder removes.
     return [
-        text[len(start) :] if text.startswith(start) else by_itself
-        for start, text, by_itself in zip(before, whole, alone, strict=True)
+        text[len(start) :] if text.startswith(start) else separate
+        for start, text, separate in zip(before, continued, alone, strict=True)
     ]

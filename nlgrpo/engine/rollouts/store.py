@@ -1,8 +1,8 @@
-"""Completions kept on disk under names that their content determines, so that none is drawn or scored twice.
+"""Content-addressed storage of completions and scores, so that none is sampled or scored twice.
 
-What a model draws depends on its files, the sampling, the seed and the prompts. The folder of a `Store` is named by a
-digest of the first three, and a file in it by one of its prompts; what is computed from a file, scores for instance,
-lies beside it under a digest of what computed it. A file is there whole or not at all.
+Completions depend on the model's files, the sampling, the seed and the prompts. The name of a `Store`'s folder is a
+digest of the first three; the name of a file has a digest of its prompts. Scores of a file are stored next to it, with
+a digest of the reward. A file is either complete or absent.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ Tensors = dict[str, Tensor]
 
 
 class Store:
-    """Files of tensors in a folder below ``root`` that is named by a digest, that of an identity for instance."""
+    """Files of tensors in the folder ``root / digest``."""
 
     def __init__(self, root: Path, digest: str) -> None:
         self.folder, self.digest = root / digest, digest
 
     @classmethod
     def make(cls, root: Path, identity: Mapping[str, Any], *, first: bool) -> Store:
-        """The folder for ``identity``, plain data, which is written down by the ``first`` of those that share it."""
+        """Return the store of ``identity`` (plain data); the ``first`` process writes ``identity.json``."""
         text = json.dumps(identity, sort_keys=True, indent=1)
         store = cls(root, _short(text.encode()))
-        written = store.folder / "identity.json"
+        identity_file = store.folder / "identity.json"
         with atomic_files.into(store.folder):
             store.folder.mkdir(parents=True, exist_ok=True)
-            if first and not written.is_file():
-                atomic_files.atomic_write(written, text + "\n")
+            if first and not identity_file.is_file():
+                atomic_files.atomic_write(identity_file, text + "\n")
         return store
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file, and it is whole."""
+        """Whether the file exists and is complete."""
         return self.read(name, ()) is not None
 
     def read(self, name: str, keys: Sequence[str] | None = None) -> Tensors | None:
-        """All tensors of a file, or only those of ``keys``; None where there is no such file, or it is damaged."""
+        """Read all tensors of a file, or only those of ``keys``. Returns None if the file is missing or damaged."""
         try:
             with safe_open(self._path(name), "pt") as file:
                 return {key: file.get_tensor(key) for key in (file.keys() if keys is None else keys)}
@@ -67,34 +67,34 @@ class Store:
 
 
 def chunk_name(index: Sequence[int], ids: Sequence[Sequence[int]]) -> str:
-    """Of the completions of some prompts, whose numbers key the noise."""
+    """Name of the file of these prompts; ``index`` has the numbers that seed their noise."""
     return f"{index[0]:06d}-{_short(json.dumps([list(index), [list(p) for p in ids]]).encode())}"
 
 
 def digest_of_prompt(ids: Sequence[int]) -> str:
-    """Of a prompt's token ids."""
+    """Digest of the token ids of a prompt."""
     return _short(json.dumps(list(ids)).encode())
 
 
 def digest_of_text(*texts: str) -> str:
-    """Of texts in their order."""
+    """Digest of a sequence of texts."""
     return _short(json.dumps(texts).encode())
 
 
 def digests_of_columns(columns: Mapping[str, Sequence[Any]], prompts: int) -> list[str]:
-    """Of what rewards may read besides each prompt and its completions; "" where there is nothing."""
+    """Digest of the data columns of each prompt, which rewards may read; "" without columns."""
     rows = [{name: values[i] for name, values in columns.items()} for i in range(prompts)]
     return [_short(json.dumps(row, sort_keys=True, default=str).encode()) if row else "" for row in rows]
 
 
 def score_name(chunk: str, digest: str, columns: Sequence[str]) -> str:
-    """Of a reward's values for a file of completions, whose prompts have ``columns`` of these digests."""
+    """Name of the file with a reward's values for the completions of ``chunk``; ``columns`` has digests."""
     of_columns = f"-{digest_of_text(*columns)}" if any(columns) else ""
     return f"{chunk}.score-{digest}{of_columns}"
 
 
 def from_rollout(rollout: Rollout) -> Tensors:
-    """A rollout as it is kept: ``prompts`` are the tokens of all, one after another, ``prompt_lengths`` of each."""
+    """Convert a rollout for storage: ``prompts`` has the tokens of all prompts, ``prompt_lengths`` their lengths."""
     return {
         "prompts": torch.tensor([token for ids in rollout.prompt_ids for token in ids], dtype=torch.int32),
         "prompt_lengths": torch.tensor([len(ids) for ids in rollout.prompt_ids]),
@@ -111,40 +111,40 @@ def to_rollout(tensors: Tensors, prompt_ids: Sequence[Sequence[int]]) -> Rollout
 
 
 def digest_of(*paths: Path) -> str:
-    """Of the contents of files, and of the folders' own files, with their names."""
+    """Digest of the names and contents of files, and of the files in folders (not their subfolders)."""
     total = hashlib.sha256()
     for path in paths:
         for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
             total.update(file.name.encode())
-            now = file.stat()
-            total.update(_digest_of_file(file.absolute(), now.st_size, now.st_mtime_ns))
+            stat = file.stat()
+            total.update(_digest_of_file(file.absolute(), stat.st_size, stat.st_mtime_ns))
     return total.hexdigest()[:16]
 
 
 @cache
-def _digest_of_file(file: Path, size: int, changed: int) -> bytes:
-    """Read once while its size and its time of change are the same: loops come by a large model again and again."""
+def _digest_of_file(file: Path, size: int, modified: int) -> bytes:
+    """Cached while size and modification time are the same, because loops load a large model repeatedly."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 
 
 def digest_of_model(folder: Path) -> str:
-    """Of what a model computes: its config.json and weights."""
+    """Digest of a model: config.json and weights."""
     return digest_of(*sorted(p for p in folder.iterdir() if p.name == "config.json" or ".safetensors" in p.name))
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of how texts become ids and ids texts: its rules or vocabulary, special ids and chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # none: its rules are Python code
+    """Digest of a tokenizer: rules or vocabulary, special ids and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer in Python
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    of_last_call = ("padding", "truncation")
-    rules = {name: rule for name, rule in rules.items() if backend is None or name not in of_last_call}
-    whole = [rules, tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
-    return _short(json.dumps(whole, sort_keys=True).encode())
+    set_by_calls = ("padding", "truncation")
+    rules = {name: rule for name, rule in rules.items() if backend is None or name not in set_by_calls}
+    state = [rules, tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    return _short(json.dumps(state, sort_keys=True).encode())
 
 
 def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether an id is the same piece of text in both; how they part texts, and what is special, may differ."""
+    """Whether both have the same vocabulary. How they split texts, and their special tokens, may differ."""
 
     def pieces(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, int], Any]:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -154,24 +154,24 @@ def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bo
 
 
 def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> str:
-    """Of what a reward does: its spec, the source file of its code, and every file or folder that it is ``named`` by.
+    """Digest of a reward: its spec, the source file of its code, and the files and folders in ``named``.
 
-    ``named`` is its text in the configuration: a model's folder, or a function whose arguments may be paths. What the
-    code reads elsewhere is not seen.
+    ``named`` is its text in the configuration: a model's folder, or a function whose arguments may be paths. Other
+    files that the code reads are not included.
     """
     while isinstance(function, partial):
         function = function.func
     code = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
         source = [Path(inspect.getfile(code))]
-    except TypeError:  # built in
+    except TypeError:  # a built-in of Python
         source = []
     found = [path for path in [*source, *_paths_in(named)] if len(str(path)) < 4096 and path.exists()]
     return _short(f"{spec} {digest_of(*dict.fromkeys(found))}".encode())
 
 
 def _paths_in(named: str) -> list[Path]:
-    """Texts in quotes, and what stands before the brackets; not those that are folders whatever they mean."""
+    """Texts in quotes, and the text before the parentheses, except ".", ".." and "/"."""
     parts = (named.partition("(")[0].strip(), *named.replace('"', "'").split("'")[1::2])
     return [Path(os.path.expanduser(part)) for part in parts if part.strip() and part not in (".", "..", "/")]
 
