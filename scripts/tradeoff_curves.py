@@ -15,6 +15,7 @@ from torch import Tensor
 from nlgrpo.calibration import ecdf
 from nlgrpo.calibration.alignment import at_kl, parse_transform
 from nlgrpo.config.schema import Config
+from nlgrpo.engine.rollouts.inputs import load_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import bootstrap, win_rate
@@ -22,7 +23,6 @@ from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import read_config
 from nlgrpo.model.tokenizer import load_tokenizer
-from nlgrpo.training.build import load_prompts
 
 LABELS = {"vbon": "vBoN, Eq. 5", "vbon:bound": "vBoN, Eq. 8", "bon_sft": "BoN-SFT"}
 BON = "best-of-N of the reference"

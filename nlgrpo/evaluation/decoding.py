@@ -23,6 +23,7 @@ from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
 from nlgrpo.engine.guided_search import Candidate, Search, Value
 from nlgrpo.engine.rollouts import guided_responses
 from nlgrpo.engine.rollouts.collect import Provenance, Scorer, refuse_pairwise, scorers
+from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -37,7 +38,6 @@ from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.timing import PeakMemory, machine
 from nlgrpo.runtime.work_queue import WorkQueue
-from nlgrpo.training.build import load_prompts, load_rewards, sampling_of
 from nlgrpo.training.scalar_heads import value_dataset
 
 RESULTS = "decode.json"

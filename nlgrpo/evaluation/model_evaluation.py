@@ -18,6 +18,7 @@ from nlgrpo.data.prompt_dataset import Batch, plain_text
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
 from nlgrpo.evaluation.estimators import distinct_n
@@ -31,7 +32,6 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype, micro_batch_tokens
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
-from nlgrpo.training.build import load_prompts, load_rewards, sampling_of
 from nlgrpo.training.losses import kl
 
 REFERENCE = "reference"

@@ -16,7 +16,8 @@ from torch import Tensor
 from nlgrpo.config.schema import Config, LossConfig, OfflineConfig
 from nlgrpo.data.prompt_dataset import PromptSet, order
 from nlgrpo.engine import logprobs
-from nlgrpo.engine.rollouts.collect import Provenance
+from nlgrpo.engine.rollouts import reference_rollouts
+from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import clip_gradients
@@ -26,7 +27,6 @@ from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.losses.preference import best_of_n_sft, bonbon, bonbon_margin, dpo, ipo, pairs, winners
-from nlgrpo.training.reference_rewards import matching_rollouts
 
 # metrics on the progress line, with formats
 SHOWN = (
@@ -124,7 +124,9 @@ def make(
     if not cfg.loss.offline:
         return None
     counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
-    rollouts = matching_rollouts(cfg, counting, objectives, prompts, origin)
+    rollouts = reference_rollouts.load_checked(
+        cfg.calibration.rollouts, origin, scorers(cfg.rewards, objectives, counting), prompts
+    )
     K, M = rollouts.index.samples, cfg.rollout.samples
     if M > K:
         raise ValueError(

@@ -31,7 +31,7 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.registry import Objective
-from nlgrpo.rewards.reward_functions import Reward, RewardError
+from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.distributed import Ranks
 
@@ -179,26 +179,6 @@ class ReferenceRewards:
         return digest_of_prompt(ids) in self.known or (self.rollouts is not None and self.rollouts.row(ids) is not None)
 
 
-def matching_rollouts(
-    cfg: Config,
-    rewards: Sequence[Reward],
-    objectives: Mapping[str, Objective],
-    prompts: PromptSet,
-    origin: Callable[[], Provenance],
-) -> ReferenceRollouts:
-    """Load calibration.rollouts and check that they have the ``rewards`` of every sample.
-
-    Raises ValueError if they are incomplete, do not fit the run or its prompts' columns, or one of the rewards
-    abstained.
-    """
-    rollouts = reference_rollouts.load(cfg.calibration.rollouts)
-    rollouts.check(origin(), scorers(cfg.rewards, objectives, rewards))
-    rollouts.check_columns(prompts)
-    for reward in rewards:
-        rollouts.ecdf(reward.name)  # raises if the reward abstained
-    return rollouts
-
-
 def make(
     cfg: Config,
     sampler: Sampler,
@@ -218,7 +198,9 @@ def make(
     options, rollouts = cfg.calibration, None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
     if wanted and options.rollouts:
-        rollouts = matching_rollouts(cfg, rewards, objectives, prompts, origin)
+        rollouts = reference_rollouts.load_checked(
+            options.rollouts, origin, scorers(cfg.rewards, objectives, rewards), prompts
+        )
     K = options.samples if rollouts is None else rollouts.index.samples
     drawing = None
     if options.missing == "draw":

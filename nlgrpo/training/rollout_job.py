@@ -16,6 +16,7 @@ from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
+from nlgrpo.engine.rollouts.inputs import load_rewards, prompts_of, sampling_of
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -26,7 +27,6 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
-from nlgrpo.training.build import load_rewards, prompts_of, sampling_of
 
 
 @dataclass(frozen=True)

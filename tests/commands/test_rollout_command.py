@@ -20,6 +20,7 @@ from nlgrpo.config.schema import Config, DataConfig, ModelConfig, RewardConfig, 
 from nlgrpo.engine import generation
 from nlgrpo.engine.rollouts import collect, store
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
+from nlgrpo.engine.rollouts.inputs import load_rewards, sampling_of
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.evaluation.figures import render
@@ -29,7 +30,6 @@ from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime import work_queue
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.build import load_rewards, sampling_of
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

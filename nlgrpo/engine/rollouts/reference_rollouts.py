@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -224,6 +224,22 @@ def load(folder: str | Path) -> ReferenceRollouts:
     joined = {key: torch.cat([tensors[key] for tensors in found if tensors]) for key in found[0] or {}}
     rewards = {name: joined[f"rewards/{name}"].double() for name in index.rewards}
     return ReferenceRollouts(folder, index, rewards, joined["logprobs"], joined["lengths"], joined["finished"])
+
+
+def load_checked(
+    folder: str | Path, origin: Callable[[], Provenance], scorers: Sequence[Scorer], prompts: PromptSet
+) -> ReferenceRollouts:
+    """Load rollouts and check that a run with ``prompts`` can use them, with values of all ``scorers``.
+
+    ``origin`` is a function, since it reads all weights of the model; it is called if the rollouts are complete.
+    Raises ValueError as `load`, `ReferenceRollouts.check` and `check_columns`, and if one of the rewards abstained.
+    """
+    rollouts = load(folder)
+    rollouts.check(origin(), scorers)
+    rollouts.check_columns(prompts)
+    for scorer in scorers:
+        rollouts.ecdf(scorer.name)
+    return rollouts
 
 
 def _read(store: Store, name: str, columns: Sequence[str], rewards: Mapping[str, Scoring]) -> Tensors | None:

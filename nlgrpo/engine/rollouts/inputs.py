@@ -1,0 +1,116 @@
+"""Prompts, rewards and sampling options that a configuration sets."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo.config.schema import Config
+from nlgrpo.data import prompt_dataset
+from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model.tokenizer import stop_ids_of
+from nlgrpo.objectives import registry
+from nlgrpo.rewards import reward_functions
+from nlgrpo.runtime import user_code
+
+EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
+
+
+def _room_for_prompts(cfg: Config, limits: Limits) -> int:
+    """Largest number of tokens of a prompt: data.max_prompt_tokens, limited by the context minus the completions.
+
+    Raises ValueError if no token is left for prompts.
+    """
+    room = limits.context - cfg.rollout.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{limits.context} tokens of {cfg.model.path}"
+        )
+    return min(room, cfg.data.max_prompt_tokens or room)
+
+
+def load_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> tuple[prompt_dataset.PromptSet, prompt_dataset.PromptSet]:
+    """Load the training and the evaluation prompts. Without data.evaluation, the latter are held out of the former."""
+    prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, limits)
+    if cfg.data.evaluation:
+        split = cfg.data.evaluation_split or cfg.data.split
+        return prompts, prompts_of(cfg, cfg.data.evaluation, split, tokenizer, limits)
+    return prompts.split(cfg.evaluation.prompts)
+
+
+def prompts_of(
+    cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
+) -> prompt_dataset.PromptSet:
+    """Load all prompts of the source ``name`` with the options of [data], for a model of these limits.
+
+    Raises ValueError as `prompt_dataset.load`, and if the context has no room for a prompt or the model's vocabulary
+    lacks one of its tokens.
+    """
+    if not name:
+        raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
+    path = str(files("nlgrpo.data") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name
+    d = cfg.data
+    prompts = prompt_dataset.load(
+        path,
+        tokenizer,
+        max_prompt_tokens=_room_for_prompts(cfg, limits),
+        split=split,
+        prompt_column=d.prompt_column,
+        template=d.template,
+        cut_after=d.cut_after,
+        separator=d.separator,
+        first_words=d.first_words,
+        seed=cfg.train.seed,
+        shuffle=d.shuffle,
+        limit=d.limit,
+        add_bos=d.add_bos,
+    )
+    for ids, prompt in zip(prompts.ids, prompts.prompts, strict=True):
+        if max(ids) >= limits.vocab:
+            raise ValueError(
+                f"{name}: the tokenizer of {cfg.model.path} gives the token {max(ids)} "
+                f"({tokenizer.convert_ids_to_tokens(max(ids))!r}), outside the model's vocabulary of {limits.vocab}, "
+                f"for the prompt {prompt_dataset.brief(prompt)}"
+            )
+    return prompts
+
+
+def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:
+    """Sampling options of [rollout]; the stop ids include those of the generation config and the tokenizer's EOS.
+
+    Raises ValueError for a stop id beyond the tokenizer's last token.
+    """
+    r = cfg.rollout
+    largest = max(tokenizer.get_vocab().values())
+    if max(r.stop_ids, default=0) > largest:
+        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the last token of {cfg.model.path} is {largest}")
+    return Sampling(
+        temperature=r.temperature,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        min_p=r.min_p,
+        max_new_tokens=r.max_new_tokens,
+        stop_ids=tuple(dict.fromkeys((*r.stop_ids, *stop_ids_of(tokenizer, source)))),
+    )
+
+
+def load_rewards(
+    cfg: Config, device: torch.device
+) -> tuple[dict[str, registry.Objective], list[reward_functions.Reward]]:
+    """Load the objectives, by reward name, and the rewards. Raises ValueError if one cannot be loaded."""
+    parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
+    loaded = [
+        reward_functions.load(
+            name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(device),
+            pairwise=parsed[name].pairwise,
+        )
+        for name, r in cfg.rewards.items()
+    ]  # fmt: skip
+    return parsed, loaded
