@@ -27,8 +27,8 @@ bool rank_by_cells(const uint64_t* x, int64_t n, Side side, const CellArrays<Dou
 // Ranks by cells, with memory that one thread reuses for all rows.
 //
 // The range of the values is divided into cells of equal width. The rank of a value is the number of values in lower
-// cells, plus the number of smaller values in the same cell. If values are spread evenly, a cell has few values, fits in
-// a vector, and one comparison counts them. The rest of the vector belongs to higher cells and is greater.
+// cells, plus the number of smaller values in the same cell. If values are spread evenly, a cell has few values, it
+// fits in a vector, and one comparison counts them. The rest of the vector belongs to higher cells and is greater.
 template <class F>
 class CellRanks {
  public:

@@ -69,8 +69,8 @@ void count_by_cell(const Cells<F>& cells, Side side, const Write& write) {
   cells.all([&](int64_t i, uint32_t cell) { write(i, rank[cell]); });
 }
 
-// The same for any long row, in parallel. Each element is moved to its bucket and overwritten by its rank. Then the ranks
-// are read in the order of the row. This touches only twice the memory of the row.
+// The same for any long row, in parallel. Each element is moved to its bucket and overwritten by its rank. Then the
+// ranks are read in the order of the row. This touches only twice the memory of the row.
 template <class F, class Write>
 void count_long(const typename F::Bits* x, int64_t n, Side side, const Write& write) {
   using Bits = typename F::Bits;

@@ -86,8 +86,8 @@ def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int =
 
 @dataclass
 class Job:
-    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal``; with a
-    ``limit``, no file can grow beyond that many bytes from then on.
+    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends ``signal`` to itself. With a
+    ``limit`` it does not, but files cannot grow beyond ``limit`` bytes from that call on.
     """
 
     arguments: list[str]
@@ -100,7 +100,7 @@ class Job:
 
 @dataclass
 class Ended:
-    """Result of a run: its exit status (negative: the signal that killed it) and what it printed."""
+    """Result of a run: exit status (negative: the signal that killed it) and printed output."""
 
     status: int
     output: str

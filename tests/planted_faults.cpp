@@ -1,4 +1,4 @@
-// Faults that the sanitizers must see, in functions made like those of the ops; planted_faults.py calls them.
+// Faults that the sanitizers must detect, in functions like those of the ops. Called by planted_faults.py.
 #include "simd.h"
 
 #include <vector>

@@ -64,7 +64,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response."""
+    """A candidate for the response to a prompt."""
 
     tokens: tuple[int, ...]
     finished: bool
@@ -152,7 +152,7 @@ def search(
     max_rows: int = 256,
     valued: bool = False,
 ) -> tuple[list[list[Candidate]], Cost]:
-    """Search the responses of each prompt. Return the candidates, one of which is the response, and the cost.
+    """Search for a response to each prompt. Return the complete candidates of each prompt, and the cost.
 
     ``model``: a decoder, or another architecture loaded by `transformers_backend.load` (slower: each chunk reads its
     prefix again). ``values``: value models, each with its beta; the value of a candidate is the sum of V_i / beta_i. A

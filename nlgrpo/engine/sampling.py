@@ -14,7 +14,7 @@ class Sampling:
     """Sampling options.
 
     The logits are divided by ``temperature`` (0: the most likely token). Then ``top_k`` (0: off), ``top_p`` and
-    ``min_p`` filter them one after another, as in transformers, and the rest is renormalised.
+    ``min_p`` filter the tokens in this order, as in transformers, and the probabilities of the rest are renormalised.
     Raises ValueError for a value out of range.
     """
 
@@ -46,10 +46,9 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities (R, V) of the sampling distribution; -inf for tokens that a filter removes."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
-        most, best = logits.max(-1, keepdim=True)
-        return (
-            torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0) + 0.0 * most
-        )  # NaN if the largest logit is not finite
+        largest, best = logits.max(-1, keepdim=True)
+        # Adding 0 times the largest logit gives NaN if it is not finite.
+        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0) + 0.0 * largest
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if not sampling.filtered:

@@ -34,12 +34,12 @@ class Limits:
     def of(cls, config: Any) -> Limits:
         text = config.get_text_config()
         names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-        found = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
-        return cls(min(found, default=UNBOUNDED), text.vocab_size)
+        limits = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
+        return cls(min(limits, default=UNBOUNDED), text.vocab_size)
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers that samples as nlgrpo's decoder does.
+    """A causal language model of transformers that samples with the same noise as nlgrpo's decoder.
 
     `transformers.GenerationMixin.generate` runs it, from the whole prefix each time. The tokens are chosen by
     `sampling` with the noise of (seed, prompt, sample, position), so they depend on nothing else.
@@ -117,15 +117,15 @@ class TransformersModel(nn.Module):
         check_prompts(self.shape, prompts, sampling)
         if samples < 1:
             raise ValueError(f"samples = {samples}: expected at least 1")
-        index, limit, found = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
+        index, limit, parts = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
         for start in range(0, len(keys), max_rows):
-            part = keys[start : start + max_rows]
-            key = torch.tensor([index[p] for p, _ in part], device=self.device)
-            sample = torch.tensor([m for _, m in part], device=self.device)
+            batch = keys[start : start + max_rows]
+            key = torch.tensor([index[p] for p, _ in batch], device=self.device)
+            sample = torch.tensor([m for _, m in batch], device=self.device)
             noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
-            found.append(self.extend([prompts[p] for p, _ in part], noise, sampling))
-        return rollout_of(prompts, found, samples, sampling, self.device)
+            parts.append(self.extend([prompts[p] for p, _ in batch], noise, sampling))
+        return rollout_of(prompts, parts, samples, sampling, self.device)
 
 
 class _TokenSampler(LogitsProcessor):
@@ -144,7 +144,7 @@ class _TokenSampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
 
-# --- either kind ------------------------------------------------------------------------------------------------------
+# --- decoder or transformers ------------------------------------------------------------------------------------------
 
 
 def fault(config: Any) -> str:

@@ -22,7 +22,7 @@ def own_part(count: int, samples: int) -> slice:
     world = world_size()
     if count * world % samples:
         raise ValueError(
-            f"{count} completions on each of {world} rank{'s' * (world > 1)} cannot be divided into groups of {samples}; "
+            f"{count} completions on each of {world} rank{'s' * (world > 1)} cannot be split into groups of {samples}; "
             "expected samples to be the trainer's number of completions per prompt."
         )
     start = dist.get_rank() * count

@@ -72,6 +72,6 @@ def _row(row: Any, i: int, samples: int, name: str) -> list[float]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Convert to floats, None to NaN. Raises one of _CONVERSION_ERRORS for anything but a sequence of numbers and None."""
+    """Convert to floats, None to NaN. Raises one of _CONVERSION_ERRORS for anything but numbers and None."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return [math.nan if value is None else float(value) for value in values]

@@ -120,7 +120,7 @@ def test_best_of_n_equals_the_engine_and_searches_equal_the_search(work):
             assert row["rewards"] == pytest.approx(best), method
             assert (row["tokens"], row["queries"]) == (cost.tokens, cost.queries)
             assert row["reward_queries"] == sum(map(len, candidates))  # each once, whatever places it takes
-            samples = math.log10(budget ** (LENGTH / 2))  # of best-of-N that is worth as much (Eq. 43)
+            samples = math.log10(budget ** (LENGTH / 2))  # of best-of-N with the same reward (Eq. 43)
             queries = values * budget * LENGTH / 2
             expected = {"tokens": budget * LENGTH, "value_queries": queries, "log10_samples": samples}
             assert row["theory"] == pytest.approx(expected)

@@ -179,7 +179,7 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
     assert len(json.loads((whole / "iro.json").read_text())) == 2
     shutil.rmtree(whole / "compressed-3")
     shutil.rmtree(whole / "iteration-3")
-    assert cli.main(arguments(work, "whole", betas=(1.0, 0.25))) == 1  # by which nothing but the compressed one is told
+    assert cli.main(arguments(work, "whole", betas=(1.0, 0.25))) == 1  # this changes only the compressed value model
     said = capsys.readouterr().err
     assert "compress.betas" in said
     assert "--out, or --no-compress" in said
@@ -252,7 +252,7 @@ def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
     options, cfg = iro.read_arguments(arguments(work, "none", **changes)[1:])
     loop = Loop(options, cfg, WorkQueue(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
     monkeypatch.setattr(guided_responses.Guide, "digest", lambda _: "")  # of values that are not there yet
-    # ten are trained on, of which no value learns from the last two; two are held out
+    # ten are for training, and no value learns from the last two of them; two are held out
     new = [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
     for t, own in enumerate(new, 1):
         assert loop.job(t).batch.index == [*own, 8, 9]
@@ -262,7 +262,7 @@ def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
     empty = [[] for _ in kept]
     learned, held = Outcomes(kept, empty, empty, torch.zeros(len(kept)), asked).split(2)  # as the compressed value does
     assert (set(learned.asked), set(held.asked)) == ({(i,) for i in range(8)}, {(8,)})
-    ids = [*"abcdefbgg"]  # of a prompt that stands there twice, no value learns where it is held out
+    ids = [*"abcdefbgg"]  # of a repeated prompt, no value learns where it is held out
     assert [[ids[i] for i in loop._prompts(t, ids)] for t in (1, 2, 3)] == [[*"acdbg"], [*"efabg"], [*"cdebg"]]
     assert [loop._prompts(t, ["a", "a", "a"]) for t in (1, 2)] == [[0, 1, 2], [0, 1, 2]]
     seeds = {loop._seed(t) for t in range(1, 100)}
@@ -270,7 +270,7 @@ def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
 
 
 def test_no_stage_holds_out_more_than_an_iteration_does(work):
-    """Of five prompts two are held out, whatever is asked for, and the compressed value holds out no others."""
+    """Of five prompts two are held out, whatever is requested, and the compressed value holds out no others."""
     changes = {"prompts": 5, "value__held_out": 16, "value__epochs": 1, "samples": 4}
     assert cli.main(arguments(work, "few", **changes)) == 0
     configs = [

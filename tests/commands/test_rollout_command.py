@@ -76,7 +76,7 @@ def work(tmp_path_factory):
     root = tmp_path_factory.mktemp("rollout")
     tiny_model(root / "base", seed=0)
     tiny_model(root / "other", seed=1)
-    # the third prompt stands there again as the sixth
+    # the sixth prompt equals the third
     texts = [" ".join(f"w{(5 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(P)]
     texts[5] = texts[2]
     rows = [{"prompt": text, "target": i % 3} for i, text in enumerate(texts)]

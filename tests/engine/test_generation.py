@@ -1,4 +1,4 @@
-"""The engine against the trainer's forward, transformers' filters, and itself under other batches."""
+"""Generation compared with the trainer's forward pass, with transformers' filters, and with itself in other batches."""
 
 import math
 from functools import partial
@@ -33,7 +33,7 @@ def trainer_logprobs(model, prompt, completion, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_equal_the_trainers(model, temperature):
-    stops = tuple(range(20, 40))  # rows leave at different times, so that the cache is compacted
+    stops = tuple(range(20, 40))  # rows finish at different times, so that the cache is compacted
     out = generate(model, PROMPTS, 6, Sampling(max_new_tokens=30, stop_ids=stops, temperature=temperature), seed=3)
     assert out.tokens.shape[:2] == (4, 6)
     assert len(set(out.lengths.flatten().tolist())) > 4
@@ -49,17 +49,17 @@ def test_log_probs_equal_the_trainers(model, temperature):
         assert out.logprobs[p, j, len(ids) :].eq(0).all()
 
 
-def test_draws_do_not_depend_on_the_batch(model):
+def test_samples_do_not_depend_on_the_batch(model):
     model = model.double()
     sampling = Sampling(max_new_tokens=24, stop_ids=(20, 21, 22))
-    whole = generate(model, PROMPTS, 4, sampling, seed=1, index=[7, 8, 9, 10]).completion_ids()
+    together = generate(model, PROMPTS, 4, sampling, seed=1, index=[7, 8, 9, 10]).completion_ids()
     rows = generate(model, PROMPTS, 4, sampling, seed=1, index=[7, 8, 9, 10], max_rows=1).completion_ids()
     halves = [generate(model, PROMPTS[i : i + 2], 4, sampling, seed=1, index=[7 + i, 8 + i]) for i in (0, 2)]
-    assert whole == rows == halves[0].completion_ids() + halves[1].completion_ids()
+    assert together == rows == halves[0].completion_ids() + halves[1].completion_ids()
     fewer = generate(model, PROMPTS, 2, sampling, seed=1, index=[7, 8, 9, 10]).completion_ids()
-    assert fewer == [whole[p * 4 + j] for p in range(4) for j in range(2)]
-    assert whole != generate(model, PROMPTS, 4, sampling, seed=2, index=[7, 8, 9, 10]).completion_ids()
-    assert whole != generate(model, PROMPTS, 4, sampling, seed=1, index=[8, 9, 10, 11]).completion_ids()
+    assert fewer == [together[p * 4 + j] for p in range(4) for j in range(2)]
+    assert together != generate(model, PROMPTS, 4, sampling, seed=2, index=[7, 8, 9, 10]).completion_ids()
+    assert together != generate(model, PROMPTS, 4, sampling, seed=1, index=[8, 9, 10, 11]).completion_ids()
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
@@ -72,7 +72,7 @@ def test_greedy_equals_transformers_generate(case, tmp_path):
             torch.tensor([prompt]), do_sample=False, max_new_tokens=20, eos_token_id=2, pad_token_id=0
         )
         assert ids == out[0, len(prompt) :].tolist()
-    assert ours.logprobs.eq(0).all()  # the distribution that was drawn from has one token
+    assert ours.logprobs.eq(0).all()  # the sampling distribution has one token
 
 
 def test_sampled_frequencies_follow_the_model(tmp_path):
@@ -114,8 +114,8 @@ def test_filters_equal_transformers(sampling, processors):
     ours = log_distribution(logits, sampling)
     assert torch.equal(ours.isneginf(), truth.isneginf())
     torch.testing.assert_close(ours, truth.log_softmax(-1))
-    drawn = draw(ours.repeat_interleave(40, 0), torch.rand(2000, dtype=torch.float64))
-    assert ours.repeat_interleave(40, 0).gather(-1, drawn[:, None]).isfinite().all()
+    tokens = draw(ours.repeat_interleave(40, 0), torch.rand(2000, dtype=torch.float64))
+    assert ours.repeat_interleave(40, 0).gather(-1, tokens[:, None]).isfinite().all()
 
 
 def test_draw_inverts_the_distribution_exactly():
@@ -141,14 +141,14 @@ def test_noise_is_uniform_and_independent():
         (x[1:], x[:-1]),  # neighbouring prompts
         (x[:, 1:], x[:, :-1]),  # samples
         (x[..., 1:], x[..., :-1]),  # positions
-        (x[below], x.transpose(0, 1)[below]),  # the roles of prompt and sample exchanged
+        (x[below], x.transpose(0, 1)[below]),  # prompt and sample swapped
         (x, other),  # another seed
     ]:
         assert abs(float((a * b).mean() * 12)) < 5 / math.sqrt(a.numel())
 
 
 def test_splitmix_reference_values():
-    """The finaliser on the counter 1, 2, 3 times the golden gamma: the published stream of SplitMix64 with seed 0."""
+    """The finaliser of 1, 2, 3 times the golden gamma gives the published stream of SplitMix64 with seed 0."""
     from nlgrpo.engine.sampling import _mix
 
     golden = 0x9E3779B97F4A7C15
@@ -158,7 +158,7 @@ def test_splitmix_reference_values():
     assert [x % 2**64 for x in _mix(signed).tolist()] == stream
 
 
-def test_one_prefill_a_prompt_and_finished_rows_leave(tmp_path, monkeypatch):
+def test_each_prompt_is_prefilled_once_and_finished_rows_are_dropped(tmp_path, monkeypatch):
     random_model("llama").save_pretrained(tmp_path)
     model = decoder.load(tmp_path)
     seen = []

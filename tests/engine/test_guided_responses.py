@@ -1,4 +1,4 @@
-"""Responses of a guided search: what is chosen, by hand; the command, against the library and transformers."""
+"""Responses of guided search: the choice, by hand; the command, compared with the library and transformers."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def broken(completion_ids, **_):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A policy and two value models, of which the second is of another size."""
+    """A policy and two value models; the second has another size."""
     root = tmp_path_factory.mktemp("work")
     tiny_model(root / "policy", "gpt2", scale=0.3)
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
@@ -59,36 +59,36 @@ def loaded(work, dtype=torch.float64):
 
 
 def test_places_are_votes():
-    """A candidate that ended early stands for the B that would have grown from it."""
+    """A candidate that finished early counts as the B successors that it would have had."""
     early, late = Candidate((1,), True, places=3), Candidate((2,), True)
     assert Chooser("majority").choose("w1", [late, late, early], ["so 4", "so 4", "so 5"]) == (2, 3 / 5)
 
 
-def test_a_guide_is_its_models_betas_and_search(work, tmp_path):
-    whole = guided_responses.Guide([work / "gpt2"], [1.0], Search())
+def test_the_digest_of_a_guide_depends_on_models_betas_and_search(work, tmp_path):
+    guide = guided_responses.Guide([work / "gpt2"], [1.0], Search())
     others = [
         guided_responses.Guide([work / "llama"], [1.0], Search()),
         guided_responses.Guide([work / "gpt2"], [0.5], Search()),
         guided_responses.Guide([work / "gpt2"], [1.0], Search(chunk=8)),
     ]
     shutil.copytree(work / "gpt2", tmp_path / "renamed")
-    assert guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()).digest() == whole.digest()
+    assert guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()).digest() == guide.digest()
     tokenizer = json.loads((tmp_path / "renamed" / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
     words["w1"], words["w2"] = words["w2"], words["w1"]
     (tmp_path / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    others.append(guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()))  # it may read texts
-    assert len({one.digest() for one in (whole, *others)}) == 5
+    others.append(guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()))  # its tokenizer may matter
+    assert len({one.digest() for one in (guide, *others)}) == 5
 
 
 def test_the_majority_by_hand():
     assert majority([3, 4, 4, None], [1, 1, 1, 9]) == (1, 2 / 3)
-    assert majority([3, 4, 4, 3], [1, 1, 1, 1]) == (0, 0.5)  # the first of those that are as frequent
-    assert majority([4, 3, 3], [3, 1, 1]) == (0, 0.6)  # a beam that ended early stands for its successors
+    assert majority([3, 4, 4, 3], [1, 1, 1, 1]) == (0, 0.5)  # the first of ties
+    assert majority([4, 3, 3], [3, 1, 1]) == (0, 0.6)  # a beam that finished early counts as its successors
     assert majority([None, None], [1, 1]) == (0, 0.0)
 
 
-def test_what_is_chosen(work):
+def test_the_choice_by_value_majority_and_reward(work):
     texts = [r"so \boxed{7}", "it is 8", r"\boxed{8.0} w3", "none"]
     candidates = [Candidate((i,), True, value) for i, value in enumerate((0.5, 2.0, 2.0, math.nan))]
     assert Chooser.of("value").choose("w1", candidates, texts) == (1, 2.0)
@@ -105,16 +105,16 @@ def test_what_is_chosen(work):
         Chooser.of("lexicn()")
 
 
-def test_a_response_is_the_best_of_n_where_chunks_are_whole(work):
+def test_the_response_is_best_of_n_for_chunks_of_full_length(work):
     model, tokenizer = loaded(work)
     sampling = Sampling(max_new_tokens=8, stop_ids=(EOS,))
     chooser = Chooser.of(f"{work / 'rewards.py'}:high")
     responses, cost = respond(model, tokenizer, PROMPTS, Search(3, 2, chunk=8), sampling, [], chooser, seed=3)
     ids = [tokenizer(text).input_ids for text in PROMPTS]
     rollout = generate(model, ids, 6, sampling, seed=3)
-    own = rollout.completion_ids()
+    completions = rollout.completion_ids()
     for p, response in enumerate(responses):
-        best = max(own[6 * p : 6 * p + 6], key=sum)
+        best = max(completions[6 * p : 6 * p + 6], key=sum)
         assert (list(response.candidate.tokens), response.score) == (best, sum(best))
         assert PROMPTS[p] + response.text == tokenizer.decode(ids[p] + best, skip_special_tokens=True)
     assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
@@ -136,7 +136,7 @@ def test_logprobs_are_those_of_transformers(work):
             assert one.logprob == pytest.approx(expected, abs=1e-5)
 
 
-def test_candidates_take_as_many_places_as_there_are(work):
+def test_places_sum_to_the_number_of_candidates(work):
     model, tokenizer = loaded(work)
     ids = [tokenizer(text).input_ids for text in PROMPTS * 4]
     sampling = Sampling(max_new_tokens=9, stop_ids=tuple(range(20, 32)))
@@ -145,7 +145,7 @@ def test_candidates_take_as_many_places_as_there_are(work):
     assert {one.places for candidates in found for one in candidates} == {1, 4}
 
 
-def test_complete_candidates_are_valued_where_values_choose(work):
+def test_complete_candidates_are_scored_if_chosen_by_value(work):
     model, tokenizer = loaded(work)
     ids = [tokenizer(text).input_ids for text in PROMPTS]
     sampling = Sampling(max_new_tokens=6, stop_ids=tuple(range(20, 26)))
@@ -156,11 +156,13 @@ def test_complete_candidates_are_valued_where_values_choose(work):
 
     (plain, before), (found, cost) = searched(False), searched(True)
     assert all(one.value == 2.0 * sum(one.tokens) for candidates in found for one in candidates)
-    assert cost.queries == before.queries + sum(one.places == 1 for own in found for one in own)
-    assert [[one.tokens for one in own] for own in found] == [[one.tokens for one in own] for own in plain]
+    assert cost.queries == before.queries + sum(one.places == 1 for candidates in found for one in candidates)
+    assert [[one.tokens for one in candidates] for candidates in found] == [
+        [one.tokens for one in candidates] for candidates in plain
+    ]
 
 
-def test_a_value_model_of_a_loop_by_itself_is_in_the_loops_search(work, tmp_path, monkeypatch):
+def test_a_single_value_model_of_a_loop_uses_the_search_of_the_loop(work, tmp_path, monkeypatch):
     loop, how = tmp_path / "loop", Search(2, 3, 5)
     for folder in ("iteration-1/value/model", "compressed-1/model"):
         shutil.copytree(work / "gpt2", loop / folder)
@@ -168,14 +170,14 @@ def test_a_value_model_of_a_loop_by_itself_is_in_the_loops_search(work, tmp_path
         guided_responses.read_guide(loop)
     guided_responses.Guide([loop / "iteration-1" / "value"], [0.5], how, loop / "compressed-1").write(loop)
     monkeypatch.chdir(loop)
-    for named, value in (
+    for path, value in (
         (loop / "compressed-1", loop / "compressed-1"),
         (loop / "compressed-1" / "model", loop / "compressed-1" / "model"),
         (Path("compressed-1"), Path("compressed-1")),
         (loop / "iteration-1" / "value", loop / "iteration-1" / "value"),
         (loop / "iteration-1", loop / "iteration-1" / "value"),
     ):
-        assert guided_responses.read_guide(named) == guided_responses.Guide([value], [1.0], how)
+        assert guided_responses.read_guide(path) == guided_responses.Guide([value], [1.0], how)
     assert guided_responses.read_guide(work / "gpt2") is None
 
 
@@ -186,8 +188,8 @@ def test_a_value_model_of_a_loop_by_itself_is_in_the_loops_search(work, tmp_path
     ("dtype", "of_values", "tolerance"),
     [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.float32, 1e-5), (torch.bfloat16, torch.float32, 0.1)],
 )
-def test_values_are_as_exact_as_what_computes_them(work, dtype, of_values, tolerance):
-    """Chunk by chunk, against transformers' classifier in float64; after bfloat16 they are no numbers of 8 bits."""
+def test_values_have_the_precision_of_the_compute_dtype(work, dtype, of_values, tolerance):
+    """Chunk by chunk, compared with transformers' classifier in float64. Values are not rounded to bfloat16."""
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     for name in ("gpt2", "llama"):
         [(value, _)] = load_values([work / name], [], tokenizer, Sampling(max_new_tokens=6), dtype=dtype)
@@ -197,18 +199,18 @@ def test_values_are_as_exact_as_what_computes_them(work, dtype, of_values, toler
         with torch.inference_mode():
             value.begin(prompts)
             value.score([i % 2 for i in range(12)], [row[:2] for row in rows])
-            found = value.score(range(12), [row[2:] for row in rows])
+            values = value.score(range(12), [row[2:] for row in rows])
             truth = [theirs(torch.tensor([[*prompts[i % 2], *row]])).logits.item() for i, row in enumerate(rows)]
-        assert found.dtype == of_values
-        assert found.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
-        assert (found != found.bfloat16()).sum() > 6
+        assert values.dtype == of_values
+        assert values.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
+        assert (values != values.bfloat16()).sum() > 6
 
 
 def command(work, *more, values=("gpt2", "llama"), **changes):
     options = {"model": work / "policy", "max-new-tokens": 6, "beams": 2, "successors": 3, "chunk": 2, "seed": 5}
     options |= {name.replace("_", "-"): value for name, value in changes.items()}
-    named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return ["generate", *PROMPTS, *named, "--guide", *(str(work / value) for value in values), *more]
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return ["generate", *PROMPTS, *arguments, "--guide", *(str(work / value) for value in values), *more]
 
 
 def test_the_command_prints_the_response_of_the_search(work, capsys):
@@ -221,12 +223,12 @@ def test_the_command_prints_the_response_of_the_search(work, capsys):
     values = load_values([work / "gpt2", work / "llama"], [1.0, 0.5], tokenizer, sampling)
     found, cost = guided_search.search(model, ids, Search(2, 3, 2), sampling, values, seed=5, valued=True)
     theirs = [AutoModelForSequenceClassification.from_pretrained(work / name).eval() for name in ("gpt2", "llama")]
-    for each in theirs:
-        each.config.pad_token_id = None
+    for classifier in theirs:
+        classifier.config.pad_token_id = None
     for prompt, row, candidates in zip(ids, rows, found, strict=True):
         best = max(candidates, key=lambda one: one.value)
         assert row["ids"] == list(best.tokens)
-        one, other = (each(torch.tensor([[*prompt, *best.tokens]])).logits.item() for each in theirs)
+        one, other = (classifier(torch.tensor([[*prompt, *best.tokens]])).logits.item() for classifier in theirs)
         assert row["value"] == pytest.approx(one + other / 0.5, abs=1e-4)
         assert row["finish_reason"] == ("stop" if row["ids"][-1] == EOS else "length")
     assert f"{cost.tokens:,} tokens sampled, {cost.queries:,} value queries" in captured.err
@@ -236,12 +238,12 @@ def test_the_command_prints_the_response_of_the_search(work, capsys):
     assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high", chunk=6)) == 0
     assert "2 beams x 3 chunks of 6 tokens; a chunk is a whole response, so no value guides" in capsys.readouterr().err
     assert cli.main(command(work, "--choose", f"{work / 'rewards.py'}:high")) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("rewards.py:high ") == len(PROMPTS)
+    output = capsys.readouterr().out
+    assert output.count("rewards.py:high ") == len(PROMPTS)
 
 
 def refused(arguments, capsys):
-    """What is said where a command fails; tyro ends the program by itself, in lines of its own."""
+    """Error message of a command that fails; tyro exits by itself and wraps its lines."""
     try:
         status = cli.main(arguments)
     except SystemExit as end:
@@ -251,7 +253,7 @@ def refused(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"samples": 2}, "samples = 2: guided search gives one response"),
         ({"beams": 0}, "beams = 0"),
@@ -264,12 +266,12 @@ def refused(arguments, capsys):
         ({"max_new_tokens": 64}, "context"),
     ],
 )
-def test_refused(work, capsys, changes, said):
-    assert said in refused(command(work, **changes), capsys)
+def test_bad_arguments_are_refused(work, capsys, changes, message):
+    assert message in refused(command(work, **changes), capsys)
 
 
 def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
-    """Against transformers, on what its tokenizer makes of the text; w0 and w1 have changed places in it."""
+    """Compared with transformers on the ids of its own tokenizer, in which w0 and w1 are swapped."""
     value, tokenizer = swapped(work, tmp_path)
     model, policys = loaded(work)
     ids, sampling = [policys(text).input_ids for text in PROMPTS], Sampling(max_new_tokens=6, stop_ids=(EOS,))
@@ -281,27 +283,27 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
     )
     theirs = AutoModelForSequenceClassification.from_pretrained(value).eval()
     theirs.config.pad_token_id = None
-    ended = 0
-    for prompt, own in zip(PROMPTS, candidates, strict=True):
-        for one in own:
+    finished = 0
+    for prompt, of_prompt in zip(PROMPTS, candidates, strict=True):
+        for one in of_prompt:
             text = policys.decode([*policys(prompt).input_ids, *one.tokens], skip_special_tokens=True)
-            own_ids = tokenizer(text).input_ids + [EOS] * one.finished
-            assert one.value == pytest.approx(theirs(torch.tensor([own_ids])).logits.item() / 0.5, abs=1e-4)
-            ended += one.finished
-    assert ended > 0
+            text_ids = tokenizer(text).input_ids + [EOS] * one.finished
+            assert one.value == pytest.approx(theirs(torch.tensor([text_ids])).logits.item() / 0.5, abs=1e-4)
+            finished += one.finished
+    assert finished > 0
     assert cost.queries > 0
     reader, _ = found[1]
     context = reader.model.shape.context
     reader.begin([[5] * (context + 3)])
-    whole = tokenizer(policys.decode([5] * (context + 3) + [6])).input_ids
-    assert len(whole) > context  # it loses its beginning
+    long = tokenizer(policys.decode([5] * (context + 3) + [6])).input_ids
+    assert len(long) > context  # its beginning is cut off
     with torch.inference_mode():
-        last = theirs(torch.tensor([whole[-context:]])).logits.item()
+        last = theirs(torch.tensor([long[-context:]])).logits.item()
     assert float(reader.score([0], [[6]])) == pytest.approx(last, abs=1e-4)
 
 
 def swapped(work, tmp_path):
-    """A value model whose tokenizer has two words in each other's places."""
+    """A value model whose tokenizer has the ids of two words swapped."""
     model, _ = reward_model.load(str(work / "gpt2"))
     tiny_model(tmp_path / "base", "gpt2")
     tokens = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
@@ -317,7 +319,7 @@ def swapped(work, tmp_path):
     ("dtype", "of_values", "tolerance"),
     [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.float32, 1e-5), (torch.bfloat16, torch.float32, 0.1)],
 )
-def test_values_of_texts_are_as_exact_too(work, tmp_path, dtype, of_values, tolerance):
+def test_values_of_texts_have_the_precision_of_the_compute_dtype(work, tmp_path, dtype, of_values, tolerance):
     folder, tokenizer = swapped(work, tmp_path)
     _, policys = loaded(work)
     [(value, _)] = load_values([folder], [], policys, Sampling(max_new_tokens=6), dtype=dtype)
@@ -326,29 +328,29 @@ def test_values_of_texts_are_as_exact_too(work, tmp_path, dtype, of_values, tole
     prompts, rows = [policys(text).input_ids for text in PROMPTS[:2]], [[4 + i, 30 - i] for i in range(8)]
     value.begin(prompts)
     with torch.inference_mode():
-        found = value.score([i % 2 for i in range(8)], rows)
+        values = value.score([i % 2 for i in range(8)], rows)
         truth = []
         for i, row in enumerate(rows):
             text = policys.decode([*prompts[i % 2], *row], skip_special_tokens=True)
             truth.append(theirs(torch.tensor([tokenizer(text).input_ids])).logits.item())
-    assert found.dtype == of_values
-    assert found.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
+    assert values.dtype == of_values
+    assert values.tolist() == pytest.approx(truth, abs=tolerance * max(map(abs, truth)))
 
 
-def test_a_chat_template_makes_no_other_tokenizer(work, tmp_path):
-    """Ids that mean the same are read as ids."""
+def test_a_value_model_with_another_chat_template_reads_ids(work, tmp_path):
+    """Only the vocabulary matters."""
     shutil.copytree(work / "gpt2", tmp_path / "value")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "value")
     theirs.chat_template = "{{ messages }}"
     theirs.save_pretrained(tmp_path / "value")
     _, policys = loaded(work)
     assert digest_of_tokenizer(theirs) != digest_of_tokenizer(policys)
-    [(found, _)] = load_values([tmp_path / "value"], [1.0], policys, Sampling(max_new_tokens=6))
-    assert type(found) is ModelValue
+    [(value, _)] = load_values([tmp_path / "value"], [1.0], policys, Sampling(max_new_tokens=6))
+    assert type(value) is ModelValue
 
 
 def test_a_vocabulary_that_is_too_small(work):
-    """A policy's embedding may have rows that no token of the shared tokenizer has, nor the value model's."""
+    """The policy's embedding may have more rows than the shared tokenizer and the value model."""
     _, policys = loaded(work)
     [(value, _)] = load_values([work / "gpt2"], [1.0], policys, Sampling(max_new_tokens=6))
     vocabulary = value.model.shape.vocab
@@ -359,15 +361,15 @@ def test_a_vocabulary_that_is_too_small(work):
         value.begin([[vocabulary + 1]])
 
 
-def test_betas_of_nothing(work, capsys):
+def test_options_of_the_search_need_a_guide(work, capsys):
     plain = ["generate", "w1", "--model", str(work / "policy")]
     for options, names in (
         (["--betas", "1"], "betas"),
         (["--beams", "8", "--chunk", "0"], "beams, chunk"),
         (["--search-temperature", "1", "--no-diverse", "--choose", "majority"], "search_temperature, choose, diverse"),
     ):
-        said = " ".join(refused([*plain, *options], capsys).split())
-        assert f"{names}: only for guided search" in said
+        message = " ".join(refused([*plain, *options], capsys).split())
+        assert f"{names}: only for guided search" in message
     model, tokenizer = loaded(work)
     with pytest.raises(ValueError, match="--choose value needs a value model"):
         respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))

@@ -1,4 +1,4 @@
-"""Guided search against a search without caches, best-of-N, a toy language whose values are known, and brute force."""
+"""Guided search compared with a search without caches, best-of-N, exact values of a toy language, and brute force."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def value_of(family, tmp_path, seed=0):
 
 
 class TextValue:
-    """A value of the tokens behind the prompt, by a function."""
+    """A value model that applies a function to the tokens after the prompt."""
 
     name = "by hand"
 
@@ -55,67 +55,67 @@ class TextValue:
         self.rows = [self.rows[row] for row in rows]
 
 
-# --- the search, once more --------------------------------------------------------------------------------------------
+# --- compared with a search without caches ----------------------------------------------------------------------------
 
 
-def behind(model, tokens):
+def last_output(model, tokens):
     with torch.no_grad():
         return model(torch.tensor(tokens), [len(tokens)])[-1]
 
 
 def by_hand(policy, valued, prompt, how, sampling, seed, index):
-    """Algorithms 4 and 5, a candidate a list of tokens, every forward over all of it; with tokens and queries."""
-    beams, each, limit, drawn, asked = [[]], how.beams * how.successors, sampling.max_new_tokens, 0, 0
+    """Algorithms 4 and 5 without a cache. Returns candidates, as lists of tokens, and numbers of tokens and queries."""
+    beams, successors, limit, tokens, queries = [[]], how.beams * how.successors, sampling.max_new_tokens, 0, 0
     while True:
         grown, candidates = [], []
         for k, beam in enumerate(beams):
             if beam and beam[-1] in sampling.stop_ids:
                 candidates.append(beam)
                 continue
-            for b in range(each):
+            for b in range(successors):
                 child = list(beam)
                 while len(child) < min(limit, len(beam) + how.chunk):
-                    place, at = torch.tensor([k * each + b]), torch.tensor([len(child)])
-                    noise = uniform_noise(seed, torch.tensor([index]), place, at)[:, 0]
-                    logits = behind(policy, [*prompt, *child])[None]
+                    place, position = torch.tensor([k * successors + b]), torch.tensor([len(child)])
+                    noise = uniform_noise(seed, torch.tensor([index]), place, position)[:, 0]
+                    logits = last_output(policy, [*prompt, *child])[None]
                     child.append(int(draw(log_distribution(logits, sampling), noise)))
-                    drawn += 1
+                    tokens += 1
                     if child[-1] in sampling.stop_ids:
                         break
                 grown.append(child)
                 candidates.append(child)
-        each = how.successors
+        successors = how.successors
         if all(len(y) == limit or y[-1] in sampling.stop_ids for y in candidates):
-            return candidates, drawn, asked
-        asked += len(grown) * len(valued)
-        worth = [sum(float(behind(v, [*prompt, *y])[0]) / beta for v, beta in valued) for y in candidates]
-        if how.temperature > 0:  # Gumbel noise of its own at every round
-            at, count = torch.tensor([max(map(len, candidates))]), torch.arange(len(candidates))
-            noise = uniform_noise(seed ^ CHOICE, torch.full_like(count, index), count, at)[:, 0]
-            worth = [v / how.temperature - math.log(-math.log(u)) for v, u in zip(worth, noise.tolist(), strict=True)]
-        beams = best_by_brute_force(candidates, worth, how)
+            return candidates, tokens, queries
+        queries += len(grown) * len(valued)
+        values = [sum(float(last_output(v, [*prompt, *y])[0]) / beta for v, beta in valued) for y in candidates]
+        if how.temperature > 0:  # new Gumbel noise in each round
+            length, count = torch.tensor([max(map(len, candidates))]), torch.arange(len(candidates))
+            noise = uniform_noise(seed ^ CHOICE, torch.full_like(count, index), count, length)[:, 0]
+            values = [v / how.temperature - math.log(-math.log(u)) for v, u in zip(values, noise.tolist(), strict=True)]
+        beams = best_by_brute_force(candidates, values, how)
 
 
-def best_by_brute_force(candidates, worth, how):
-    """The subset with the most different texts and then the largest values (Eq. 9), in the order of Algorithm 5."""
+def best_by_brute_force(candidates, values, how):
+    """The subset with the most distinct texts, then the largest values (Eq. 9), in the order of Algorithm 5."""
     k = min(how.beams, len(candidates))
-    different = len(set(map(tuple, candidates))) if how.diverse else 0
+    distinct = len(set(map(tuple, candidates))) if how.diverse else 0
 
     def quality(subset):
-        return (min(k, different) == len({tuple(candidates[i]) for i in subset}) or not how.diverse) * 1e9 + sum(
-            worth[i] for i in subset
+        return (min(k, distinct) == len({tuple(candidates[i]) for i in subset}) or not how.diverse) * 1e9 + sum(
+            values[i] for i in subset
         )
 
     chosen = max(itertools.combinations(range(len(candidates)), k), key=quality)
     first = {}
-    for i in sorted(chosen, key=lambda i: -worth[i]):
+    for i in sorted(chosen, key=lambda i: -values[i]):
         first.setdefault(tuple(candidates[i]) if how.diverse else i, i)
-    rest = [i for i in sorted(chosen, key=lambda i: -worth[i]) if i not in first.values()]
+    rest = [i for i in sorted(chosen, key=lambda i: -values[i]) if i not in first.values()]
     return [candidates[i] for i in [*first.values(), *rest]]
 
 
 @pytest.mark.parametrize("diverse", [True, False])
-def test_the_search_is_that_of_the_paper(family, diverse, tmp_path):
+def test_the_search_follows_the_paper(family, diverse, tmp_path):
     policy, other = policy_of(family, tmp_path), "llama" if family == "gpt2" else "gpt2"
     valued = [(value_of(family, tmp_path, 1), 1.0), (value_of(other, tmp_path, 2), 0.5)]
     how = Search(beams=3, successors=2, chunk=3, diverse=diverse)
@@ -125,8 +125,8 @@ def test_the_search_is_that_of_the_paper(family, diverse, tmp_path):
     one_by_one, _ = search(policy, PROMPTS, how, sampling, values, seed=4, index=[7, 8, 9], max_rows=1)
     tokens = queries = 0
     for p, prompt in enumerate(PROMPTS):
-        expected, drawn, asked = by_hand(policy, valued, prompt, how, sampling, 4, 7 + p)
-        tokens, queries = tokens + drawn, queries + asked
+        expected, sampled, queried = by_hand(policy, valued, prompt, how, sampling, 4, 7 + p)
+        tokens, queries = tokens + sampled, queries + queried
         ours = [list(candidate.tokens) for candidate in found[p]]
         assert sorted(ours) == sorted(expected)
         assert ours == [list(candidate.tokens) for candidate in one_by_one[p]]
@@ -134,8 +134,8 @@ def test_the_search_is_that_of_the_paper(family, diverse, tmp_path):
     assert (cost.tokens, cost.queries) == (tokens, queries)
 
 
-def test_beams_are_drawn_by_noise_of_their_own(tmp_path):
-    """The variant that draws candidates (SPI): rounds of two of four, by the Gumbel top-k of V / temperature."""
+def test_beams_are_sampled_with_separate_noise(tmp_path):
+    """The variant that samples beams (SPI): two of four per round, by Gumbel top-k of V / temperature."""
     policy, valued = policy_of("llama", tmp_path), [(value_of("gpt2", tmp_path, 1), 1.0)]
     how, prompts = Search(2, 2, chunk=2, temperature=0.3), PROMPTS * 4
     sampling = Sampling(max_new_tokens=8, stop_ids=(20, 21, 22))
@@ -143,41 +143,42 @@ def test_beams_are_drawn_by_noise_of_their_own(tmp_path):
     found, _ = search(
         policy, prompts, how, sampling, [(ModelValue("value", valued[0][0], 8), 1.0)], seed=4, index=index
     )
-    for prompt, i, own in zip(prompts, index, found, strict=True):
+    for prompt, i, candidates in zip(prompts, index, found, strict=True):
         expected, _, _ = by_hand(policy, valued, prompt, how, sampling, 4, i)
-        assert [list(candidate.tokens) for candidate in own] == expected
-    assert any(candidate.places > 1 for own in found for candidate in own)  # ended before the last chunk, and was kept
+        assert [list(candidate.tokens) for candidate in candidates] == expected
+    # Some beams finished before the last chunk.
+    assert any(candidate.places > 1 for candidates in found for candidate in candidates)
 
 
 @pytest.mark.parametrize("likeliest", [False, True])
 def test_a_chunk_is_read_once(tmp_path, monkeypatch, likeliest):
-    """Prompts once, then by a value model the tokens of each chunk, and by the policy all but those of no beam."""
+    """Value models read all chunks; the policy does not read the last tokens of chunks that are not beams."""
     policy, value = policy_of("llama", tmp_path), value_of("gpt2", tmp_path, 1)
     how = Search(1, 4, 1, diverse=False, likeliest=True) if likeliest else Search(2, 3, 4)
     read, run = {id(policy): [], id(value): []}, chunked_decoding.run_blocks
 
-    def counted(model, x, *given, **more):
+    def counted(model, x, *args, **kwargs):
         read[id(model)].append(x.numel())
-        return run(model, x, *given, **more)
+        return run(model, x, *args, **kwargs)
 
     monkeypatch.setattr(chunked_decoding, "run_blocks", counted)
     search(policy, PROMPTS, how, Sampling(max_new_tokens=12), [(ModelValue("value", value, 12), 1.0)], seed=1)
     P, prompts, rounds = len(PROMPTS), sum(map(len, PROMPTS)), 12 // how.chunk
     assert read[id(value)] == [prompts] + [P * how.candidates * how.chunk] * (rounds - 1)
-    drawn = [P * how.candidates] * (how.chunk - 1)  # the last token of a chunk is read for those that go on
-    assert read[id(policy)] == [prompts, *drawn, *([P * how.beams, *drawn] * (rounds - 1))]
+    chunk = [P * how.candidates] * (how.chunk - 1)  # the last token of a chunk is read only for the beams
+    assert read[id(policy)] == [prompts, *chunk, *([P * how.beams, *chunk] * (rounds - 1))]
 
 
-# --- what it must come to ---------------------------------------------------------------------------------------------
+# --- known results ----------------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_the_whole_length_are_best_of_n(family, tmp_path):
+def test_chunks_of_full_length_are_best_of_n(family, tmp_path):
     policy, sampling = policy_of(family, tmp_path), Sampling(max_new_tokens=9, stop_ids=(20, 21, 22, 23))
     values = [(ModelValue("value", value_of("llama", tmp_path), 9), 1.0)]
     found, cost = search(policy, PROMPTS, Search(2, 3, chunk=9), sampling, values, seed=5)
     rollout = generate(policy, PROMPTS, 6, sampling, seed=5)
-    assert [list(c.tokens) for own in found for c in own] == rollout.completion_ids()
-    assert [c.finished for own in found for c in own] == rollout.finished.flatten().tolist()
+    assert [list(c.tokens) for candidates in found for c in candidates] == rollout.completion_ids()
+    assert [c.finished for candidates in found for c in candidates] == rollout.finished.flatten().tolist()
     assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
 
 
@@ -188,20 +189,20 @@ def test_a_constant_value_is_plain_sampling(chunk, tmp_path):
     for beams in (1, 3):
         found, _ = search(policy, PROMPTS, Search(beams, 1, chunk, diverse=False), sampling, constant, seed=5)
         rows = generate(policy, PROMPTS, beams, sampling, seed=5).completion_ids()
-        ours = [list(c.tokens) for own in found for c in own]
+        ours = [list(c.tokens) for candidates in found for c in candidates]
         assert sorted(ours) == sorted(rows)
         assert beams > 1 or ours == rows
-        # with several successors the first candidate is kept each time: the engine's first sample
+        # with several successors, the first candidate is always kept: the first sample of `generate`
         found, _ = search(policy, PROMPTS, Search(beams, 4, chunk, diverse=False), sampling, constant, seed=5)
         rows = generate(policy, PROMPTS, 4 * beams, sampling, seed=5).completion_ids()
-        assert [list(own[0].tokens) for own in found] == rows[:: 4 * beams]
+        assert [list(candidates[0].tokens) for candidates in found] == rows[:: 4 * beams]
 
 
 def test_exact_values_find_the_optimum(tmp_path):
-    """Rewards of all 4^5 texts are random; V is the best that can still be reached, as in a table."""
+    """All 4^5 texts have random rewards; V is the largest reward that can still be reached."""
     policy = policy_of("llama", tmp_path)
     with torch.no_grad():
-        policy.head_weight.zero_()  # every token is as likely
+        policy.head_weight.zero_()  # all tokens are equally likely
     length, vocabulary = 5, policy.shape.vocab
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand((4,) * length, generator=generator, dtype=torch.float64)
@@ -213,8 +214,8 @@ def test_exact_values_find_the_optimum(tmp_path):
     how, sampling = Search(beams=2, successors=16, chunk=1), Sampling(max_new_tokens=length)
     found, _ = search(policy, PROMPTS, how, sampling, [(TextValue(reachable), 1.0)], seed=1)
     assert vocabulary > 4
-    for own in found:
-        assert best in {tuple(token % 4 for token in candidate.tokens) for candidate in own}
+    for candidates in found:
+        assert best in {tuple(token % 4 for token in candidate.tokens) for candidate in candidates}
 
 
 def test_a_prompt_that_ends_at_once(tmp_path):
@@ -222,30 +223,30 @@ def test_a_prompt_that_ends_at_once(tmp_path):
     every = tuple(range(policy.shape.vocab))
     values = [(ModelValue("value", value_of("llama", tmp_path), 8), 1.0)]
     found, cost = search(policy, PROMPTS, Search(2, 2, 4), Sampling(max_new_tokens=8, stop_ids=every), values)
-    assert all(len(c.tokens) == 1 and c.finished for own in found for c in own)
+    assert all(len(c.tokens) == 1 and c.finished for candidates in found for c in candidates)
     assert (cost.tokens, cost.queries) == (12, 0)
 
 
-def test_chunks_are_drawn_in_proportion_to_their_values(tmp_path):
-    """One beam of two candidates, told apart by their first token: kept with probability e^V1 / (e^V0 + e^V1)."""
+def test_beams_are_sampled_with_probabilities_of_their_values(tmp_path):
+    """One beam of two candidates, which their first tokens identify: probability e^(V1/T) / (e^(V0/T) + e^(V1/T))."""
     policy, n = policy_of("llama", tmp_path), 4000
     how, sampling = Search(beams=1, successors=2, chunk=1, temperature=0.5), Sampling(max_new_tokens=2)
     found, _ = search(policy, [[5, 6]] * n, how, sampling, [(TextValue(lambda y: y[0] / 50), 1.0)], seed=2)
     first = generate(policy, [[5, 6]] * n, 2, Sampling(max_new_tokens=1), seed=2).tokens[..., 0]
-    kept = torch.tensor([own[0].tokens[0] for own in found])
+    kept = torch.tensor([candidates[0].tokens[0] for candidates in found])
     chance = (first / 50 / 0.5).double().softmax(-1)
     differ = first[:, 0] != first[:, 1]
     assert differ.sum() > n / 2
-    surprise = (kept == first[:, 1]).double() - chance[:, 1]
-    deviation = (chance[:, 0] * chance[:, 1])[differ].sum().sqrt()
-    assert abs(surprise[differ].sum()) < 4 * deviation
+    excess = (kept == first[:, 1]).double() - chance[:, 1]
+    std = (chance[:, 0] * chance[:, 1])[differ].sum().sqrt()
+    assert abs(excess[differ].sum()) < 4 * std
     assert ((kept == first[:, 0]) | (kept == first[:, 1])).all()
 
 
 # --- Algorithm 5 ------------------------------------------------------------------------------------------------------
 
 
-def test_different_candidates_come_first():
+def test_distinct_candidates_come_first():
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         count, beams = (int(torch.randint(1, 8, (1,), generator=generator)) for _ in range(2))
@@ -268,11 +269,11 @@ def test_equal_values_keep_their_order():
     assert select([1.0, 1.0, 1.0], "aaa", 2) == [0, 1]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"beams": 0}, "beams = 0"),
         ({"successors": 1.5}, "successors = 1.5"),
@@ -281,8 +282,8 @@ def test_equal_values_keep_their_order():
         ({"temperature": math.nan}, "temperature = nan"),
     ],
 )
-def test_searches_that_are_none(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_options_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
         Search(**change)
 
 
@@ -306,7 +307,7 @@ def test_bad_values_are_named(tmp_path):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("how", [Search(1, 2, 2), Search(2, 2, 6), Search(1, 2, 1, likeliest=True)])
-def test_a_broken_model_is_named_and_no_value(how, temperature, tmp_path):
+def test_nan_in_the_policy_is_reported_as_an_error_of_the_model(how, temperature, tmp_path):
     policy, sampling = policy_of("llama", tmp_path), Sampling(max_new_tokens=6, temperature=temperature)
     with torch.no_grad():
         policy.norm.weight[0] = math.nan
@@ -318,25 +319,25 @@ def test_a_broken_model_is_named_and_no_value(how, temperature, tmp_path):
 
 
 @pytest.mark.parametrize(("sampling", "possible"), [({"top_k": 3}, 3), ({"temperature": 0.0}, 1), ({}, 999)])
-def test_the_likeliest_tokens_are_possible_ones(sampling, possible, tmp_path):
-    """Fewer than were asked for, where a filter leaves fewer or the vocabulary has no more."""
+def test_the_most_likely_tokens_are_possible_ones(sampling, possible, tmp_path):
+    """There are fewer successors than requested if a filter or the vocabulary leaves fewer tokens."""
     policy, sampling = policy_of("llama", tmp_path), Sampling(max_new_tokens=2, **sampling)
     vocab = policy.shape.vocab
     how = Search(1, vocab + 9, 1, diverse=False, likeliest=True)
     values = [(TextValue(lambda tokens: tokens[-1] / 100), 1.0)]
     found, cost = search(policy, PROMPTS, how, sampling, values, max_rows=1)
-    each = min(possible, vocab)
+    count = min(possible, vocab)
     for prompt, candidates in zip(PROMPTS, found, strict=True):
         [(token,)] = {candidate.tokens[:1] for candidate in candidates}
-        logp = log_distribution(behind(policy, prompt)[None], sampling)[0]
+        logp = log_distribution(last_output(policy, prompt)[None], sampling)[0]
         first = [token for token in range(vocab) if logp[token] > -math.inf]
         assert token == max(first, key=lambda t: float(logp[t]) + t / 100)
-        assert len(first) == len({candidate.tokens for candidate in candidates}) == len(candidates) == each
+        assert len(first) == len({candidate.tokens for candidate in candidates}) == len(candidates) == count
         assert all(math.isfinite(candidate.logprob) for candidate in candidates)
-    assert (cost.tokens, cost.queries) == (2 * 3 * each, 3 * each)
+    assert (cost.tokens, cost.queries) == (2 * 3 * count, 3 * count)
 
 
-def test_the_noise_of_choices_is_another():
+def test_the_noise_of_choices_differs_from_that_of_tokens():
     places, positions = torch.arange(16), torch.tensor([3])
     tokens, choices = (uniform_noise(seed, torch.zeros_like(places), places, positions) for seed in (5, 5 ^ CHOICE))
     assert not (tokens == choices).any()

@@ -1,4 +1,4 @@
-"""Models of other architectures than the decoder's, against a loop over transformers without padding or cache."""
+"""Models that the decoder does not support, compared with a loop over transformers without padding or cache."""
 
 import json
 
@@ -39,7 +39,7 @@ CONFIGS = {
         vocab_size=len(WORDS), hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
         attention_types=[[["global", "local"], 1]], window_size=4, **SPECIAL,
     ),
-    "recurrent_gemma": RecurrentGemmaConfig(  # whose recurrence would read padding
+    "recurrent_gemma": RecurrentGemmaConfig(  # padding would change its recurrent state
         vocab_size=len(WORDS), hidden_size=32, lru_width=32, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=48, attention_window_size=4, **SPECIAL,
     ),
@@ -49,7 +49,7 @@ PROMPTS = ["w1 w2", "w3", "w4 w5 w6 w7 w8"]
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def work(request, tmp_path_factory):
-    """A frozen model of another family, and a value model of one that the decoder knows."""
+    """A frozen model of another family, and a value model of a family that the decoder supports."""
     root = tmp_path_factory.mktemp(request.param)
     tiny_model(root / "base", "llama", seed=1)
     tokenizer = AutoTokenizer.from_pretrained(root / "base")
@@ -72,15 +72,15 @@ def work(request, tmp_path_factory):
 
 
 def by_hand(theirs, ids, sampling, seed, index, place):
-    """One sample: the tokens and their log-probs, every forward over the whole text."""
-    drawn, logps = [], []
-    while len(drawn) < sampling.max_new_tokens and not (drawn and drawn[-1] in sampling.stop_ids):
+    """Tokens and log-probs of one sample; each forward pass reads the whole sequence."""
+    tokens, logps = [], []
+    while len(tokens) < sampling.max_new_tokens and not (tokens and tokens[-1] in sampling.stop_ids):
         with torch.no_grad():
-            logp = log_distribution(theirs(torch.tensor([[*ids, *drawn]])).logits[:, -1], sampling)
-        noise = uniform_noise(seed, torch.tensor([index]), torch.tensor([place]), torch.tensor([len(drawn)]))[:, 0]
-        drawn.append(int(draw(logp, noise)))
-        logps.append(float(logp[0, drawn[-1]]))
-    return drawn, logps
+            logp = log_distribution(theirs(torch.tensor([[*ids, *tokens]])).logits[:, -1], sampling)
+        noise = uniform_noise(seed, torch.tensor([index]), torch.tensor([place]), torch.tensor([len(tokens)]))[:, 0]
+        tokens.append(int(draw(logp, noise)))
+        logps.append(float(logp[0, tokens[-1]]))
+    return tokens, logps
 
 
 def read(work):
@@ -96,61 +96,61 @@ def test_samples(work, max_rows):
     ours, theirs, _, ids = read(work)
     sampling = Sampling(max_new_tokens=7, stop_ids=(EOS, 20, 21), temperature=0.8, top_k=20)
     rollout = ours.generate(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows)
-    found = rollout.completion_ids()
+    completions = rollout.completion_ids()
     for p, prompt in enumerate(ids):
         for m in range(3):
-            drawn, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], m)
-            assert found[3 * p + m] == drawn
-            assert rollout.logprobs[p, m, : len(drawn)].tolist() == pytest.approx(logps, abs=1e-4)
-            assert bool(rollout.finished[p, m]) == (drawn[-1] in sampling.stop_ids)
-    assert len(set(map(len, found))) > 1
+            tokens, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], m)
+            assert completions[3 * p + m] == tokens
+            assert rollout.logprobs[p, m, : len(tokens)].tolist() == pytest.approx(logps, abs=1e-4)
+            assert bool(rollout.finished[p, m]) == (tokens[-1] in sampling.stop_ids)
+    assert len(set(map(len, completions))) > 1
 
 
 def test_a_search(work):
-    """Algorithms 4 and 5 by hand; values of the decoder's model."""
+    """Compared with Algorithms 4 and 5 by hand; the value model is a decoder."""
     ours, theirs, _, ids = read(work)
     model, _ = reward_model.load(str(work / "value"))
     how, sampling = Search(2, 3, 2), Sampling(max_new_tokens=6, stop_ids=(EOS, 20, 21))
     found, cost = guided_search.search(ours, ids, how, sampling, [(ModelValue("value", model, 6), 0.5)], seed=3)
     tokens = 0
     for p, prompt in enumerate(ids):
-        beams, each, drawn = [[]], how.candidates, 0
+        beams, successors, length = [[]], how.candidates, 0
         while True:
-            drawn = min(drawn + how.chunk, sampling.max_new_tokens)
+            length = min(length + how.chunk, sampling.max_new_tokens)
             candidates = [beam for beam in beams if beam and beam[-1] in sampling.stop_ids]
             for k, beam in enumerate(beams):
-                for b in range(each if beam not in candidates else 0):
+                for b in range(successors if beam not in candidates else 0):
                     child = list(beam)
-                    while len(child) < drawn and not (child[len(beam) :] and child[-1] in sampling.stop_ids):
+                    while len(child) < length and not (child[len(beam) :] and child[-1] in sampling.stop_ids):
                         with torch.no_grad():
                             logp = log_distribution(theirs(torch.tensor([[*prompt, *child]])).logits[:, -1], sampling)
-                        place, at = torch.tensor([k * each + b]), torch.tensor([len(child)])
-                        child.append(int(draw(logp, uniform_noise(3, torch.tensor([p]), place, at)[:, 0])))
+                        place, position = torch.tensor([k * successors + b]), torch.tensor([len(child)])
+                        child.append(int(draw(logp, uniform_noise(3, torch.tensor([p]), place, position)[:, 0])))
                         tokens += 1
                     candidates.append(child)
-            each = how.successors
+            successors = how.successors
             if all(len(y) == sampling.max_new_tokens or y[-1] in sampling.stop_ids for y in candidates):
                 break
             with torch.no_grad():
-                worth = [
+                values = [
                     float(model(torch.tensor([*prompt, *y]), [len(prompt) + len(y)])[-1, 0]) / 0.5 for y in candidates
                 ]
-            beams = best_by_brute_force(candidates, worth, how)
+            beams = best_by_brute_force(candidates, values, how)
         assert sorted(list(one.tokens) for one in found[p]) == sorted(candidates)
     assert cost.tokens == tokens
-    assert cost.cache_bytes > 0  # the value's
+    assert cost.cache_bytes > 0  # of the value model
 
 
-def test_chunks_of_the_whole_length_are_samples(work):
+def test_chunks_of_full_length_are_plain_samples(work):
     ours, _, _, ids = read(work)
     sampling = Sampling(max_new_tokens=5, stop_ids=(EOS,))
     found, _ = guided_search.search(ours, ids, Search(2, 2, 5), sampling, [], seed=1)
-    own = transformers_backend.generator(ours)(ids, 4, sampling, seed=1).completion_ids()
-    assert [list(one.tokens) for each in found for one in each] == own
+    samples = transformers_backend.generator(ours)(ids, 4, sampling, seed=1).completion_ids()
+    assert [list(one.tokens) for candidates in found for one in candidates] == samples
 
 
 def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys):
-    """RWKV's `generate` in transformers is not what its forward gives."""
+    """RWKV's `generate` in transformers differs from its forward pass."""
     tiny_model(tmp_path, "llama")  # for the tokenizer
     config = RwkvConfig(vocab_size=len(WORDS), hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, **SPECIAL)
     model = AutoModelForCausalLM.from_config(config)
@@ -172,16 +172,16 @@ def test_float64(work):
     prompts, sampling = [[3, 4, 5], [6, 7]], Sampling(max_new_tokens=4)
     rollout = ours.generate(prompts, 2, sampling, seed=1)
     for p, prompt in enumerate(prompts):
-        drawn, logps = by_hand(theirs.eval(), prompt, sampling, 1, p, 1)
-        assert rollout.tokens[p, 1].tolist() == drawn
+        tokens, logps = by_hand(theirs.eval(), prompt, sampling, 1, p, 1)
+        assert rollout.tokens[p, 1].tolist() == tokens
         assert rollout.logprobs[p, 1].tolist() == pytest.approx(logps, abs=1e-4)
 
 
-def test_a_limit_by_another_name():
+def test_the_context_of_mpt_has_another_key():
     assert transformers_backend.Limits.of(MptConfig(max_seq_len=64)).context == 64
 
 
-def test_a_known_family_is_the_decoder(tmp_path):
+def test_a_supported_family_uses_the_decoder(tmp_path):
     tiny_model(tmp_path, "llama")
     assert isinstance(transformers_backend.load(tmp_path), decoder.Decoder)
     assert transformers_backend.note(tmp_path) == ""
@@ -206,13 +206,13 @@ def test_limits(work):
 
 
 def test_the_commands(work, capsys):
-    told = f"; transformers runs it, which is slower (unknown architecture {work.name.rstrip('0')!r}"
+    note = f"; transformers runs it, which is slower (unknown architecture {work.name.rstrip('0')!r}"
     arguments = ["w1 w2", f"--model={work / 'policy'}", f"--guide={work / 'value'}", "--max-new-tokens=6", "--chunk=2"]
     assert cli.main(["generate", *arguments, "--json"]) == 0
-    shown = capsys.readouterr()
-    assert shown.err.count(told) == 1
-    assert json.loads(shown.out)["prompt"] == "w1 w2"
-    given = {
+    captured = capsys.readouterr()
+    assert captured.err.count(note) == 1
+    assert json.loads(captured.out)["prompt"] == "w1 w2"
+    settings = {
         "model.path": work / "policy",
         "data.source": work / "prompts.jsonl",
         "rollout.max_new_tokens": 6,
@@ -220,20 +220,20 @@ def test_the_commands(work, capsys):
         "evaluation.prompts": 1,
         "chunk": 2,
     }
-    options = [f"--{name}={value}" for name, value in given.items()]
+    options = [f"--{name}={value}" for name, value in settings.items()]
     learn = ["--iterations=1", "--beams=2", "--successors=2", "--no-compress", "--value.epochs=1", "--value.held-out=0"]
-    begun = [f"--value.path={work / 'value'}", f"--out={work / 'iro'}"]
+    start = [f"--value.path={work / 'value'}", f"--out={work / 'iro'}"]
     assert cli.main(["iro", "blank", *options, *learn, f"--out={work / 'iro'}"]) == 1
     assert "a value model cannot start from" in capsys.readouterr().err
     assert not (work / "iro").exists()
-    assert cli.main(["iro", "blank", *options, *learn, *begun]) == 0
-    assert told in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["iro", "blank", *options, *learn, *start]) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
     assert cli.main(["decode", "blank", *options, f"--guide={work / 'iro'}", "--budgets=4", f"--out={work / 'd'}"]) == 0
     bon, iro = json.loads((work / "d" / "decode.json").read_text())
     assert (bon["queries"], iro["queries"] > 0) == (0, True)
 
 
-def test_what_transformers_does_not_know_either(tmp_path, capsys):
+def test_an_architecture_that_transformers_does_not_support_is_refused(tmp_path, capsys):
     tiny_model(tmp_path, "gpt2")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))

@@ -1,9 +1,9 @@
-"""`linearized` in TRL 1.16's own trainer: its advantages against the first variation, by enumeration and autograd.
+"""`linearized` in TRL 1.16's trainer: its advantages compared with the first variation, by enumeration and autograd.
 
-`aggregated` on two ranks too; every kind of objective is in test_integrations_trl_training.py.
+Also `aggregated` on two ranks. test_integrations_trl_training.py tests all kinds of objectives.
 
-The truth treats a group as a distribution over its M completions with probabilities p: R(p) is summed over all draws,
-and its first variation is autograd's gradient at p = 1/M.
+The expected values treat a group as a distribution over its M completions with probabilities p: R(p) is a sum over all
+draws, and its first variation is autograd's gradient at p = 1/M.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ WEIGHTS = [0.7, -1.3, 0.4]
 NONE = [None] * len(ACCURACY)
 
 
-# ---- truth ----
+# ---- expected values ----
 
 
 def best_of(n, p, r):
@@ -48,31 +48,31 @@ R = {"bon:3": functools.partial(best_of, 3), "soft:0.5": functools.partial(tilte
 
 
 def first_variation(objective, group):
-    """(M,) centred over the completions that have a reward; 0 at the others. And the value of the objective."""
+    """First variation (M,), centred over the completions with a reward, 0 at the others, and the objective's value."""
     out = torch.zeros(len(group), dtype=torch.float64)
-    there = [j for j, r in enumerate(group) if r is not None]
-    if not there:
+    present = [j for j, r in enumerate(group) if r is not None]
+    if not present:
         return out, None
-    r = torch.tensor([group[j] for j in there], dtype=torch.float64)
+    r = torch.tensor([group[j] for j in present], dtype=torch.float64)
     p = torch.full_like(r, 1 / len(r), requires_grad=True)
     value = R[objective](p, r)
     (gradient,) = torch.autograd.grad(value, p)
-    out[there] = gradient - gradient.mean()
+    out[present] = gradient - gradient.mean()
     return out, value.item()
 
 
 def expected(objective, values, size=M):
-    """All groups' first variations, (P * M,), and the mean of their values."""
+    """First variations (P * M,) of all groups, and the mean of their values."""
     pairs = [first_variation(objective, values[i : i + size]) for i in range(0, len(values), size)]
     present = [value for _, value in pairs if value is not None]
     return torch.cat([x for x, _ in pairs]), sum(present) / max(1, len(present))
 
 
-# ---- TRL's trainer, with rewards that are looked up ----
+# ---- TRL's trainer with fixed rewards ----
 
 
 class Scripted:
-    """Rewards by name, and how long the async ones take. ``part`` is where this rank's completions are."""
+    """Fixed rewards by name, and delays of the async ones. ``part`` has the positions of this rank's completions."""
 
     def __init__(self):
         self.values, self.delays, self.part = {}, {"judge": 0.0, "slow": 0.0}, slice(None)
@@ -114,7 +114,7 @@ def made(tmp_path_factory):
 
 
 def step(made, accuracy, judge=NONE, slow=NONE, mode="train"):
-    """TRL's advantages of a generation batch, and the metrics that it keeps of it."""
+    """TRL's advantages and metrics for one generation batch."""
     trainer, rewards = made
     rewards.values = {"accuracy": accuracy, "judge": judge, "slow": slow}
     trainer.model.train(mode == "train")
@@ -140,7 +140,7 @@ def test_async_rewards_and_weighted_sums(made):
     close(advantages, sum(w * expected(objective, values)[0] for w, objective, values in parts))
 
 
-def test_the_mean_gives_what_trl_gives_without_us(made, monkeypatch):
+def test_mean_gives_the_same_advantages_as_trl_alone(made, monkeypatch):
     trainer, rewards = made
     monkeypatch.setattr(trainer, "reward_funcs", [rewards.accuracy, *trainer.reward_funcs[1:]])
     bare, _ = step(made, ACCURACY)
@@ -151,7 +151,7 @@ def test_the_mean_gives_what_trl_gives_without_us(made, monkeypatch):
 
 
 def test_none_abstains(made):
-    """In one reward or in both; one that is left alone in its group; a group without any."""
+    """In one reward or both; with one reward left in a group; with none left in a group."""
     accuracy, judge = list(ACCURACY), list(JUDGE)
     accuracy[1] = accuracy[4] = accuracy[5] = accuracy[6] = None
     accuracy[8:] = [None] * M
@@ -172,7 +172,7 @@ def test_none_stays_none():
     assert ours[::2][:2] == pytest.approx(truth[::2].tolist())
 
 
-def test_what_is_logged(made):
+def test_logged_metrics(made):
     _, metrics = step(made, ACCURACY, JUDGE, SLOW)
     for name, objective, values in (("accuracy", "bon:3", ACCURACY), ("judge", "soft:0.5", JUDGE)):
         assert metrics[f"rewards/{name}/mean"] == pytest.approx(sum(values) / len(values))
@@ -180,7 +180,7 @@ def test_what_is_logged(made):
         assert metrics[f"rewards/{name}_linearized/mean"] == pytest.approx(0, abs=1e-6)
 
 
-def test_ranks_with_different_numbers_of_rewards_have_the_right_mean():
+def test_the_logged_mean_is_right_if_ranks_have_different_numbers_of_rewards():
     """TRL logs the mean over all calls of ``log_metric`` on all ranks."""
     calls, on_ranks = {}, ([1.0, None, None, 5.0, *[None] * M], [2.0, 4.0, 4.0, 6.0, 0.5, 1.5, -1.0, 3.0])
     for values in on_ranks:
@@ -192,15 +192,15 @@ def test_ranks_with_different_numbers_of_rewards_have_the_right_mean():
     assert means["objective/mine"] == pytest.approx(expected("bon:3", everywhere)[1])
 
 
-def test_an_evaluation_takes_the_groups_of_trls_evaluation(made):
-    """num_generations_eval is 2, also where groups of 4 would fit."""
+def test_an_evaluation_uses_num_generations_eval(made):
+    """Groups of 2, although groups of 4 would fit."""
     advantages, metrics = step(made, ACCURACY, mode="eval")
     truth, value = expected("bon:3", ACCURACY, size=2)
     close(advantages, WEIGHTS[0] * truth)
     assert metrics["objective/accuracy"] == pytest.approx(value)
 
 
-def test_a_whole_run_logs_both(made, monkeypatch):
+def test_a_run_logs_metrics_of_training_and_evaluation(made, monkeypatch):
     trainer, rewards = made
     rewards.values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
     trainer.train()
@@ -212,7 +212,7 @@ def test_a_whole_run_logs_both(made, monkeypatch):
     assert logs["grad_norm"] > 0
 
 
-# ---- what is refused ----
+# ---- invalid arguments and return values ----
 
 
 def call(values, count, samples=M):
@@ -220,9 +220,9 @@ def call(values, count, samples=M):
 
 
 def test_an_estimator_that_draws_all_samples_is_refused():
-    """TRL would subtract the group's mean from what has a baseline of another kind."""
+    """Its baseline is not the mean of the group, which TRL subtracts."""
     linearized(len, "bon:3:unbiased", 4)
-    with pytest.raises(ValueError, match="bon:4:unbiased with samples=4: expected more samples"):
+    with pytest.raises(ValueError, match="bon:4:unbiased with samples=4: expected at least 5 samples"):
         linearized(len, "bon:4:unbiased", 4)
 
 
@@ -234,33 +234,33 @@ def test_another_number_of_generations_is_refused(made, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("values", "count", "said"),
+    ("values", "count", "message"),
     [
-        ([1.0] * 7, 7, r"7 completions on each of 1 rank are no whole groups of 4"),
+        ([1.0] * 7, 7, r"7 completions on each of 1 rank cannot be split into groups of 4"),
         ([1.0] * 3, 4, r"'mine' returned 3 values for 4 completions"),
         ([1.0, 2.0, -math.inf, None], 4, r"'mine' is -inf for completion 2"),
         (None, 4, r"'mine' returned None; expected a list of one number"),
         (["good", 1, 2, 3], 4, r"'mine' returned \['good', 1, 2, 3\]; expected a list"),
     ],
 )
-def test_bad_rewards_are_refused(values, count, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_rewards_are_refused(values, count, message):
+    with pytest.raises(ValueError, match=message):
         call(values, count)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("org/reward-model", "bon:4", 4), r"expected a reward function .*, got str"),
-        ((torch.nn.Linear(2, 1), "bon:4", 4), r"got Linear; for a reward model, write the function"),
+        ((torch.nn.Linear(2, 1), "bon:4", 4), r"got Linear; for a reward model, write a function"),
         ((len, "bon:4", 1), r"samples=1: expected TRL's num_generations"),
         ((len, "bon:4", 4.0), r"samples=4.0: expected"),
         ((len, "best:4", 4), r"'best:4' is not known"),
         ((len, 4, 4), r"objective=4: expected one of nlgrpo.objectives"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
         linearized(*arguments)
 
 
@@ -280,15 +280,14 @@ def test_names():
     assert asyncio.run(linearized(Judge(), "bon:2", 2)(prompts=["p"] * 2, completions=["c"] * 2)) == [0, 0]
 
 
-# ---- two ranks of six completions: the second of three groups lies on both ----
+# ---- two ranks with six completions each: the second of three groups is on both ----
 
 
 def work(rank, folder):
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= ranks | {"ACCELERATE_USE_CPU": "true"}
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # forked from a process that may have used accelerate on one rank
+    # The parent of this fork may have used accelerate with one rank.
+    AcceleratorState._reset_state(reset_partial_state=True)
     torch.save(scored(rank, folder), folder / f"{rank}.pt")
 
 
@@ -296,7 +295,8 @@ def scored(rank, folder):
     rewards = Scripted()
     trainer = make_trainer(folder, rewards, batch=6)
     rewards.part = slice(6 * rank, 6 * rank + 6)
-    rewards.delays = {"judge": 0.3 * (rank == 0), "slow": 0.3 * (rank == 1)}  # the ranks get their answers crosswise
+    # Answers arrive in a different order on each rank.
+    rewards.delays = {"judge": 0.3 * (rank == 0), "slow": 0.3 * (rank == 1)}
     trainer.model.train()
     rewards.values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
     output = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
@@ -319,13 +319,13 @@ def smooth_min(values):
 
 
 def together(trainer, rewards):
-    """TRL's advantages with one aggregate of all three, and its value."""
+    """TRL's advantages for an aggregate of all three rewards, and its value."""
     functions = [getattr(rewards, name) for name in AGGREGATED]
-    some = [  # of weight 0: more collectives to mix up
+    others = [  # with weight 0; they add collectives, which must not be mixed up
         aggregated([rewards.slow, rewards.judge], "mean", M, "min", name="other"),
         linearized(rewards.slow, "bon:3", M),
     ]
-    trainer.reward_funcs = [aggregated(functions, list(AGGREGATED.values()), M, "smooth_min:0.7"), *some]
+    trainer.reward_funcs = [aggregated(functions, list(AGGREGATED.values()), M, "smooth_min:0.7"), *others]
     trainer.reward_weights = torch.tensor([1.0, 0.0, 0.0])
     trainer._metrics["train"].clear()
     output = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
@@ -333,7 +333,7 @@ def together(trainer, rewards):
 
 
 def whole_groups(rank):
-    """One group on each rank; the second reward is given on rank 1 only."""
+    """One group per rank; the second reward abstains on rank 0."""
     a, b = (values[4 * rank : 4 * rank + 4] for values in (ACCURACY, JUDGE))
     logged = {}
     functions = {"a": lambda **_: a, "b": lambda **_: b if rank else [None] * M}
@@ -368,31 +368,31 @@ def test_metrics_and_refusals_on_two_ranks(ranks):
     for rank in ranks:
         assert rank["metrics"]["rewards/accuracy/mean"] == pytest.approx(sum(ACCURACY) / len(ACCURACY))
         assert rank["metrics"]["objective/judge"] == pytest.approx(expected("soft:0.5", JUDGE)[1])
-        assert "5 completions on each of 2 ranks are no whole groups of 4" in rank["few"]
-        assert "'alike' needs all 4 samples of a prompt on one rank, which has 6 completions" in rank["kernel"]
+        assert "5 completions on each of 2 ranks cannot be split into groups of 4" in rank["few"]
+        assert "'alike' needs all 4 samples of a prompt on one rank, but this rank has 6 completions" in rank["kernel"]
         assert "per_device_train_batch_size" in rank["kernel"]
 
 
-def aggregate_of(each):
-    """sum_i dg/dR_i (first variation of R_i) at the values, and g, of pairs of both."""
-    values = torch.tensor([value for _, value in each], requires_grad=True, dtype=torch.float64)
-    worth = smooth_min(values)
-    (gradient,) = torch.autograd.grad(worth, values)
-    return sum(w * x for w, (x, _) in zip(gradient, each, strict=True)), worth.item()
+def aggregate_of(pairs):
+    """sum_i dg/dR_i (first variation of R_i) at the values R_i, and g; ``pairs`` has first variations and values."""
+    values = torch.tensor([value for _, value in pairs], requires_grad=True, dtype=torch.float64)
+    aggregate = smooth_min(values)
+    (gradient,) = torch.autograd.grad(aggregate, values)
+    return sum(w * x for w, (x, _) in zip(gradient, pairs, strict=True)), aggregate.item()
 
 
 def test_an_aggregate_of_groups_on_two_ranks(ranks):
     values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
-    truth, worth = aggregate_of([expected(objective, values[name]) for name, objective in AGGREGATED.items()])
+    truth, aggregate = aggregate_of([expected(objective, values[name]) for name, objective in AGGREGATED.items()])
     close(torch.cat([rank["together"][0] for rank in ranks]).double(), truth)
-    assert [rank["together"][1] for rank in ranks] == [[pytest.approx(worth)]] * 2
+    assert [rank["together"][1] for rank in ranks] == [[pytest.approx(aggregate)]] * 2
 
 
-def test_an_aggregate_takes_the_values_of_all_ranks(ranks):
-    """Groups that are whole on their ranks; the mean of a reward is over the ranks on which it is given."""
+def test_an_aggregate_uses_the_values_of_all_ranks(ranks):
+    """No group is split; the mean of a reward is over the ranks on which it does not abstain."""
     b = [None] * M + JUDGE[M : 2 * M]
-    truth, worth = aggregate_of([expected("bon:3", ACCURACY[: 2 * M]), expected("soft:0.5", b)])
+    truth, aggregate = aggregate_of([expected("bon:3", ACCURACY[: 2 * M]), expected("soft:0.5", b)])
     close(torch.tensor([x for rank in ranks for x in rank["whole"][0]], dtype=torch.float64), truth)
     alone, _ = aggregate_of([expected("bon:3", ACCURACY[M : 2 * M]), expected("soft:0.5", b[M:])])
-    assert (alone - truth[M:]).abs().max() > 0.01, "rank 1 would get something else by itself"
-    assert [rank["whole"][1] for rank in ranks] == [pytest.approx(worth)] * 2
+    assert (alone - truth[M:]).abs().max() > 0.01, "rank 1 alone would have another result"
+    assert [rank["whole"][1] for rank in ranks] == [pytest.approx(aggregate)] * 2

@@ -1,7 +1,7 @@
-"""Three steps of TRL 1.16's own trainer with every kind of objective, and with several of them as one.
+"""Three steps of TRL 1.16's trainer with each kind of objective, and with an aggregate of several.
 
-Rewards are those of the completions that TRL has drawn. The advantages that it then uses are compared with sums over
-all draws or all subsets, autograd, and integrals by the trapezoid rule.
+Rewards are computed from the completions that TRL samples. TRL's advantages are compared with sums over all draws or
+all subsets, autograd, and integrals by the trapezoidal rule.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ numbers, zeros = (functools.partial(make, dtype=torch.float64) for make in (torc
 TABLE = [2.0, 1.5, 0.5, -0.25]
 
 
-# ---- truth: of a group's rewards (M,), or similarities (M, M), first variation and value ----
+# ---- expected first variation and value of a group with rewards (M,) or similarities (M, M) ----
 
 
 def by_autograd(R, r):
-    """R(p) at p = 1/M: its gradient is the first variation, up to a constant."""
+    """The gradient of R(p) at p = 1/M is the first variation, up to a constant."""
     p = torch.full_like(r, 1 / len(r), requires_grad=True)
     value = R(p, r)
     (gradient,) = torch.autograd.grad(value, p)
@@ -53,12 +53,12 @@ def tilted(tau, p, r):
 
 
 def by_subsets(n, h, data):
-    """What is expected of h of n different samples, and of those with sample j among them; no share of its own."""
+    """Mean of h over all subsets of n samples (the value), and over those that contain sample j (first variation)."""
     size = len(data)
     mean = lambda chosen: sum(h(data, list(s)) for s in chosen) / len(chosen)  # noqa: E731
     every = list(itertools.combinations(range(size), n))
-    each = numbers([n * mean([s for s in every if j in s]) for j in range(size)])
-    return size / (size - n) * (each - each.mean()), mean(every)
+    containing = numbers([n * mean([s for s in every if j in s]) for j in range(size)])
+    return size / (size - n) * (containing - containing.mean()), mean(every)
 
 
 def log_det(kernel, s):
@@ -66,7 +66,7 @@ def log_det(kernel, s):
 
 
 def worst_half(r):
-    """-(q - r)^+ / 0.5 at the quantile q (Rockafellar and Uryasev); of 4 samples the two worst."""
+    """-(q - r)^+ / 0.5 at the quantile q (Rockafellar and Uryasev); the value is the mean of the two worst."""
     ordered = r.sort().values
     linear = -(ordered[2] - r).clamp(min=0) / 0.5
     return linear - linear.mean(), ordered[:2].mean().item()
@@ -114,7 +114,7 @@ PAIRWISE = ("rao", "dpp:2")
 
 
 def expected(objective, groups):
-    """First variations of the groups, (P * M,), and the mean of their values."""
+    """First variations (P * M,) of the groups, and the mean of their values."""
     pairs = [TRUTH[objective](group) for group in groups]
     return torch.cat([x for x, _ in pairs]), sum(value for _, value in pairs) / len(pairs)
 
@@ -124,15 +124,15 @@ def close(ours, truth):
     torch.testing.assert_close(ours.double(), truth.double(), rtol=1e-5, atol=1e-5)
 
 
-# ---- rewards of what is drawn; each keeps what it has returned ----
+# ---- rewards of sampled completions, which record what they return ----
 
 
-class Drawn:
+class RecordedRewards:
     def __init__(self):
         self.seen = {"tokens": [], "late": [], "alike": []}
 
     def tokens(self, completion_ids, **_):
-        """Ties happen."""
+        """With ties."""
         values = [len(set(ids)) + ids[0] % 3 / 2 for ids in completion_ids]
         self.seen["tokens"].append(numbers(values).view(-1, M))
         return values
@@ -144,14 +144,14 @@ class Drawn:
         return values
 
     def alike(self, completion_ids, samples, **_):
-        """Likeness of the sums of the ids: 1 where they are the same."""
-        at = numbers([float(sum(ids)) for ids in completion_ids]).view(-1, samples)
-        kernel = (-((at[:, :, None] - at[:, None, :]) / 8).square()).exp()
+        """Similarity of the sums of token ids: 1 if they are equal."""
+        points = numbers([float(sum(ids)) for ids in completion_ids]).view(-1, samples)
+        kernel = (-((points[:, :, None] - points[:, None, :]) / 8).square()).exp()
         self.seen["alike"].append(kernel)
         return kernel.flatten(0, 1).tolist()
 
 
-class Recorded(GRPOTrainer):
+class RecordingTrainer(GRPOTrainer):
     advantages = ()
 
     def _generate_and_score_completions(self, inputs):
@@ -171,12 +171,13 @@ def trainer(tmp_path_factory):
     )  # fmt: skip
     data = Dataset.from_dict({"prompt": ["w4 w5", "w6 w7", "w8"]})
     model, tokenizer = (load.from_pretrained(folder) for load in (AutoModelForCausalLM, AutoTokenizer))
-    some = [linearized(reward, "mean", M) for reward in (Drawn().tokens, Drawn().late)]  # TRL prepares for async ones
-    return Recorded(model, some, args, train_dataset=data, processing_class=tokenizer)
+    # One of them is async, so that TRL starts its event loop.
+    functions = [linearized(reward, "mean", M) for reward in (RecordedRewards().tokens, RecordedRewards().late)]
+    return RecordingTrainer(model, functions, args, train_dataset=data, processing_class=tokenizer)
 
 
 def trained(trainer, function):
-    """The advantages of three steps with a reward function, and what was logged at each."""
+    """Train for three steps with a reward function. Return the advantages and the log entries of each."""
     trainer.reward_funcs, trainer.reward_func_names = [function], [function.__name__]
     trainer.reward_processing_classes, trainer.reward_weights = [None], torch.ones(1)
     trainer.advantages = []
@@ -190,46 +191,46 @@ def trained(trainer, function):
 
 @pytest.mark.parametrize("objective", TRUTH)
 def test_every_objective_trains(trainer, objective):
-    drawn = Drawn()
+    rewards = RecordedRewards()
     name = "alike" if objective in PAIRWISE else "tokens"
-    advantages, logs = trained(trainer, linearized(getattr(drawn, name), objective, M))
-    moved = 0.0
-    for ours, log, groups in zip(advantages, logs, drawn.seen[name], strict=True):
+    advantages, logs = trained(trainer, linearized(getattr(rewards, name), objective, M))
+    largest = 0.0
+    for ours, log, groups in zip(advantages, logs, rewards.seen[name], strict=True):
         truth, value = expected(objective, groups)
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
         assert log[f"objective/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-5)
         mean = value if objective in PAIRWISE else groups.mean().item()
         assert log[f"rewards/{name}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-5)
-        moved = max(moved, truth.abs().max().item())
-    assert moved > 0.1
+        largest = max(largest, truth.abs().max().item())
+    assert largest > 0.1
     assert max(log["grad_norm"] for log in logs) > 0
 
 
-def of_aggregate(g, each):
-    """sum_i dg/dR_i (first variation of R_i) at the values over the batch, and g; ``each`` as `expected` gives it."""
-    R = numbers([value for _, value in each], requires_grad=True)
-    worth = g(R)
-    (gradient,) = torch.autograd.grad(worth, R)
-    return sum(w * x for w, (x, _) in zip(gradient, each, strict=True)), worth.item()
+def of_aggregate(g, pairs):
+    """sum_i dg/dR_i (first variation of R_i) at the values over the batch, and g; ``pairs``: results of `expected`."""
+    R = numbers([value for _, value in pairs], requires_grad=True)
+    aggregate = g(R)
+    (gradient,) = torch.autograd.grad(aggregate, R)
+    return sum(w * x for w, (x, _) in zip(gradient, pairs, strict=True)), aggregate.item()
 
 
 def test_an_aggregate_of_three_kinds_trains(trainer):
-    drawn, kinds = Drawn(), {"tokens": "bon:4", "late": "wor:3", "alike": "rao"}
-    functions = [getattr(drawn, name) for name in kinds]
+    rewards, kinds = RecordedRewards(), {"tokens": "bon:4", "late": "wor:3", "alike": "rao"}
+    functions = [getattr(rewards, name) for name in kinds]
     advantages, logs = trained(trainer, aggregated(functions, list(kinds.values()), M, "smooth_min:0.7"))
     for step in range(3):
-        each = [expected(objective, drawn.seen[name][step]) for name, objective in kinds.items()]
-        truth, worth = of_aggregate(lambda R: -(-0.7 * R).exp().mean().log() / 0.7, each)
+        pairs = [expected(objective, rewards.seen[name][step]) for name, objective in kinds.items()]
+        truth, aggregate = of_aggregate(lambda R: -(-0.7 * R).exp().mean().log() / 0.7, pairs)
         close(advantages[step], truth)
-        assert logs[step]["objective/aggregate"] == pytest.approx(worth, rel=1e-5, abs=1e-5)
-        for name, (_, value) in zip(kinds, each, strict=True):
+        assert logs[step]["objective/aggregate"] == pytest.approx(aggregate, rel=1e-5, abs=1e-5)
+        for name, (_, value) in zip(kinds, pairs, strict=True):
             assert logs[step][f"objective/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-5)
         for name in ("tokens", "late"):
-            mean = drawn.seen[name][step].mean().item()
+            mean = rewards.seen[name][step].mean().item()
             assert logs[step][f"rewards/{name}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-5)
 
 
-# ---- what TRL's losses make of it ----
+# ---- gradients of TRL's losses ----
 
 
 def gradient_of(loss, model):
@@ -238,22 +239,22 @@ def gradient_of(loss, model):
 
 @pytest.fixture(scope="module")
 def step(trainer):
-    """A batch that TRL has drawn for best-of-4, and the mean of A_j grad log pi(y_j) over its completions."""
-    trainer.reward_funcs, trainer.reward_func_names = [linearized(Drawn().tokens, "bon:4", M)], ["tokens"]
+    """A batch that TRL sampled for best-of-4, and the mean of A_j grad log pi(y_j) over its completions."""
+    trainer.reward_funcs, trainer.reward_func_names = [linearized(RecordedRewards().tokens, "bon:4", M)], ["tokens"]
     trainer.reward_processing_classes, trainer.reward_weights = [None], torch.ones(1)
     trainer.current_gradient_accumulation_steps, trainer.advantages = 1, []
     trainer.model.train()
     inputs = trainer._generate_and_score_completions([{"prompt": f"w{4 + i // M}"} for i in range(P * M)])
     ids, mask = inputs["completion_ids"], inputs["completion_mask"]
     assert len(set(mask.sum(1).tolist())) > 1, "completions of several lengths"
-    whole = torch.cat((inputs["prompt_ids"], ids), 1)
-    logits = trainer.model(whole, attention_mask=torch.cat((inputs["prompt_mask"], mask), 1)).logits
+    sequences = torch.cat((inputs["prompt_ids"], ids), 1)
+    logits = trainer.model(sequences, attention_mask=torch.cat((inputs["prompt_mask"], mask), 1)).logits
     logprobs = logits[:, -1 - ids.shape[1] : -1].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return inputs, gradient_of(-(inputs["advantages"] * (logprobs * mask).sum(1)).mean(), trainer.model)
 
 
 @pytest.mark.parametrize("loss", ["dr_grpo", "luspo", "dapo", "cispo", "vespo", "grpo", "sapo"])
-def test_the_losses_that_keep_the_gradient(trainer, step, monkeypatch, loss):
+def test_the_gradient_of_each_loss_type(trainer, step, monkeypatch, loss):
     inputs, truth = step
     monkeypatch.setattr(trainer, "loss_type", loss)
     if loss == "cispo":
@@ -269,7 +270,7 @@ def test_the_losses_that_keep_the_gradient(trainer, step, monkeypatch, loss):
         torch.testing.assert_close(constant * ours, truth, rtol=1e-3, atol=1e-5)
 
 
-def test_trls_default_scaling_is_warned_of(trainer, caplog, monkeypatch):
+def test_trls_default_scaling_logs_a_warning(trainer, caplog, monkeypatch):
     monkeypatch.setattr(trainer, "scale_rewards", "group")
     function = linearized(lambda **_: [1.0, 2.0, 3.0, 3.0], "bon:4", M)
     function(prompts=["p"] * M, completions=["c"] * M, log_metric=trainer._log_metric)

@@ -127,7 +127,7 @@ def of_prefixes(model, prompt, completion):
 
 
 def as_classifier(run, folder):
-    """The run's model as transformers has it, scoring the last token of single texts whatever it is."""
+    """The run's model as transformers has it, scoring the last token of single texts."""
     reward_model.save(run.model, folder, tokenizer=run.tokenizer, pad=None, max_length=64)
     return AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
 
@@ -288,7 +288,7 @@ def test_one_model_for_the_sum_of_two(work, capsys):
     results = json.loads((work / "both" / "value.json").read_text())
     assert results["after"]["mse"] < 0.5 * results["before"]["mse"]
     completions = value_dataset.load([str(work / "rollouts")], run.tokenizer, max_length=64).abstained
-    assert completions > 0 == run.outcomes.abstained  # no reward is asked for
+    assert completions > 0 == run.outcomes.abstained  # no reward is read
 
 
 def test_the_exported_model_is_read_by_the_search(work):

@@ -22,7 +22,7 @@ from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime.distributed import Ranks
 
 CONTEXT = 8  # last tokens of a prompt with which its completion is decoded
-BROKEN = "\ufffd"  # the replacement character: part of a character
+BROKEN = "\ufffd"  # replacement character, which stands for an incomplete character
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def decode(
     rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
     continued = tokenizer.batch_decode(rows, skip_special_tokens=True)
     alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
-    # The prompt's text may change: a character that it only begins, or a space that a decoder removes.
+    # Decode separately if the text of the prompt changes: it ends within a character, or with a space that is removed.
     return [
         text[len(start) :] if text.startswith(start) else separate
         for start, text, separate in zip(before, continued, alone, strict=True)

@@ -184,8 +184,8 @@ def _retokenizer(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase
     theirs = load_tokenizer(hf_weights.locate(rollouts.index.model))
     if drawn != digest_of_tokenizer(theirs):
         raise ValueError(
-            f"the rollouts in {rollouts.folder} were drawn with a tokenizer that {rollouts.index.model} no longer has; "
-            "draw them again, or train a value model with the tokenizer of the rollouts"
+            f"the rollouts in {rollouts.folder} have a tokenizer that {rollouts.index.model} no longer has; generate "
+            "them again, or train a value model with the tokenizer of the rollouts"
         )
     if same_ids(theirs, tokenizer):
         return None
