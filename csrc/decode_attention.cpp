@@ -63,7 +63,7 @@ NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stri
     const int64_t here = std::min<int64_t>(4, columns - c);
     Four part[4] = {};
     for (int64_t i = 0; i < 4; i++) {
-      const float* k = keys + (c + std::min(i, here - 1)) * stride;  // repeat the last column if there are fewer than four
+      const float* k = keys + (c + std::min(i, here - 1)) * stride;  // repeats the last column if fewer
       Eight sum = {};
       for (int64_t j = 0; j < whole; j += 8) {
         sum += *reinterpret_cast<const Eight*>(q + j) * *reinterpret_cast<const Eight*>(k + j);

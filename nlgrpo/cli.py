@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "rollout": (
         "nlgrpo.commands.rollout:main",
-        "Sample and score the reference model, for later stages: nlgrpo rollout [file.toml] --samples 100 --out DIR",
+        "Sample and score completions of the reference model: nlgrpo rollout [file.toml] --samples 100 --out DIR",
     ),
     "sweep": (
         "nlgrpo.commands.sweep:main",
@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "value": (
         "nlgrpo.commands.value:main",
-        "Train a value model on rollouts or on a sum of others: nlgrpo value train|compress [file.toml] [--dry-run]",
+        "Train a value model on rollouts or to merge others: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "iro": (
         "nlgrpo.commands.iro:main",

@@ -1,7 +1,7 @@
 """Train a policy: ``torchrun nlgrpo/train.py [recipe] [file.toml] [--section.key value ...] [--dry-run]``.
 
 Non-linear GRPO (IAMA, Alg. 1 and 2): sample M completions per prompt, score them, replace each reward by the first
-variation of its objective at the group's empirical distribution, and take a GRPO step on the result. The offline
+variation of its objective at the group's empirical distribution, and take a GRPO step with the result. The offline
 algorithms (BoN-SFT, DPO, IPO, BoNBoN) share this loop and replace the step.
 """
 
@@ -72,13 +72,13 @@ def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
     terms   = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi minus a baseline     (m, P, M)
     value, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
     linear  = combine(terms, gradient)                           # sum_i dg/dR_i dR_i/dpi          (P, M)
-    if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # a critic gets it per token
+    if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with a critic: per token
         penalty = learner.kl_reward(rollout, ref, progress.beta)
         linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
     adv     = groups.advantages(linear, cfg.loss.scale)          # divided by a std, if requested  (P, M)
     clock.lap("linearize")
     dropped = scores.skipped
-    if learner.critic is not None:                               # it would read an abstention as reward 0
+    if learner.critic is not None:                               # a critic would take an abstention for reward 0
         dropped = ~groups.has_reward(run.objectives, run.weights())[groups.own]
     stats   = learner.update(
         rollout, adv[groups.own], step=step, **run.rates(step),
@@ -139,7 +139,7 @@ def _score_rollout(run: Run, batch: Batch, rollout: Rollout) -> Scores:
 
 
 def evaluate_before(run: Run, learner: Learner) -> EvaluationSamples | None:
-    """Evaluate the model before training, or load that evaluation from the run's folder if it is there."""
+    """Evaluate the model before training, or load that evaluation from the run's folder if it is saved there."""
     if run.config.evaluation.prompts == 0:
         return None
     before = run.evaluated().get("before")
@@ -165,7 +165,7 @@ def finish(run: Run, learner: Learner, before: EvaluationSamples | None, console
 
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
-    """Train on the ranks that the launcher started, from the newest checkpoint if there is one."""
+    """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     stop = StopSignal()
     disable_progress_bar()  # transformers shows one for every model it loads
     with distributed.start() as ranks:
@@ -185,8 +185,8 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
     if run.restore(learner):
         console.print(f"resuming from step {run.progress.step}")
     elif logged := len(read_jsonl(run.folder / FILE)):
-        found = f"no checkpoint in {run.folder / 'checkpoints'}"
-        console.print(f"{found}: restarting from step 0, discarding {logged} logged steps")
+        reason = f"no checkpoint in {run.folder / 'checkpoints'}"
+        console.print(f"{reason}: restarting from step 0, discarding {logged} logged steps")
     with run.logger() as log:
         finished = train(run, learner, stop, log)
     if finished:

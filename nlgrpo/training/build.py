@@ -30,15 +30,15 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     shape = shape_of(decoder.read_config(source))
     tokenizer = load_tokenizer(source)
     prompts, held_out = load_prompts(cfg, tokenizer, shape)
-    parsed, loaded = load_rewards(cfg, ranks.device)
-    for known in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
-        reward_functions.check_columns(loaded, known.names)
+    objectives, rewards = load_rewards(cfg, ranks.device)
+    for scored in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
+        reward_functions.check_columns(rewards, scored.names)
     sampling = sampling_of(cfg, tokenizer, source)
     compute = compute_dtype(cfg.model.dtype, ranks.device)
-    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, loaded)
+    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, rewards)
     origin = partial(Provenance.of, source, tokenizer, compute, sampling)
     critic.check(cfg, shape, longest=max(map(len, prompts.ids), default=0) + cfg.rollout.max_new_tokens)
-    samples = offline.make(cfg, loaded, parsed, prompts, origin)
+    samples = offline.make(cfg, rewards, objectives, prompts, origin)
     return Run(
         config=cfg,
         ranks=ranks,
@@ -48,9 +48,9 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         prompts=prompts if samples is None else samples.prompts,
         held_out=held_out,
         sampler=sampler,
-        objectives=parsed,
+        objectives=objectives,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        references=reference_rewards.make(cfg, sampler, parsed, prompts, origin, ranks),
+        references=reference_rewards.make(cfg, sampler, objectives, prompts, origin, ranks),
         samples=samples,
         compute=compute,
         progress=Progress(beta=cfg.loss.beta),

@@ -1,4 +1,4 @@
-"""PPO's critic: values of the states of a rollout, generalized advantage estimation (GAE), and the value loss."""
+"""PPO's critic: values of a rollout's states, generalized advantage estimation (GAE), and the value loss."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Targets:
 
 @dataclass(frozen=True)
 class Critic:
-    """V(s_t), by a separate decoder with a scalar head, or by a scalar head on the policy's last hidden states.
+    """V(s_t): a separate decoder with a scalar head, or a scalar head on the policy's last hidden states.
 
-    ``module`` is that decoder, or only the head. The head is small, and every rank holds all of it.
+    ``module`` is that decoder, or the head alone. A head is small, so it is not sharded.
     """
 
     config: CriticConfig
@@ -48,7 +48,7 @@ class Critic:
         return isinstance(self.module, nn.Linear)
 
     def values(self, batch: MicroBatch, scored: Tensor | None) -> Tensor:
-        """Values (S,) of the states before the batch's targets. ``scored`` (S, 1): output of `on_policy`, if shared."""
+        """Values (S,) of the states before each target token. ``scored`` (S, 1): output of `on_policy`, if shared."""
         if scored is None:
             scored = self.module(batch.tokens, batch.lengths, batch.select, score)
         return scored[:, 0]
@@ -59,7 +59,7 @@ class Critic:
 
     @torch.no_grad()
     def values_of(self, policy: Decoder, rollout: Rollout, batches: Sequence[MicroBatch]) -> Tensor:
-        """Values (R, L) of the rollout's completions, packed into ``batches``; 0 after their ends."""
+        """Values (R, L) of the rollout's completions, packed into ``batches``; 0 past their ends."""
         out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=torch.float64)
         for batch in batches:
             scored = None
@@ -73,7 +73,7 @@ class Critic:
     ) -> Targets:
         """Compute advantages and returns by GAE; collective.
 
-        ``gain`` (R,): reward of each completion, given at its last token. ``penalty`` (R, L): reward of each token,
+        ``gain`` (R,): reward of each completion, added at its last token. ``penalty`` (R, L): reward of each token,
         such as the KL penalty. With critic.whiten, advantages are whitened over all tokens of the ``kept`` (R,)
         completions of all ranks.
         """
@@ -91,10 +91,10 @@ class Critic:
         assert targets.values is not None
         assert targets.returns is not None
         old, returns = batch.pick(targets.values).to(values), batch.pick(targets.returns).to(values)
-        each, clipped = clipped_value_loss(values, old, returns, self.config.clip)
+        losses, clipped = clipped_value_loss(values, old, returns, self.config.clip)
         residual = (returns - values).detach()
         sums = {
-            "value_loss": each.detach().sum(),
+            "value_loss": losses.detach().sum(),
             "value_clipped": clipped.sum(),
             "value": values.detach().sum(),
             "return": returns.sum(),
@@ -102,7 +102,7 @@ class Critic:
             "residual": residual.sum(),
             "residual_squared": residual.square().sum(),
         }
-        return self.config.coef * (weights.to(values) * each).sum(), sums
+        return self.config.coef * (weights.to(values) * losses).sum(), sums
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the gradients and return their norm before clipping. A head's gradient is averaged over ranks first."""
@@ -112,7 +112,7 @@ class Critic:
 
 
 def check(cfg: Config, policy: Shape, longest: int) -> None:
-    """Check the critic's model without loading its weights. ``longest``: tokens of the longest prompt and completion.
+    """Check the critic's model without loading its weights. ``longest``: maximal tokens of a prompt and completion.
 
     Raises ValueError if the model is missing, its vocabulary is not the policy's, or its context is too short.
     """
@@ -121,20 +121,20 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
     shape = shape_of(decoder.read_config(reward_model.locate(cfg.critic.path)[0]))
     if shape.vocab != policy.vocab:
         raise ValueError(
-            f"critic: {cfg.critic.path} has a vocabulary of {shape.vocab:,} tokens and the policy one of "
-            f"{policy.vocab:,}; a critic reads the policy's tokens; set critic.path to a model with that tokenizer"
+            f"critic: {cfg.critic.path} has a vocabulary of {shape.vocab:,} tokens, but the policy's has "
+            f"{policy.vocab:,}; set critic.path to a model with the policy's tokenizer"
         )
     if shape.context < longest:
         raise ValueError(
             f"critic: {cfg.critic.path} has a context of {shape.context:,} tokens, but a prompt and its completion "
-            f"may have {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or use another model"
+            f"can have {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or use another model"
         )
 
 
 def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Critic | None:
-    """Build the critic of a checked configuration; None without PPO. A new head starts at values of 0.
+    """Build the critic of a checked configuration; None without PPO. A new head predicts 0 at first.
 
-    Raises ValueError as `reward_model.load`.
+    Raises ValueError as `reward_model.load` does.
     """
     if cfg.loss.algorithm != "ppo":
         return None
@@ -156,9 +156,10 @@ def _zero(head: nn.Linear) -> nn.Linear:
 
 
 def whiten(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
-    """Return (values - mean) / (std + 1e-8) over the ``mask`` on all ranks, and 0 elsewhere; collective.
+    """Return (values - mean) / (std + 1e-8) where ``mask`` is true, and 0 elsewhere; collective.
 
-    The standard deviation has n - 1 in its denominator; fewer than two values are returned unchanged.
+    Mean and std (with Bessel's correction) are over the masked values of all ranks. Fewer than two values are
+    returned unchanged.
     """
     kept = values[mask].double()
     count, total = ranks.sum(torch.stack([mask.sum().double(), kept.sum()])).tolist()
@@ -173,11 +174,11 @@ def metrics(total: Mapping[str, float]) -> dict[str, float]:
     """Metrics of the critic from sums over ``total["tokens"]`` tokens."""
     tokens = max(total["tokens"], 1.0)
     variance = total["return_squared"] / tokens - (total["return"] / tokens) ** 2
-    left = total["residual_squared"] / tokens - (total["residual"] / tokens) ** 2
+    unexplained = total["residual_squared"] / tokens - (total["residual"] / tokens) ** 2
     return {
         "value/loss": total["value_loss"] / tokens,
         "value/clip_ratio": total["value_clipped"] / tokens,
         "value/mean": total["value"] / tokens,
         "value/return_mean": total["return"] / tokens,
-        "value/explained_variance": 1 - left / variance if variance > 0 else 0.0,
+        "value/explained_variance": 1 - unexplained / variance if variance > 0 else 0.0,
     }

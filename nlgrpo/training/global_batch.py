@@ -19,15 +19,15 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.metrics import Sample, rollout_metrics
 from nlgrpo.training.reference_rewards import CalibratedReward
 
-RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # names of metrics that some runs or steps do not log
+RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # reserved metric names that not every run or step logs
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Rewards and lengths of the global batch, the same on every rank; ``own`` are the prompts of this rank.
+    """Rewards and lengths of the global batch, the same on every rank; ``own`` selects the prompts of this rank.
 
-    P x M numbers are cheap to gather, so every rank computes what depends on the whole batch from all of them, and no
-    metric is an average of averages.
+    P x M numbers are cheap to gather. Every rank computes statistics of the batch from all of them, so no metric is an
+    average of averages.
     """
 
     # (P, M) float64, or (P, M, M) for kernels; NaN where the reward abstained, and in dropped groups
@@ -45,7 +45,7 @@ class GlobalBatch:
     def gather(
         cls, ranks: Ranks, scores: Scores, rollout: Rollout, calibrated: Mapping[str, CalibratedReward] | None = None
     ) -> GlobalBatch:
-        """Gather the shares of all ranks, which have the same size; collective."""
+        """Gather the prompts of all ranks, the same number per rank; collective."""
         device, count = ranks.device, len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
         tokens = ranks.sum(rollout.lengths.sum() + prompts)
@@ -58,7 +58,7 @@ class GlobalBatch:
             values[scores.skipped] = torch.nan
         return cls(
             rewards={name: gather(values) for name, values in kept.items()},
-            calibrated={name: own.without(scores.skipped).map(gather) for name, own in (calibrated or {}).items()},
+            calibrated={name: c.without(scores.skipped).map(gather) for name, c in (calibrated or {}).items()},
             lengths=ranks.gather(rollout.lengths),
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
             dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
@@ -70,7 +70,7 @@ class GlobalBatch:
 
     def objective_inputs(self) -> dict[str, Tensor]:
         """The input of each objective: the calibrated reward if there is one, else the raw reward."""
-        return self.rewards | {name: own.values for name, own in self.calibrated.items()}
+        return self.rewards | {name: c.values for name, c in self.calibrated.items()}
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
         """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""
@@ -92,9 +92,9 @@ class GlobalBatch:
         return {name: per_completion(objectives[name], r) for name, r in self.rewards.items()}
 
     def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
-        """Scale linearised rewards (P, M), which have their baselines, to advantages (P, M).
+        """Scale linearised rewards (P, M), baselines already subtracted, to advantages (P, M).
 
-        Dropped groups get 0 and do not count for the scale of the batch.
+        Dropped groups get 0 and do not affect the scale of the batch.
         """
         out = torch.zeros_like(linear)
         out[~self.dropped] = advantages(linear[~self.dropped], scale=scale, baseline="none")
@@ -108,14 +108,14 @@ class GlobalBatch:
         weights: Mapping[str, float],
         advantages: Tensor,
     ) -> dict[str, float]:
-        """Metrics of rewards and lengths with TRL's names, of the objectives, and the effective sample size.
+        """Metrics of rewards and lengths (under TRL's names) and objectives, and the effective sample size.
 
-        ``scores``: result of `scores`. ``value``: value of the aggregate, a scalar or one per prompt (P,).
+        ``scores``: output of the method `scores`. ``value``: value of the aggregate, a scalar or one per prompt (P,).
         """
         means = values.nanmean(-1)
         out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
         out["objective/aggregate"] = float(value.nanmean())
-        out |= {f"win_rate/{name}": float(own.ranks.nanmean()) for name, own in self.calibrated.items()}
+        out |= {f"win_rate/{name}": float(c.ranks.nanmean()) for name, c in self.calibrated.items()}
         out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
         out["rewards/dropped_groups"] = float(self.dropped.sum())
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
@@ -135,7 +135,7 @@ class GlobalBatch:
         advantages: Tensor,
         shown: int = 4,
     ) -> list[Sample]:
-        """The first completions of this rank's first prompt with their rewards, linearised rewards and advantages."""
+        """First completions of this rank's first prompt, with rewards, linearised rewards and advantages."""
         first, rows = self.own.start, range(min(shown, self.lengths.shape[1]))
         return [
             Sample(
@@ -151,7 +151,7 @@ class GlobalBatch:
 
 
 def _plain(value: object) -> object:
-    """Convert a logged value to something that JSON can hold."""
+    """Convert a logged value to a type that JSON supports."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     return value if value is None or isinstance(value, str | int | float) else str(value)

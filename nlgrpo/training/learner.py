@@ -1,4 +1,4 @@
-"""The policy update: one or more optimizer steps on a rollout and its advantages. The loss is in `losses.policy`."""
+"""The policy update: one or more optimizer steps on a rollout and its advantages. The loss: `losses.policy`."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Learner:
         return self.pad_micro_batches(packed)
 
     def pad_micro_batches(self, packed: list[MicroBatch]) -> list[MicroBatch]:
-        """Append empty micro-batches until all ranks have the same number; collective, as each forward pass is."""
+        """Append empty micro-batches until all ranks have the same number; collective, like each forward pass."""
         device = self.ranks.device
         most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
         return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
 
     def score(self, model: Decoder, rollout: Rollout) -> Tensor:
-        """Log-probs (R, L) of the completions under ``model``; 0 after their ends."""
+        """Log-probs (R, L) of the completions under ``model``; 0 past their ends."""
         rows = list(range(rollout.lengths.numel()))
         return logprobs.completion_logprobs(model, rollout, self.micro_batches(rollout, rows), self.temperature)
 
@@ -111,9 +111,8 @@ class Learner:
         """Minimise the surrogate loss on ``rollout`` with this rank's ``advantages`` (P, M); returns metrics.
 
         All tokens of a completion share its advantage, unless a critic computes one per token. The loss is that of the
-        global batch: its denominators are counted over all ranks, and FSDP's mean over ranks is undone, so it depends
-        on neither the number of ranks nor the micro-batches. ``dropped``: groups (P,) or completions (P, M) to leave
-        out.
+        global batch: its denominators count all ranks, and FSDP's mean over ranks is undone, so it depends neither on
+        the number of ranks nor on the micro-batches. ``dropped``: groups (P,) or completions (P, M) to leave out.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = critic_lr if "critic" in group else lr
@@ -156,10 +155,10 @@ class Learner:
         return totals.metrics() | {"learning_rate": lr}
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
-        """Yield this rank's rows of each optimizer step, without those that are not ``kept`` (R,).
+        """Yield the ``kept`` (R,) rows of this rank for each optimizer step.
 
-        With several minibatches, each epoch shuffles the global rows, the same way on all ranks: the minibatches do not
-        depend on the number of ranks.
+        With several minibatches, each epoch shuffles the global rows in the same order on all ranks, so the minibatches
+        do not depend on the number of ranks.
         """
         rows, first = len(kept), len(kept) * self.ranks.rank
         for epoch in range(self.loss.epochs):
@@ -173,7 +172,7 @@ class Learner:
                 yield sorted(mine[kept.cpu()[mine]].tolist())
 
     def _token_targets(self, rollout: Rollout, gain: Tensor, kept: Tensor, penalty: Tensor | None) -> Targets:
-        """Targets per token from ``gain`` (R,) per completion: the same for all its tokens, or GAE with a critic."""
+        """Per-token targets from ``gain`` (R,) per completion: equal for all its tokens, or by GAE with a critic."""
         if self.critic is None:
             return Targets(gain[:, None].expand_as(rollout.logprobs.flatten(0, 1)))
         batches = self.micro_batches(rollout, list(range(len(gain))))
@@ -235,7 +234,7 @@ class _Totals:
         self.seen: set[str] = set()
 
     def add(self, loss: Tensor, stats: dict[str, Tensor], sampler: Tensor | None) -> None:
-        """Add a micro-batch. ``sampler``: log-probs of its tokens when sampled; None after the first optimizer step."""
+        """Add a micro-batch. ``sampler``: log-probs of its tokens at sampling; None after the first optimizer step."""
         self.seen |= stats.keys()
         self.sums["loss"] += float(loss.detach())
         for name in self.sums.keys() & stats.keys():

@@ -1,6 +1,6 @@
 """Logging during training: ``metrics.jsonl``, TensorBoard, a progress line, and a table of sampled completions.
 
-Metrics that TRL also has keep TRL's flat names and definitions (TRL 1.16.0, ``GRPOTrainer``), so its dashboards work.
+Metrics that TRL also logs have TRL's flat names and definitions (TRL 1.16.0, ``GRPOTrainer``), so its dashboards work.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of one step: ``reward*``, ``frac_reward_zero_std`` and ``completions/*`` as TRL defines them.
 
-    Takes the global batch, gathered from all ranks: ``rewards[name]`` (P, M) with NaN where a reward abstained,
-    ``lengths`` (P, M) in tokens, ``finished`` (P, M) bool, true if a stop id ended the completion. A completion's
-    reward is ``sum_i w_i r_i`` over the rewards that did not abstain, NaN if all did. Standard deviations have Bessel's
+    The inputs are gathered from all ranks: ``rewards[name]`` (P, M) with NaN where a reward abstained, ``lengths``
+    (P, M) in tokens, ``finished`` (P, M) bool, true if a stop id ended the completion. A completion's reward is
+    ``sum_i w_i r_i`` over the rewards that did not abstain, NaN if all did. Standard deviations have Bessel's
     correction. A metric is NaN if all rewards abstained.
 
-    Raises ValueError if shapes or names do not agree.
+    Raises ValueError if shapes or names do not match.
     """
     shapes = {name: tuple(t.shape) for name, t in {**rewards, "lengths": lengths, "finished": finished}.items()}
     if not rewards or lengths.dim() != 2 or not lengths.numel() or len(set(shapes.values())) > 1:
@@ -71,14 +71,14 @@ def rollout_metrics(
     group_std = _nanstd(total) if total.shape[1] > 1 else torch.zeros_like(total[:, 0])
     metrics["reward"] = total.nanmean()
     metrics["reward_std"] = _nanstd(total.flatten())
-    # An absolute tolerance, as TRL: equal rewards must count as equal although their mean is rounded.
+    # An absolute tolerance, as in TRL: equal rewards must count as equal although their mean is rounded.
     metrics["frac_reward_zero_std"] = (group_std.abs() <= 1e-8).double().mean()
     metrics |= _length_metrics(lengths.double(), finished.bool())
     return {name: value.item() for name, value in metrics.items()}
 
 
 def _length_metrics(lengths: Tensor, finished: Tensor) -> dict[str, Tensor]:
-    ended = lengths[finished] if finished.any() else lengths.new_zeros(1)  # TRL's value where nothing ended: 0
+    ended = lengths[finished] if finished.any() else lengths.new_zeros(1)  # 0 if no completion ended, as in TRL
     return {
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
@@ -91,7 +91,7 @@ def _length_metrics(lengths: Tensor, finished: Tensor) -> dict[str, Tensor]:
 
 
 def _nanstd(values: Tensor) -> Tensor:
-    """Standard deviation over the last dimension, NaN left out, with Bessel's correction; NaN below two values."""
+    """Standard deviation over the last dimension, ignoring NaN, with Bessel's correction; NaN below two values."""
     count = (~values.isnan()).sum(-1)
     squares = (values - values.nanmean(-1, keepdim=True)).square().nansum(-1)
     return (squares / (count - 1)).sqrt().masked_fill(count < 2, math.nan)
@@ -101,7 +101,7 @@ def _nanstd(values: Tensor) -> Tensor:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSON-lines file that have an integer ``step``; skips lines left incomplete by a kill."""
+    """Read the objects with an integer ``step`` from a JSON-lines file; skip lines that a kill left incomplete."""
     if not path.is_file():
         return []
     entries = []
@@ -116,13 +116,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _trim(path: Path, resume_step: int) -> None:
-    """Remove the entries from ``resume_step`` on: those steps run again and would be there twice."""
+    """Remove the entries from ``resume_step`` on. These steps run again and would be logged twice."""
     kept = [entry for entry in read_jsonl(path) if entry["step"] < resume_step]
     atomic_files.atomic_write(path, "".join(_line(entry) for entry in kept))
 
 
 def _append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Append lines. The file is closed at once, so no part of a line that failed to be written stays in a buffer."""
+    """Append lines. Closes the file, so that no part of a line stays in a buffer if a write fails."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(_line(entry) for entry in entries)
 
@@ -132,7 +132,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None."""
+    """Replace NaN and infinities, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -151,15 +151,15 @@ class Sample:
     linearized: Mapping[str, float]
     advantage: float
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Columns that rewards logged for it."""
+    """Columns that rewards logged for this completion."""
 
 
 class MetricsLogger:
     """Writes a run's metrics to its folder and shows progress; does nothing if ``enabled`` is false (other ranks).
 
-    Steps count from 0. ``resume_step`` is the first step that this process runs; entries of an earlier process from
-    there on are removed. ``tensorboard=None`` uses TensorBoard if it is installed. On a terminal, progress is one live
-    line; otherwise (a file, a pipe) about 40 plain lines per run, without control codes. ``shown``: metrics on that
+    Steps count from 0. ``resume_step`` is the first step that this process runs; logged entries from that step on are
+    removed. ``tensorboard=None`` uses TensorBoard if it is installed. On a terminal, progress is one live line;
+    otherwise (a file, a pipe) about 40 plain lines per run, without control codes. ``shown``: metrics on the progress
     line, with formats.
 
     Raises ValueError if ``tensorboard=True`` and it is not installed, or if a file cannot be written.
@@ -191,7 +191,7 @@ class MetricsLogger:
         self._times: deque[tuple[int, float]] = deque([(resume_step, time.monotonic())], maxlen=50)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step's metrics, numbers or tensors of one element; NaN and infinities are written as null."""
+        """Log one step's metrics: numbers or one-element tensors. NaN and infinities are written as null."""
         if not self.enabled:
             return
         values = {name: float(value) for name, value in metrics.items()}
@@ -265,7 +265,7 @@ def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") ->
 
 
 def _printable(text: str, encoding: str) -> Text:
-    """Put ``text`` on one line without markup or control characters: a model may write an escape sequence."""
+    """Put ``text`` on one line without markup or control characters: a model may generate escape sequences."""
     printable = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return Text(printable.encode(encoding, "replace").decode(encoding))
 

@@ -1,8 +1,8 @@
 """Steps of the offline algorithms: BoN-SFT, DPO, IPO and BoNBoN on samples of the reference (`losses.preference`).
 
 A step takes P prompts and M of the K samples of each. Every prompt has its own random order of samples, reshuffled
-after K // M visits, so no sample repeats before. The M samples are split into M // N sets of N; each set gives its best
-sample, or a pair.
+after K // M visits; until then no sample repeats. The M samples are split into M // N sets of N. Each set yields its
+best sample, or a pair.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class OfflineBatch:
-    """A rank's share of a step: sets of responses, (chosen,) or (chosen, rejected), one after another."""
+    """This rank's part of a step: sets of responses, (chosen,) or (chosen, rejected), concatenated."""
 
     prompt_ids: list[list[int]]  # of each response
-    completion_ids: list[list[int]]
+    completion_ids: list[list[int]]  # of each response
     width: int  # responses per set: 1 or 2
     total: int  # sets on all ranks
 
@@ -68,30 +68,30 @@ class OfflineSamples:
     prompts: PromptSet  # prompts to train on
     repeated: int  # dropped: prompts that occur earlier in the data
     unknown: int  # dropped: prompts without rollouts
-    tied: int  # dropped: prompts whose samples all have the same reward, which give no pair
+    tied: int  # dropped: prompts whose samples all have the same reward, so there is no pair
     paired: bool
     config: OfflineConfig
     per_step: int  # M
     seed: int
 
     def choose(self, cursor: int, count: int, ranks: Ranks) -> OfflineBatch:
-        """Choose the responses of the run's prompts ``cursor`` to ``cursor + count - 1``; returns this rank's share."""
+        """Choose responses for prompts ``cursor`` to ``cursor + count - 1``. Returns those of this rank."""
         batch = self.prompts.take(cursor, count)
         rows = [self._row(ids) for ids in batch.ids]
-        places = torch.tensor([self._places(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)])
-        rewards = self.rewards[torch.tensor(rows)[:, None], places]
+        used = torch.tensor([self._visited(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)])
+        rewards = self.rewards[torch.tensor(rows)[:, None], used]
         if self.paired:
-            found = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=self.seed)
-            prompt, picked = found.prompt, torch.stack([found.chosen, found.rejected], 1)
+            chosen = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=self.seed)
+            prompt, picked = chosen.prompt, torch.stack([chosen.chosen, chosen.rejected], 1)
         else:
             prompt, best = winners(rewards, self.config.n, seed=self.seed)
             picked = best[:, None]
-        own = slice(ranks.rank, None, ranks.world)
-        at = [(p, j) for p, ids in zip(prompt[own].tolist(), picked[own].tolist(), strict=True) for j in ids]
-        known = {p: self.rollouts.ids(rows[p]) for p in {p for p, _ in at}}
+        mine = slice(ranks.rank, None, ranks.world)
+        responses = [(p, j) for p, js in zip(prompt[mine].tolist(), picked[mine].tolist(), strict=True) for j in js]
+        completions = {p: self.rollouts.ids(rows[p]) for p in {p for p, _ in responses}}
         return OfflineBatch(
-            [batch.ids[p] for p, _ in at],
-            [known[p][int(places[p, j])] for p, j in at],
+            [batch.ids[p] for p, _ in responses],
+            [completions[p][int(used[p, j])] for p, j in responses],
             picked.shape[1],
             len(prompt),
         )
@@ -101,12 +101,12 @@ class OfflineSamples:
         assert row is not None  # every prompt of the run has rollouts
         return row
 
-    def _places(self, row: int, visit: int) -> list[int]:
-        """Indices of the M samples, of K, that visit number ``visit`` of a prompt uses."""
+    def _visited(self, row: int, visit: int) -> list[int]:
+        """Indices of the M of K samples that are used at visit number ``visit`` of a prompt."""
         K = self.rewards.shape[1]
-        again, part = divmod(visit, K // self.per_step)
-        places: list[int] = order(K, self.seed ^ (row + 1 << 64), again).tolist()
-        return places[part * self.per_step : (part + 1) * self.per_step]
+        shuffle, part = divmod(visit, K // self.per_step)
+        indices: list[int] = order(K, self.seed ^ (row + 1 << 64), shuffle).tolist()
+        return indices[part * self.per_step : (part + 1) * self.per_step]
 
 
 def make(
@@ -116,33 +116,33 @@ def make(
     prompts: PromptSet,
     origin: Callable[[], Provenance],
 ) -> OfflineSamples | None:
-    """Load the samples that an offline run trains on; None for an online algorithm.
+    """Load the samples for an offline algorithm; None for an online one.
 
     Raises ValueError if the rollouts are incomplete, do not fit the run or have fewer than M samples per prompt, or if
     no prompt is left to train on.
     """
     if not cfg.loss.offline:
         return None
-    counting = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
+    weighted = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
     rollouts = reference_rollouts.load_checked(
-        cfg.calibration.rollouts, origin, scorers(cfg.rewards, objectives, counting), prompts
+        cfg.calibration.rollouts, origin, scorers(cfg.rewards, objectives, weighted), prompts
     )
     K, M = rollouts.index.samples, cfg.rollout.samples
     if M > K:
         raise ValueError(
             f"rollout.samples = {M}: {rollouts.folder} has {K} samples per prompt; "
-            f"set {K} or less, or draw more with `nlgrpo rollout --samples`"
+            f"set {K} or less, or sample more with `nlgrpo rollout --samples`"
         )
-    totals = torch.stack([cfg.rewards[r.name].weight * rollouts.rewards[r.name] for r in counting]).sum(0)
+    totals = torch.stack([cfg.rewards[r.name].weight * rollouts.rewards[r.name] for r in weighted]).sum(0)
     rows = [rollouts.row(ids) for ids in prompts.ids]
     first = {row: i for i, row in reversed(list(enumerate(rows))) if row is not None}
     known = sorted((i, row) for row, i in first.items())
     unknown = sum(row is None for row in rows)
-    uneven = totals.amax(1) > totals.amin(1)
-    kept = [i for i, row in known if uneven[row] or not cfg.loss.paired]
+    has_pair = totals.amax(1) > totals.amin(1)
+    kept = [i for i, row in known if has_pair[row] or not cfg.loss.paired]
     if not kept:
-        why = "has samples with different rewards, so there are no pairs" if known else "has rollouts"
-        raise ValueError(f"none of the {len(rows)} prompts of {cfg.data.source} {why} in {rollouts.folder}")
+        lacking = "has samples with different rewards, so there are no pairs" if known else "has rollouts"
+        raise ValueError(f"none of the {len(rows)} prompts of {cfg.data.source} {lacking} in {rollouts.folder}")
     return OfflineSamples(
         rollouts=rollouts,
         rewards=totals,
@@ -164,8 +164,8 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     """Take one optimizer step on the ``chosen`` responses of all ranks; returns metrics; collective.
 
     The loss is the mean over the sets of all ranks: their number is known in advance, and FSDP's mean over ranks is
-    undone, so the loss depends on neither the number of ranks nor the micro-batches. Without sets (all rewards tie) the
-    parameters stay as they are.
+    undone, so the loss depends neither on the number of ranks nor on the micro-batches. Without sets (all rewards tie),
+    the parameters do not change.
     """
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
@@ -185,8 +185,8 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     learner.optimizer.step()
     learner.optimizer.zero_grad()
     totals = learner.ranks.sum(torch.cat([sums, sums.new_tensor([chosen.tokens])])).tolist()
-    measured = _metrics(dict(zip(NAMES, totals[:-1], strict=True)), chosen, implicit_beta(learner.loss, config))
-    return measured | {"grad_norm": grad_norm, "learning_rate": lr, "tokens": totals[-1]}
+    metrics = _metrics(dict(zip(NAMES, totals[:-1], strict=True)), chosen, implicit_beta(learner.loss, config))
+    return metrics | {"grad_norm": grad_norm, "learning_rate": lr, "tokens": totals[-1]}
 
 
 def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor | None) -> Tensor:
@@ -201,7 +201,7 @@ def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor |
 
 
 def implicit_beta(loss: LossConfig, config: OfflineConfig) -> float:
-    """Beta of the implicit reward beta log(pi / pi_ref); that of BoNBoN follows from N."""
+    """Beta of the implicit reward beta log(pi / pi_ref); for BoNBoN it follows from N."""
     return 1 / (2 * bonbon_margin(config.n)) if loss.algorithm == "bonbon" else loss.beta
 
 

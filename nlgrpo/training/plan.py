@@ -25,7 +25,7 @@ ONLINE = (
 
 
 def memory(run: Run) -> dict[str, float]:
-    """Estimate the bytes on one rank, by use, from shapes; without allocator overhead and libraries."""
+    """Estimate the memory of one rank in bytes, by use, from shapes; without allocator overhead and libraries."""
     cfg, shape, world = run.config, run.shape, run.ranks.world
     count = shape.parameters
     stored = 8 if cfg.model.dtype == "float64" else 4
@@ -34,7 +34,7 @@ def memory(run: Run) -> dict[str, float]:
     columns = min(shape.context, max(map(len, run.prompts.ids)) + cfg.rollout.max_new_tokens)
     longest = max(run.micro_batch_tokens, columns)
     tokens = min(longest, cfg.rollout.prompts * cfg.rollout.samples // world * columns)
-    kept = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
+    per_layer = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
         "parameters + gradients + Adam": 4 * count * stored / world,
         "critic + gradients + Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
@@ -42,7 +42,7 @@ def memory(run: Run) -> dict[str, float]:
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
         "KV cache": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
-        "activations": tokens * shape.width * shape.layers * kept * compute,
+        "activations": tokens * shape.width * shape.layers * per_layer * compute,
         "logits": 3 * min(tokens * shape.vocab * 4, BLOCK_BYTES[run.ranks.device.type]),
     }
 
@@ -85,7 +85,7 @@ def _online_rows(run: Run) -> dict[str, str]:
 
 
 def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
-    """Rows on the loss and the data of an offline algorithm."""
+    """Rows for the loss and the data of an offline algorithm."""
     K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
     terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
     formula = {
@@ -110,8 +110,8 @@ def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
 def _step(cfg: Config, world: int) -> str:
     P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
     if cfg.loss.offline:
-        what = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
-        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n)} {what}"
+        unit = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
+        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n)} {unit}"
     updates = cfg.loss.epochs * cfg.loss.minibatches
     return (
         f"{P} prompts x {M} samples = {P * M} completions of up to {cfg.rollout.max_new_tokens} tokens, "
@@ -125,15 +125,15 @@ def _has_own_critic(cfg: Config) -> bool:
 
 
 def _critic_rows(cfg: Config) -> dict[str, str]:
-    """A row on the critic for PPO; no row otherwise."""
+    """Row for the critic of PPO; none for other algorithms."""
     critic = cfg.critic
     if cfg.loss.algorithm != "ppo":
         return {}
     shared = critic.trunk == "shared"
-    what = "a head on the policy" if shared else f"a separate model ({critic.path or cfg.model.path})"
+    model = "a head on the policy" if shared else f"a separate model ({critic.path or cfg.model.path})"
     warmup = f", trained alone for the first {critic.warmup_steps} steps" * (critic.warmup_steps > 0)
     gae = f"GAE gamma {critic.gamma:g}, lambda {critic.lam:g}"
-    return {"critic": f"{what}, learning rate {critic.lr:g}{warmup}; {gae}"}
+    return {"critic": f"{model}, learning rate {critic.lr:g}{warmup}; {gae}"}
 
 
 def _size(number: float) -> str:
@@ -144,11 +144,11 @@ def _size(number: float) -> str:
     return f"{number:.1f} TiB"
 
 
-# --- notes: settings with which the gradient is not that of the objective ---------------------------------------------
+# --- notes: settings that make the gradient differ from the objective's -----------------------------------------------
 
 
 def notes(config: Config, objectives: Mapping[str, Objective]) -> list[str]:
-    """One line for each setting that makes the gradient differ from that of the objective, with the alternative."""
+    """One line, with the alternative, per setting that makes the gradient differ from the objective's."""
     if config.loss.offline:
         return [*_on_sampling(config), *_on_ignored_keys(config), *_on_small_beta(config)]
     on_objective = [*_on_sampling(config), *_on_estimators(config, objectives), *_on_transforms(config)]
@@ -167,7 +167,7 @@ def _on_ignored_keys(config: Config) -> Iterator[str]:
     loss, plain = vars(config.loss), vars(LossConfig())
     unused = [f"loss.{key} = {loss[key]!r}" for key in ONLINE if loss[key] != plain[key]]
     if unused:
-        yield f"{', '.join(unused)}: ignored by {config.loss.algorithm}, whose loss is on whole responses."
+        yield f"{', '.join(unused)}: ignored by {config.loss.algorithm}, whose loss is per response."
     given = [(f"rewards.{name}", reward) for name, reward in config.rewards.items() if reward.weight]
     passed = [f"{name}.transform = {reward.transform!r}" for name, reward in given if reward.transform]
     passed += [f"{name}.objective = {reward.objective!r}" for name, reward in given if reward.objective != "mean"]
@@ -193,7 +193,7 @@ def _on_transforms(config: Config) -> Iterator[str]:
         is_vbon = reward.transform.startswith("vbon")
         if is_vbon and (loss.beta != reward.weight or loss.target_kl is not None):
             yield (
-                f"rewards.{name}: the objective of {reward.transform} weighs the KL like the reward; set "
+                f"rewards.{name}: the objective of {reward.transform} gives the KL the reward's weight; set "
                 f"loss.beta = {reward.weight:g}, constant (no loss.target_kl), and loss.kl_in = 'reward'."
             )
         if reward.transform.startswith(("bon_fp", "won_fp")) and loss.target_kl is not None:
@@ -229,18 +229,18 @@ def _on_loss(config: Config) -> Iterator[str]:
     if loss.algorithm == "ppo" and config.critic.whiten and loss.beta > 0 and loss.kl_in == "loss":
         yield (
             "critic.whiten divides the advantages by their standard deviation, but not the KL in the loss, whose "
-            "relative weight becomes beta times that; loss.kl_in = 'reward' divides both."
+            "relative weight becomes beta times that std; loss.kl_in = 'reward' divides both."
         )
     if loss.normalization == "grpo":
         yield (
             "loss.normalization = 'grpo': a completion's gradient is divided by its length, so tokens of long "
-            "completions count less; 'dapo' and 'dr_grpo' divide all tokens by one number."
+            "completions count less; 'dapo' and 'dr_grpo' divide all tokens by the same number."
         )
     if loss.epochs * loss.minibatches > 1:
         correction = {
             "ppo": "clipping the ratios biases the gradient",
             "cispo": "capping the ratios biases the gradient",
-            "reinforce": "nothing corrects for it; 'cispo' and 'ppo' weight by the ratio",
+            "reinforce": "no importance weight corrects for it; 'cispo' and 'ppo' weight by the ratio",
         }
         yield (
             f"{loss.epochs * loss.minibatches} optimiser steps per rollout: from the second on, the policy is not the "

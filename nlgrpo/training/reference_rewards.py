@@ -1,10 +1,10 @@
-"""Rewards calibrated on samples of the reference, which objectives see in place of the raw rewards.
+"""Rewards calibrated on samples of the reference; objectives take them in place of the raw rewards.
 
     r(x, y) -> u, its rank among K samples of the reference for x -> Phi(u)         InfAlign-CTRL, by a `Transform`
     r(x, y) -> F, the share below it in a total order -> log pi_bon(y) - log pi_ref(y)    vBoN, by `VariationalBoN`
 
-The rest of the pipeline treats the result as an ordinary reward, next to the KL to the reference. Legend: P prompts of
-this rank, M samples of the policy, K samples of the reference.
+The result is used like any other reward, with the KL penalty to the reference. Notation: P prompts of this rank,
+M samples of the policy, K samples of the reference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CalibratedReward:
     """A calibrated reward: two tensors (P, M) float64, NaN where the reward abstained."""
 
     values: Tensor
-    """The transformed reward, Phi(u) or that of vBoN; input of the objective."""
+    """The transformed reward, Phi(u) or vBoN's; input of the objective."""
     ranks: Tensor
     """Ranks u; their mean is the win rate of single samples against the reference."""
 
@@ -51,13 +51,13 @@ class CalibratedReward:
         return CalibratedReward(function(self.values), function(self.ranks))
 
     def without(self, groups: Tensor) -> CalibratedReward:
-        """Return a copy with NaN in the ``groups`` (P,) bool."""
+        """Return a copy with NaN in the given ``groups``, (P,) bool."""
         return self.map(lambda x: x.masked_fill(groups.to(x.device)[:, None], torch.nan))
 
 
 @dataclass(frozen=True)
 class References:
-    """Samples of the reference for one prompt: rewards {name: (K,)}, and keys (K,) that break ties."""
+    """Samples of the reference for one prompt: rewards {name: (K,)}, and tie-breaking keys (K,)."""
 
     rewards: Mapping[str, Tensor]
     keys: Callable[[], Tensor]
@@ -69,9 +69,9 @@ class References:
 
 @dataclass
 class ReferenceRewards:
-    """Transforms rewards with the rollouts of the reference; for prompts without rollouts it draws samples.
+    """Transforms rewards with rollouts of the reference, or with new samples for prompts without rollouts.
 
-    ``drawing``: the sampler for the reference, with K samples and its own seed. None if a prompt without rollouts is an
+    ``drawing``: the sampler for the reference, with K samples and its own seed. None if prompts without rollouts are an
     error, which is raised before training (`missing`).
     """
 
@@ -150,7 +150,7 @@ class ReferenceRewards:
         return self.known[digest]
 
     def _draw(self, batch: Batch, reference: Decoder | None) -> None:
-        """Sample the prompts without rollouts; collective, because sampling gathers the model."""
+        """Sample completions for prompts without rollouts; collective, because sampling gathers the model."""
         unknown = [i for i, ids in enumerate(batch.ids) if not self._knows(ids)]
         if not self.ranks.any(bool(unknown)):
             return
@@ -168,7 +168,8 @@ class ReferenceRewards:
         for name in self.transforms:
             if values[name].isnan().any():
                 raise RewardError(
-                    f"reward {name!r} abstained on a sample of the reference; calibration needs a reward for each"
+                    f"reward {name!r} abstained on a sample of the reference; "
+                    "calibration needs a reward for every sample"
                 )
         keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
         for i, ids in enumerate(prompts.ids):
@@ -189,7 +190,7 @@ def make(
 ) -> ReferenceRewards:
     """Build the calibration of a run from its configuration, ``sampler`` and ``prompts``.
 
-    Raises ValueError if the rollouts are incomplete or do not fit the run, or if prompts have none and
+    Raises ValueError if the rollouts are incomplete or do not fit the run, or if prompts lack rollouts and
     calibration.missing is "error".
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
@@ -214,8 +215,8 @@ def make(
     absent = references.missing(prompts.ids) if wanted and drawing is None else 0
     if absent:
         raise ValueError(
-            f"{absent} of {len(prompts)} prompts have no rollouts in {options.rollouts!r}; draw them with "
-            "`nlgrpo rollout` and this configuration, or set calibration.missing = 'draw' to draw them during training"
+            f"{absent} of {len(prompts)} prompts have no rollouts in {options.rollouts!r}; collect them with "
+            "`nlgrpo rollout` and this configuration, or set calibration.missing = 'draw' to sample during training"
         )
     return references
 
@@ -231,6 +232,6 @@ def _keys(rollouts: ReferenceRollouts, row: int) -> Tensor:
 
 
 def _select(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Select prompts, numbered by their digests: their samples do not depend on the step that draws them."""
+    """Select prompts and index them by digest, so that their samples do not depend on the step."""
     selected = batch.only(rows)
     return replace(selected, index=[int(digest_of_prompt(ids)[:8], 16) for ids in selected.ids])

@@ -93,7 +93,7 @@ def open_folder(job: Job) -> RolloutCollector:
 
 
 def _refuse_others(job: Job) -> None:
-    """Raise ValueError if the folder has other settings. Other prompts or rewards are fine: files go by content."""
+    """Raise ValueError if the folder has other settings. Other prompts or rewards are allowed."""
     try:
         known = reference_rollouts.read_index(job.folder)
     except ValueError:  # missing or damaged: `open_folder` writes a new one
@@ -104,7 +104,7 @@ def _refuse_others(job: Job) -> None:
         "train.seed": (known.seed, job.cfg.train.seed),
         "compute dtype": (known.origin.dtype, job.origin.dtype),
     }
-    changed += [f"{name}: {old} there, {new} requested" for name, (old, new) in settings.items() if old != new]
+    changed += [f"{name}: {old} in the folder, {new} requested" for name, (old, new) in settings.items() if old != new]
     if changed:
         lines = [f"{job.folder} holds other rollouts:", *changed, "Choose another folder with --out"]
         raise ValueError("\n  ".join(lines))

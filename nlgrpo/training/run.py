@@ -98,20 +98,21 @@ class Run:
     def aggregated(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return g(R_1, .., R_m) and its gradient, given the objectives' ``values`` (m, P).
 
-        Per prompt (P,) and (m, P), or for the means over prompts, () and (m,), as loss.aggregate_at says. With
-        loss.aggregate_memory the gradient is taken at moving averages of the means, which this call updates.
+        With loss.aggregate_at = "prompt", shapes are (P,) and (m, P); with "batch", the means over prompts are
+        aggregated, and shapes are () and (m,). With loss.aggregate_memory, the gradient is taken at moving averages
+        of the means, which this call updates.
         """
         loss = self.config.loss
         if loss.aggregate_at == "batch":
             values = values.nanmean(-1)
-        at = values
+        point = values
         if loss.aggregate_memory > 0:
-            at = moving_average(self.progress.averages, values, loss.aggregate_memory)
-            self.progress.averages = at.tolist()
-        return self.aggregate.value(values), self.aggregate.gradient(at)
+            point = moving_average(self.progress.averages, values, loss.aggregate_memory)
+            self.progress.averages = point.tolist()
+        return self.aggregate.value(values), self.aggregate.gradient(point)
 
     def evaluator(self) -> Sampler:
-        """The sampler for evaluation: with its number of samples, and a seed that training never uses."""
+        """Build the sampler for evaluation, with evaluation.samples and a seed that training never uses."""
         evaluation_seed = self.config.train.seed ^ (1 << 62)
         return Sampler(
             self.tokenizer,
@@ -147,8 +148,8 @@ class Run:
         """Metrics ``time/*``, ``perf/*`` and ``num_tokens`` of a step, from its numbers of tokens."""
         times = clock.metrics(generated or trained)
         flops = self.shape.parameters * (6 * trained * self.config.loss.epochs + 2 * generated)
-        used = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
-        return times | used | {"num_tokens": self.progress.num_tokens}
+        utilisation = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
+        return times | utilisation | {"num_tokens": self.progress.num_tokens}
 
     def rates(self, step: int) -> dict[str, float]:
         """Learning rates of the policy and of PPO's critic, which trains alone during its warm-up."""
@@ -206,10 +207,10 @@ class Run:
     def save(self, learner: Learner) -> None:
         check_finite(learner.trained, self.ranks, TOO_LARGE)
         state = vars(self.progress) | {"config": schema.to_dict(self.config)}
-        where = self.folder / "checkpoints"
+        folder = self.folder / "checkpoints"
         keep = self.config.train.keep_checkpoints
         checkpoint.save(
-            where, self.progress.step, model=learner.trained, optimizer=learner.optimizer, state=state, keep=keep
+            folder, self.progress.step, model=learner.trained, optimizer=learner.optimizer, state=state, keep=keep
         )
 
     def restore(self, learner: Learner) -> bool:

@@ -31,7 +31,7 @@ def claim(
     """Create the folder of a run of ``cfg``, or check that it holds this run; lock it for this process; collective.
 
     Keys that begin with one of ``free`` may differ from the saved configuration. With ``restart``, the files and
-    folders named in ``removed`` are deleted first, and nothing else. ``advice``: alternatives for the error messages.
+    folders named in ``removed`` are deleted first, and nothing else. ``advice``: what the error messages suggest.
 
     Raises ValueError if the folder holds another run or something else, or another process is using it.
     """
@@ -49,17 +49,17 @@ def claim(
 
 def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str], advice: str) -> str:
     """Claim the folder; returns an error message, or an empty string."""
-    now = json.loads(json.dumps(asdict(cfg)))
-    known, busy = folder / FILE, f"another process is using {folder}; wait until it ends, or choose {advice}"
-    if known.is_file() and not _lock(folder):
+    current = json.loads(json.dumps(asdict(cfg)))
+    path, busy = folder / FILE, f"another process is using {folder}; wait until it ends, or choose {advice}"
+    if path.is_file() and not _lock(folder):
         return busy
-    if restart and known.is_file():
+    if restart and path.is_file():
         _clear(folder, removed)
-    elif known.is_file():
-        before = _read(known)
-        if before is None:
-            return f"{known} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(before, now)
+    elif path.is_file():
+        saved = _read(path)
+        if saved is None:
+            return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
+        changed = schema.differences(saved, current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -69,12 +69,12 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
                     f"  Choose {advice}",
                 ]
             )
-    elif folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {f"{FILE}.tmp"}):
+    elif folder.exists() and not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {f"{FILE}.tmp"}):
         return f"{folder} exists but holds no run; choose {advice.partition(',')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     if not _lock(folder):
         return busy
-    atomic_files.atomic_write(known, json.dumps(now, indent=2) + "\n")
+    atomic_files.atomic_write(path, json.dumps(current, indent=2) + "\n")
     return ""
 
 
@@ -83,7 +83,7 @@ def _lock(folder: Path) -> bool:
     if (before := _LOCKED.get(folder.resolve())) is not None:
         if os.path.samestat(os.fstat(before), folder.stat()):
             return True
-        os.close(_LOCKED.pop(folder.resolve()))  # of a folder that has been replaced
+        os.close(_LOCKED.pop(folder.resolve()))  # the folder at this path has been replaced
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

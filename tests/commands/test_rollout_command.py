@@ -330,9 +330,9 @@ def test_rollouts_of_versions_before_columns_counted(work, rollouts):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"samples": 6}, "samples per prompt: 5 there, 6 requested"),
-        ({"train__seed": 1}, "train.seed: 0 there, 1 requested"),
-        ({"model__dtype": "float32"}, "compute dtype: torch.float64 there, torch.float32 requested"),
+        ({"samples": 6}, "samples per prompt: 5 in the folder, 6 requested"),
+        ({"train__seed": 1}, "train.seed: 0 in the folder, 1 requested"),
+        ({"model__dtype": "float32"}, "compute dtype: torch.float64 in the folder, torch.float32 requested"),
         ({"rollout__temperature": 0.7}, "sampled with temperature = 1, but the run has 0.7"),
         ({"model__path": "other"}, "the reference of the run has other weights"),
     ],

@@ -36,7 +36,7 @@ def test_the_interval_is_that_of_scipy(right, n):
     assert wilson(right / n, n) == pytest.approx((truth.low, truth.high), abs=1e-12)
 
 
-def test_the_interval_covers_what_it_should():
+def test_the_interval_has_its_nominal_coverage():
     generator = torch.Generator().manual_seed(0)
     for share, n in ((0.6, 300), (0.9, 40)):
         draws = (torch.rand(4000, n, generator=generator) < share).double().mean(1).tolist()

@@ -230,7 +230,7 @@ def test_a_checkpoint_with_a_critic_can_initialize_a_reward_model(root, prompts,
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"critic": CriticConfig(gamma=1.5)}, r"critic.gamma = 1.5: allowed is in \[0, 1\]"),
         ({"critic": CriticConfig(lam=-1.0)}, r"critic.lam = -1.0: allowed is in \[0, 1\]"),
@@ -246,10 +246,10 @@ def test_a_checkpoint_with_a_critic_can_initialize_a_reward_model(root, prompts,
         ),
     ],
 )
-def test_what_a_configuration_refuses(changed, said):
+def test_an_invalid_configuration_is_refused(changed, message):
     cfg = Config(rewards={"a": RewardConfig("length(target=2, scale=8)")}, loss=LossConfig("ppo"))
     validate.check(replace(cfg, critic=CriticConfig(clip=float("inf"))))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         validate.check(replace(cfg, **changed))
 
 
@@ -326,14 +326,14 @@ def test_the_policys_schedule_starts_after_the_critics_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({}, "not-there"),
-        ({"vocab_size": 40}, "has a vocabulary of 40 tokens and the policy one of 32"),
-        ({"n_positions": 6}, "has a context of 6 tokens, but a prompt and its completion may have"),
+        ({"vocab_size": 40}, "has a vocabulary of 40 tokens, but the policy's has 32"),
+        ({"n_positions": 6}, "has a context of 6 tokens, but a prompt and its completion can have"),
     ],
 )
-def test_an_unsuitable_critic_is_reported_before_a_run_is_removed(root, prompts, tmp_path, capsys, changed, said):
+def test_an_unsuitable_critic_is_reported_before_a_run_is_removed(root, prompts, tmp_path, capsys, changed, message):
     given = arguments(root, tmp_path / "run", "--train.steps", "1")
     assert train.main(given) == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
@@ -344,5 +344,5 @@ def test_an_unsuitable_critic_is_reported_before_a_run_is_removed(root, prompts,
         transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(path)
     for more in (["--dry-run"], ["--train.restart"]):
         assert train.main([*given, "--critic.path", str(path), *more]) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before

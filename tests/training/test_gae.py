@@ -59,7 +59,7 @@ def test_nothing_to_estimate():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"values": torch.zeros(2, 4)}, r"rewards and values \(R, L\)"),
         ({"lengths": torch.zeros(3, dtype=torch.long)}, r"lengths \(R,\)"),
@@ -68,9 +68,9 @@ def test_nothing_to_estimate():
         ({"lam": math.nan}, "lam=nan"),
     ],
 )
-def test_what_gae_refuses(arguments, said):
+def test_gae_refuses_invalid_arguments(arguments, message):
     given = {"rewards": torch.zeros(2, 5), "values": torch.zeros(2, 5), "lengths": torch.zeros(2, dtype=torch.long)}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         gae(**(given | arguments))
 
 
@@ -95,7 +95,7 @@ def test_where_it_is_clipped_a_value_gets_no_gradient():
 
 
 @pytest.mark.parametrize("clip", [0, -1, math.nan])
-def test_what_the_value_loss_refuses(clip):
+def test_the_value_loss_refuses_an_invalid_clip(clip):
     with pytest.raises(ValueError, match="clip="):
         clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip)
     with pytest.raises(ValueError, match="values, old_values and returns of one shape"):

@@ -161,7 +161,7 @@ def test_atomic_write_leaves_the_old_file_where_it_fails(tmp_path):
     assert path.read_bytes() == b"\xc3\xa9"
 
 
-def test_log_file_gets_a_plain_line_now_and_then(tmp_path):
+def test_a_log_file_gets_plain_lines_at_intervals(tmp_path):
     file = io.StringIO()
     with logger(tmp_path, total_steps=400, console=Console(file=file, width=120)) as log:
         for step in range(400):

@@ -251,11 +251,11 @@ def test_ranks_split_the_sets_of_a_step(root, rollouts, world):
 def test_prompts_without_pairs_are_dropped_and_counted(root, rollouts, tmp_path, capsys):
     given = options(root, loss__algorithm="dpo", rewards__first__weight=0.0, rewards__of_some__weight=1.0)
     assert train.main([*given, "--dry-run"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "rollouts 50 samples per prompt in" in said
-    assert "prompts dropped: 1 whose samples all have the same reward" in said
-    assert "PromptSet(3 prompts" in said
-    assert "4 prompts x 12 samples in 6 sets of 2 = 24 pairs, minus those with equal rewards" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "rollouts 50 samples per prompt in" in printed
+    assert "prompts dropped: 1 whose samples all have the same reward" in printed
+    assert "PromptSet(3 prompts" in printed
+    assert "4 prompts x 12 samples in 6 sets of 2 = 24 pairs, minus those with equal rewards" in printed
     few = rolled_out(root, tmp_path / "few", 14, prompts=3)
     run = run_of(root, loss__algorithm="bon_sft", calibration__rollouts=few)
     assert (run.samples.unknown, run.samples.tied, len(run.prompts)) == (1, 0, 3)
@@ -335,7 +335,7 @@ def test_pairs_raise_the_reward(root, rollouts, tmp_path, algorithm, beta, n):
 
 
 def test_ipo_leads_to_its_least_squares(root, rollouts, tmp_path):
-    """Over all pairs of samples that differ in reward, log pi / pi_ref less its other's is nearest to 1 / (2 beta)."""
+    """The margins of log pi / pi_ref are a least-squares fit to 1 / (2 beta) over all pairs with different rewards."""
     beta, values, counts = 0.5, torch.arange(len(WORDS)) % 8, of_the_rollouts(rollouts)
     more = {"loss__algorithm": "ipo", "loss__beta": beta, "rollout__samples": 50, "optim__lr": 0.01}
     given = options(root, **more, train__steps=80, optim__schedule="linear", train__out=tmp_path / "ipo")
@@ -435,7 +435,7 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"calibration": CalibrationConfig()}, "loss.algorithm = 'dpo': needs samples of the reference"),
         ({"offline": OfflineConfig(n=1)}, "offline.n = 1: allowed with .* is 2 to rollout.samples = 4"),
@@ -454,7 +454,7 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
         ({"rewards": {"a": RewardConfig("equal(pattern='a')", "rao")}}, "rewards.a: .* 'rao' takes a similarity"),
     ],
 )  # fmt: skip
-def test_what_a_configuration_refuses(changed, said):
+def test_an_invalid_configuration_is_refused(changed, message):
     good = Config(
         rewards={"a": RewardConfig("length(target=2, scale=8)", transform="identity")},
         rollout=RolloutConfig(samples=4),
@@ -466,5 +466,5 @@ def test_what_a_configuration_refuses(changed, said):
     validate.check(winners)
     validate.check(replace(winners, rollout=RolloutConfig(samples=1)))
     validate.check(replace(good, loss=LossConfig("bonbon"), offline=OfflineConfig(n=2, rejected="random")))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         validate.check(replace(good, **changed))

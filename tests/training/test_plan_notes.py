@@ -34,7 +34,7 @@ def test_recipes_have_no_notes():
         ({"normalization": "grpo"}, "loss.normalization = 'grpo': a completion's gradient is divided by its length"),
         ({"epochs": 2, "minibatches": 3}, "6 optimiser steps per rollout"),
         ({"epochs": 2, "surrogate": "cispo"}, "and capping the ratios biases"),
-        ({"epochs": 2, "surrogate": "reinforce"}, "and nothing corrects for it"),
+        ({"epochs": 2, "surrogate": "reinforce"}, "and no importance weight corrects for it"),
         ({"kl": "k1"}, "loss.kl = 'k1' in the loss has a gradient of 0"),
         (
             {"algorithm": "ppo"},
@@ -42,7 +42,7 @@ def test_recipes_have_no_notes():
         ),
         ({"algorithm": "dpo"}, "loss.beta = 0.0001: dpo then pushes for margins of about 1/beta nats"),
         ({"algorithm": "ipo", "beta": 0.1, "kl_in": "reward"}, "loss.kl_in = 'reward': ignored by ipo"),
-        ({"transform": "vbon:4"}, "vbon:4 weighs the KL like the reward; set loss.beta = 1, constant"),
+        ({"transform": "vbon:4"}, "vbon:4 gives the KL the reward's weight; set loss.beta = 1, constant"),
         ({"transform": "bon_fp:4", "target_kl": 0.1}, "bon_fp:4 is the optimal transform for one beta"),
         ({"aggregate": "smooth_min:4"}, "its gradient is taken at values from 6 prompts"),
         (

@@ -69,7 +69,7 @@ def test_packed_loss_by_definition(kind, level, kl, surrogate):
 @pytest.mark.parametrize("surrogate", ["cispo", "reinforce"])
 @pytest.mark.parametrize("kl", ["k1", "k3", "k3_iw"])
 def test_gradients_of_the_score_by_autograd(level, surrogate, kl):
-    """Of the padded loop's loss: the weight of a token stops the gradient, the ratio of the weighted k3 does not."""
+    """Compared with a padded loop: token weights are detached, the ratio of the importance-weighted k3 is not."""
     inputs = batch()
     truth = inputs["logprob"].detach().clone().requires_grad_()
     rows = [x.split(LENGTHS.tolist()) for x in (truth, inputs["old_logprob"], inputs["ref_logprob"])]

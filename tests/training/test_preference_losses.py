@@ -264,7 +264,7 @@ ONE = torch.zeros(1)
         (lambda: winners(torch.zeros(2, 3), 0), "n=0: expected an integer >= 1"),
     ],
 )
-def test_refused(call, says):
+def test_invalid_input_is_refused(call, says):
     with pytest.raises(ValueError, match=says):
         call()
 

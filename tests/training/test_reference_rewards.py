@@ -292,7 +292,7 @@ def test_ctrl_reaches_the_win_rate_of_theorem_3(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reward", "loss", "said"),
+    ("reward", "loss", "message"),
     [
         ({"transform": "exp:0"}, {}, "rewards.a.transform: exp:0"),
         ({"transform": "idenity"}, {}, "Did you mean 'identity'"),
@@ -304,12 +304,12 @@ def test_ctrl_reaches_the_win_rate_of_theorem_3(root, tmp_path):
         ({"transform": "identity"}, {}, "needs samples of the reference, calibration.rollouts"),
     ],
 )
-def test_what_a_configuration_refuses(reward, loss, said):
+def test_an_invalid_configuration_is_refused(reward, loss, message):
     whole = {"function": "length(target=2, scale=8)", "objective": "mean"} | reward
     cfg = Config(
         rewards={"a": RewardConfig(**whole)}, rollout=RolloutConfig(samples=4), loss=LossConfig(**{"beta": 1.0} | loss)
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         validate.check(cfg)
     plain = replace(cfg, rewards={"a": RewardConfig("length(target=2, scale=8)", "mean")})
     validate.check(plain)

@@ -243,7 +243,7 @@ def test_weights_that_are_not_finite_are_never_written(folder, capsys, monkeypat
 
 
 def test_weights_that_were_never_finite(folder, capsys):
-    """In a row that no prompt uses, so all activations are finite."""
+    """The NaN is in an embedding row that no prompt uses, so all activations are finite."""
     weights = load_file(folder / "model" / "model.safetensors")
     weights["model.embed_tokens.weight"][-1] = float("nan")
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})

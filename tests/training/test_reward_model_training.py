@@ -210,7 +210,7 @@ def test_a_run_resumes_bit_for_bit(work):
         assert (work / name / "reward_model.json").read_text() == (work / "truth" / "reward_model.json").read_text()
 
 
-def test_from_runs_and_checkpoints_of_our_own(work, capsys):
+def test_starts_from_models_of_runs_and_checkpoints(work, capsys):
     assert reward_model_command.main(arguments(work, "first", train__epochs=1, train__checkpoint_every=2)) == 0
     exported, trained = reward_model.load(str(work / "first"), dtype=torch.float64)
     assert trained

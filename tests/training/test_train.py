@@ -463,7 +463,7 @@ def groups_of(rewards: dict[str, list], dropped: list[bool]) -> GlobalBatch:
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_dropped_groups_do_not_count(scale):
-    """Neither in the value of another reward nor in the scale of the batch."""
+    """They affect neither the value of another reward nor the scale of the batch."""
     nan = math.nan
     ours = groups_of({"a": [[1, 3], [nan, nan], [2, 6]], "b": [[5, 4], [90, 10], [0, 1]]}, [False, True, False])
     truth = groups_of({"a": [[1, 3], [2, 6]], "b": [[5, 4], [0, 1]]}, [False, False])
@@ -519,7 +519,7 @@ AGGREGATES = {
 
 @pytest.mark.parametrize("name", AGGREGATES)
 def test_objectives_of_different_kinds_are_aggregated(work, name, capsys):
-    """The advantages of a step's first group are what its linearised rewards and the logged values ask for."""
+    """The advantages of a step's first group follow from its linearised rewards and the logged values."""
     kinds = ["--rewards.short.objective", "wor:2", "--rewards.digest.objective", "bon:4"]
     for steps in (2, 5):  # the moving average is restored on resume
         assert train.main([*arguments(work, name, train__steps=steps, **AGGREGATES[name]), *kinds]) == 0

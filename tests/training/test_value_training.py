@@ -172,7 +172,7 @@ def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_held_out_completions_are_evaluated_by_their_discounted_rewards(work, gamma):
-    """Not by targets that depend on the values, for any lambda."""
+    """The targets do not depend on the values, for any lambda."""
     run = training.build(config(work, loss__lam=0.6, loss__gamma=gamma), ALONE)
     run.update(run.rows(0))
     results, held, residuals = run.evaluate(), run.held_out, []
@@ -221,7 +221,7 @@ def in_a_rank(rank, work, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "compress"])
 def test_two_ranks_equal_one(work, mode):
-    """Also if one rank has fewer micro-batches, and with teachers: each forward pass is a collective."""
+    """Also if a rank has fewer micro-batches, and with teachers: each forward pass is collective."""
     run_ranks(in_a_rank, work, mode)
     truth, results, weights = of_a_rank(work, ALONE, mode)
     for rank in range(2):
@@ -247,7 +247,7 @@ def spread(rollouts, known):
     return 1 - inside / sum((v - mean) ** 2 for v in values)
 
 
-def test_a_value_becomes_the_mean_of_what_follows(work):
+def test_a_value_converges_to_the_expected_reward(work):
     """The first token determines the reward: before it V is the mean of the prompt, after it the reward."""
     run = training.build(config(work, evaluation__prompts=0, train__epochs=150, train__completions=60), ALONE)
     for step in range(run.steps):
@@ -369,7 +369,7 @@ def test_no_prompt_is_on_both_sides(work):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data__rollouts": "nowhere"}, "rollouts.json is missing"),
         ({"data__rewards": "second"}, "reward 'second' was not scored; scored are first, even, mostly"),
@@ -389,9 +389,9 @@ def test_no_prompt_is_on_both_sides(work):
         ({"model__path": "nowhere"}, "nowhere"),
     ],
 )
-def test_refused(work, capsys, changes, said):
+def test_invalid_input_is_refused(work, capsys, changes, message):
     assert cli.main(arguments(work, "refused", **changes)) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (work / "refused").exists()
 
 
@@ -420,7 +420,7 @@ def test_compression_that_is_refused(work, tmp_path, capsys):
 
 
 def test_a_reward_of_weight_0_does_not_count(work):
-    """It abstains on some completions, and drops none."""
+    """It abstains on some completions, but none is dropped."""
     given = {"rewards": ["first", "mostly"], "max_length": 64}
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     found = value_dataset.load([str(work / "rollouts")], tokenizer, weights=[2.0, 0.0], **given)
@@ -454,7 +454,7 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     assert not sides[0] & sides[1]
     assert cli.main(arguments(work, "by text", model__path=tmp_path / "model")) == 0
 
-    tiny_model(tmp_path / "theirs", "gpt2")  # the same prompts by another tokenizer are no others
+    tiny_model(tmp_path / "theirs", "gpt2")  # with another tokenizer, the prompts are still the same
     (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(tokens))
     assert cli.main(rolled_out(work, "theirs", model__path=tmp_path / "theirs")) == 0
     both = value_dataset.load([str(work / "rollouts"), str(work / "theirs")], policy, rewards=["first"], max_length=64)
@@ -465,7 +465,7 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     (work / "policy" / "tokenizer.json").rename(tmp_path / "kept.json")
     try:
         (work / "policy" / "tokenizer.json").write_text(json.dumps(tokens | {"added_tokens": []}))
-        with pytest.raises(ValueError, match="no longer has"):
+        with pytest.raises(ValueError, match="has changed since the rollouts in"):
             value_dataset.load([str(work / "rollouts")], own, rewards=["first"], max_length=64)
     finally:
         (tmp_path / "kept.json").rename(work / "policy" / "tokenizer.json")

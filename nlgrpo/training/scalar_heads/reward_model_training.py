@@ -58,8 +58,8 @@ class RewardModelTrainer(trainer.Trainer):
 
     def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
         """Pack this rank's share of the pairs ``rows`` into micro-batches, the same number on every rank."""
-        own, device = rows[self.ranks.share(len(rows))], self.ranks.device
-        packed = pack_pairs(pairs.chosen, pairs.rejected, own, self.micro_batch_tokens, self.pad, device)
+        share, device = rows[self.ranks.share(len(rows))], self.ranks.device
+        packed = pack_pairs(pairs.chosen, pairs.rejected, share, self.micro_batch_tokens, self.pad, device)
         return self.pad_micro_batches(packed, empty_pair_batch)
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ def build(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
 def load_pairs(
     cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[PairSet, PairSet | None]:
-    """Load the training pairs and the held-out pairs (None without any), which share no prompt."""
+    """Load the training pairs and the held-out pairs (None if there are none). They have no common prompt."""
     data = cfg.data
 
     def read(source: str, split: str, limit: int | None) -> PairSet:
@@ -164,13 +164,13 @@ def load_pairs(
         pairs, held_out = pairs.split(cfg.evaluation.pairs)
     if cfg.evaluation.pairs == 0 or not len(held_out):
         return pairs, None
-    kept = pairs.without(held_out.prompts)
-    if not len(kept):
+    training = pairs.without(held_out.prompts)
+    if not len(training):
         raise ValueError(
             f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out; "
             "set another data.evaluation, or evaluation.pairs = 0"
         )
-    return kept, held_out
+    return training, held_out
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def _padding(run: RewardModelTrainer) -> str:
         return "no padding id, so transformers can score only one text at a time"
     token = run.tokenizer.convert_ids_to_tokens(run.pad)
     if run.pad == run.tokenizer.eos_token_id:
-        return f"padding is EOS (id {run.pad}, {token}): the score is read one token before it"
+        return f"padding is EOS (id {run.pad}, {token}): the score is read at the token before it"
     return f"padding id {run.pad} ({token})"
 
 

@@ -119,9 +119,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def losses(self, rows: Sequence[int], totals: Any) -> Iterator[Tensor]:
-        """Yield the loss of each micro-batch of this rank's share of the examples ``rows``, equally many on every rank.
+        """Yield the loss of each micro-batch of this rank's share of the examples ``rows``.
 
-        The losses of all micro-batches and ranks add up to the loss of the step. Adds metrics to ``totals``.
+        All ranks yield the same number of losses; the sum over micro-batches and ranks is the loss of the step. Adds
+        metrics to ``totals``.
         """
 
     @abstractmethod
@@ -160,15 +161,15 @@ class Trainer(ABC):
         return visits(self.examples, first, min(self.per_step, self.visits - first), self.config.train.seed)
 
     def pad_micro_batches(self, batches: list[Any], empty: Callable[[torch.device], Any]) -> list[Any]:
-        """Append ``empty`` micro-batches until all ranks have the same number; collective, as each forward pass is."""
+        """Append ``empty`` micro-batches until all ranks have the same number; collective, like each forward pass."""
         most = int(self.ranks.max(torch.tensor(len(batches), device=self.ranks.device)))
         return batches + [empty(self.ranks.device) for _ in range(most - len(batches))]
 
     def update(self, rows: Sequence[int]) -> dict[str, float]:
         """Take one optimizer step on the examples ``rows`` of all ranks; returns metrics.
 
-        The loss is a mean over all examples of the step, and FSDP's mean over ranks is undone, so it depends on neither
-        the number of ranks nor the micro-batches.
+        The loss is a mean over all examples of the step, and FSDP's mean over ranks is undone, so it depends neither
+        on the number of ranks nor on the micro-batches.
         """
         optim, totals = self.config.optim, self.totals()
         lr = learning_rate(optim, self.progress.step, self.steps)
@@ -184,9 +185,9 @@ class Trainer(ABC):
 
     def save(self) -> None:
         state = vars(self.progress) | {"config": asdict(self.config)}
-        where, keep = self.folder / "checkpoints", self.config.train.keep_checkpoints
+        folder, keep = self.folder / "checkpoints", self.config.train.keep_checkpoints
         check_finite(self.model, self.ranks, TOO_LARGE)
-        checkpoint.save(where, self.progress.step, model=self.model, optimizer=self.optimizer, state=state, keep=keep)
+        checkpoint.save(folder, self.progress.step, model=self.model, optimizer=self.optimizer, state=state, keep=keep)
 
     def restore(self) -> bool:
         """Load the newest complete checkpoint; returns False if there is none."""
@@ -231,7 +232,7 @@ class Trainer(ABC):
 
 
 def max_length(model: str, requested: int | None) -> int:
-    """Largest number of tokens per text: ``requested``, or else the context. Raises ValueError if that is shorter."""
+    """Largest number of tokens per text: ``requested``, or else the context. Raises ValueError if it is exceeded."""
     context = shape_of(decoder.read_config(reward_model.locate(model)[0])).context
     if requested is not None and requested > context:
         raise ValueError(f"data.max_length = {requested}: {model} has a context of {context} tokens")
@@ -291,7 +292,7 @@ def every(interval: int, step: int) -> bool:
 
 
 def evaluate_before(run: Trainer) -> dict[str, Any]:
-    """Evaluate the model before training, or load that evaluation from the run's folder if it is there."""
+    """Evaluate the model before training, or load that evaluation from the run's folder if it is saved there."""
     path = run.folder / run.RESULTS
     saved = None
     if run.ranks.first and path.is_file():
@@ -304,7 +305,7 @@ def evaluate_before(run: Trainer) -> dict[str, Any]:
 
 
 def launch(cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], *, dry_run: bool = False) -> None:
-    """Train on the ranks that the launcher started, from the newest checkpoint if there is one."""
+    """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     stop = StopSignal()
     disable_progress_bar()
     with distributed.start() as ranks:
@@ -340,9 +341,10 @@ def fit(
 
 
 def command(arguments: Sequence[str], name: str, modes: Mapping[str, Callable[[Sequence[str], bool], None]]) -> int:
-    """Run ``nlgrpo NAME MODE [file.toml] [--section.key value ...] [--dry-run]``; ``modes`` take the rest and dry_run.
+    """Run ``nlgrpo NAME MODE [file.toml] [--section.key value ...] [--dry-run]``.
 
-    Returns 0 when done or stopped by a signal; 1, with a message, for bad input.
+    ``modes``: function of each mode; it takes the remaining arguments and ``dry_run``. Returns 0 when done or
+    stopped by a signal; 1, with a message, for bad input.
     """
     first = next(iter(modes))
     try:
@@ -350,8 +352,8 @@ def command(arguments: Sequence[str], name: str, modes: Mapping[str, Callable[[S
             arguments = [first, "--help"]
         if not arguments or arguments[0] not in modes:
             got = f", got {arguments[0]!r}" if arguments else ""
-            which = first if len(modes) == 1 else f"({'|'.join(modes)})"
-            raise ValueError(f"expected: nlgrpo {name} {which} [file.toml] [--section.key value ...]{got}")
+            mode = first if len(modes) == 1 else f"({'|'.join(modes)})"
+            raise ValueError(f"expected: nlgrpo {name} {mode} [file.toml] [--section.key value ...]{got}")
         rest = [argument for argument in arguments[1:] if argument != "--dry-run"]
         modes[arguments[0]](rest, "--dry-run" in arguments)
     except ValueError as error:

@@ -70,10 +70,10 @@ class Outcomes:
         The choice does not depend on dropped completions, so all value models of a loop hold out the same prompts.
         """
         known = list(dict.fromkeys(reversed(self.known)))
-        held = set(known[: min(prompts, len(known) // 2)])
+        held_out = set(known[: min(prompts, len(known) // 2)])
         sides: tuple[list[int], list[int]] = ([], [])
         for i, prompt in enumerate(self.asked):
-            sides[prompt in held].append(i)
+            sides[prompt in held_out].append(i)
         return self._part(sides[0]), replace(self._part(sides[1]), abstained=0, too_long=0)
 
     def _part(self, rows: Sequence[int]) -> Outcomes:
@@ -96,10 +96,10 @@ def load(
     max_length: int,
     need_rewards: bool = True,
 ) -> Outcomes:
-    """Load the outcomes of all ``folders``.
+    """Load the completions and final rewards of all ``folders``.
 
     ``rewards``: names of rewards to sum with ``weights``; empty: all rewards with weight 1. If ``need_rewards`` is
-    false, all completions count and their rewards are 0. Rollouts of a model with another tokenizer are converted as
+    false, all completions are used and their rewards are 0. Rollouts of a model with another tokenizer are converted as
     text (`Retokenizer`). Raises ValueError if rollouts are incomplete or lack a reward, if the tokenizer of their model
     has changed, and if no completion remains.
     """
@@ -135,29 +135,31 @@ def _load_one(
     rollouts: ReferenceRollouts, rewards: Tensor, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> Outcomes:
     retokenizer = _retokenizer(rollouts, tokenizer)
-    asked, prompts, completions, kept, known, abstained, too_long = [], [], [], [], [], 0, 0
-    for (prompt, drawn), values in zip(rollouts.tokens(), rewards.tolist(), strict=True):
-        alone = tuple(retokenizer.whole(prompt, []) if retokenizer else prompt)
-        known.append(alone)
-        for completion, value in zip(drawn, values, strict=True):
-            read = retokenizer.parts(prompt, completion) if retokenizer else (prompt, completion)
+    asked, prompts, completions, final_rewards, known, abstained, too_long = [], [], [], [], [], 0, 0
+    for (prompt, sampled), values in zip(rollouts.tokens(), rewards.tolist(), strict=True):
+        prompt_ids = tuple(retokenizer.whole(prompt, []) if retokenizer else prompt)
+        known.append(prompt_ids)
+        for completion, value in zip(sampled, values, strict=True):
+            tokens = retokenizer.parts(prompt, completion) if retokenizer else (prompt, completion)
             if value != value:  # NaN
                 abstained += 1
-            elif sum(map(len, read)) > max_length:
+            elif sum(map(len, tokens)) > max_length:
                 too_long += 1
             else:
-                asked.append(alone)
-                prompts.append(read[0])
-                completions.append(read[1])
-                kept.append(value)
-    return Outcomes(asked, prompts, completions, torch.tensor(kept, dtype=torch.float64), known, abstained, too_long)
+                asked.append(prompt_ids)
+                prompts.append(tokens[0])
+                completions.append(tokens[1])
+                final_rewards.append(value)
+    return Outcomes(
+        asked, prompts, completions, torch.tensor(final_rewards, dtype=torch.float64), known, abstained, too_long
+    )
 
 
 def learned_from(folder: Path) -> set[str] | None:
     """Digests (`digest_of_prompt`) of all prompts that a value model was trained on.
 
-    ``folder``: the exported model. Empty if it comes from no run. None if the run's rollouts are found neither at their
-    saved paths nor at the same place relative to the run's folder.
+    ``folder``: the exported model. Empty if no run wrote it. None if the run's rollouts are neither at their saved
+    paths nor at the same paths relative to the run's folder.
     """
     run = folder.parent
     if hf_weights.begun_from(run) is None:
@@ -178,14 +180,14 @@ def _all_exist(rollouts: Sequence[Path]) -> bool:
 
 def _retokenizer(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Retokenizer | None:
     """Converter from the tokens of the rollouts to those of ``tokenizer``; None if they are the same."""
-    drawn = rollouts.index.origin.tokenizer
-    if drawn == digest_of_tokenizer(tokenizer):
+    expected = rollouts.index.origin.tokenizer
+    if expected == digest_of_tokenizer(tokenizer):
         return None
     theirs = load_tokenizer(hf_weights.locate(rollouts.index.model))
-    if drawn != digest_of_tokenizer(theirs):
+    if expected != digest_of_tokenizer(theirs):
         raise ValueError(
-            f"the rollouts in {rollouts.folder} have a tokenizer that {rollouts.index.model} no longer has; generate "
-            "them again, or train a value model with the tokenizer of the rollouts"
+            f"the tokenizer of {rollouts.index.model} has changed since the rollouts in {rollouts.folder} were "
+            "sampled; sample them again, or train a value model with the tokenizer of the rollouts"
         )
     if same_ids(theirs, tokenizer):
         return None

@@ -53,7 +53,7 @@ class LoopOptions:
     iterations: int = 3
     """T, the number of value models."""
     samples: int = 16
-    """K, completions per prompt in the first iteration; later iterations have beams x successors."""
+    """Completions per prompt in the first iteration; later iterations have beams x successors."""
     prompts: int | None = None
     """Prompts per iteration; each iteration takes the next ones of the source. Default: all prompts every time."""
     beams: int = 4
@@ -70,7 +70,7 @@ class LoopOptions:
     """Weights of the value models: V = sum_t V_t / beta_t. Default: 1 each."""
     value: TrainerOptions = field(default_factory=TrainerOptions)
     compress: bool = True
-    """At the end, train one value model on the sum of all."""
+    """At the end, train one value model on the sum of all value models."""
     dry_run: bool = False
     """Print the plan and stop."""
 
@@ -85,7 +85,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class GuidedSampler(Sampler):
-    """Draws the U = K B final candidates of a search per prompt; a candidate that ended early is repeated."""
+    """Samples the U = K B final candidates of a search per prompt; a candidate that ended early is repeated."""
 
     guide: Guide
     dtype: torch.dtype
@@ -127,7 +127,7 @@ class Loop:
         return self.folder / f"compressed-{self.options.iterations}"
 
     def guide(self, t: int) -> Guide:
-        """The guide made of the first t value models."""
+        """Guide with the first t value models."""
         return Guide([self.value(i + 1) for i in range(t)], list(self.options.weights[:t]), self.options.search)
 
     def job(self, t: int) -> Job:
@@ -145,14 +145,14 @@ class Loop:
         return dataclasses.replace(job, origin=origin, sampler=sampler)
 
     def _prompts(self, t: int, ids: Sequence[Sequence[int]]) -> list[int]:
-        """Indices of the prompts of iteration t: new ones in each, then the same held-out ones, never trained on."""
+        """Indices of the prompts of iteration t: new training prompts, then the held-out ones of all iterations."""
         count = min(self.options.prompts or len(ids), len(ids))
         last = {tuple(ids[i]): i for i in range(len(ids))}  # the last index of a repeated prompt
-        places = sorted(last.values())
-        first = len(places) - min(self._held_out(count), len(places) // 2)
-        train, held = {*places[:first]}, places[first:]
-        pool, new = [i for i in range(len(ids)) if last[tuple(ids[i])] in train], count - len(held)
-        return [pool[((t - 1) * new + i) % len(pool)] for i in range(new)] + held
+        distinct = sorted(last.values())
+        first = len(distinct) - min(self._held_out(count), len(distinct) // 2)
+        train, held_out = {*distinct[:first]}, distinct[first:]
+        pool, new = [i for i in range(len(ids)) if last[tuple(ids[i])] in train], count - len(held_out)
+        return [pool[((t - 1) * new + i) % len(pool)] for i in range(new)] + held_out
 
     def _held_out(self, prompts: int) -> int:
         """Number of held-out prompts of an iteration with ``prompts`` prompts."""
@@ -160,8 +160,8 @@ class Loop:
 
     def training_prompts(self, job: Job) -> int:
         """Number of prompts that ``nlgrpo train`` would train on; its evaluation prompts come after them."""
-        whole = self.cfg.data.evaluation or self.cfg.evaluation.prompts == 0
-        return len(job.prompts) if whole else len(job.prompts.split(self.cfg.evaluation.prompts)[0])
+        all_prompts = self.cfg.data.evaluation or self.cfg.evaluation.prompts == 0
+        return len(job.prompts) if all_prompts else len(job.prompts.split(self.cfg.evaluation.prompts)[0])
 
     def _seed(self, t: int) -> int:
         """Seed of iteration t, different in every iteration."""
@@ -183,11 +183,11 @@ class Loop:
     def _fit(self, folder: Path, start: str, rollouts: Sequence[Path]) -> ValueConfig:
         options, train = self.options.value, self.cfg.train
         prompts = len(reference_rollouts.read_index(rollouts[0]).prompts)  # the same number in every iteration
-        counting = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
+        weights = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
         return ValueConfig(
             name=folder.name,
             model=dataclasses.replace(self.cfg.model, path=start),
-            data=RolloutsConfig(tuple(map(str, rollouts)), tuple(counting), tuple(counting.values())),
+            data=RolloutsConfig(tuple(map(str, rollouts)), tuple(weights), tuple(weights.values())),
             loss=RegressionConfig(kind=options.kind, lam=options.lam, gamma=options.gamma),
             optim=OptimConfig(lr=options.lr, schedule="cosine"),
             train=ValueTrainConfig(
@@ -206,8 +206,8 @@ class Loop:
     def claim(self, job: Job) -> None:
         """Create the loop's folder, or check that it holds this loop; the number of iterations may change.
 
-        ``job``: of any iteration. The digests of its model, prompts and rewards identify the loop. Raises ValueError if
-        the folder holds something else.
+        ``job``: job of any iteration. The digests of its model, prompts and rewards identify the loop. Raises
+        ValueError if the folder holds something else.
         """
         options = {name: value for name, value in vars(self.options).items() if name not in ("out", "dry_run")}
         identity = _Identity(options, self.cfg, _contents(job))
@@ -229,7 +229,7 @@ class Loop:
         return self._fitted(self.compression())
 
     def _rolled_out(self, t: int) -> bool:
-        """Draw and score the rollouts of iteration t. A method, so that its models are freed before training."""
+        """Sample and score the rollouts of iteration t. Its models are freed on return, before training."""
         job = self.job(t)
         if t == 1:
             self.claim(job)
@@ -269,13 +269,13 @@ def _contents(job: Job) -> dict[str, Any]:
 
 
 def results(loop: Loop) -> list[dict[str, Any]]:
-    """Return a row per iteration: rewards of its rollouts, held-out explained variance of its value model, beta."""
+    """Return one row per iteration: rewards of its rollouts, held-out explained variance of its value model, beta."""
     rows = []
     for t in range(1, loop.options.iterations + 1):
         rollouts = reference_rollouts.load(loop.rollouts(t))
-        counting = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
-        rewards = torch.stack([weight * rollouts.reward(name) for name, weight in counting]).sum(0)
-        fitted = json.loads((loop.value(t) / value_training.ValueTrainer.RESULTS).read_text("utf-8"))["after"]
+        weights = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
+        rewards = torch.stack([weight * rollouts.reward(name) for name, weight in weights]).sum(0)
+        evaluation = json.loads((loop.value(t) / value_training.ValueTrainer.RESULTS).read_text("utf-8"))["after"]
         rows.append(
             {
                 "iteration": t,
@@ -283,7 +283,7 @@ def results(loop: Loop) -> list[dict[str, Any]]:
                 "samples": rewards.shape[1],
                 "mean": _mean(rewards.nanmean(1)),
                 "best": _mean(rewards.nan_to_num(nan=-math.inf).amax(1)),
-                "explained_variance": fitted.get("explained_variance"),
+                "explained_variance": evaluation.get("explained_variance"),
                 "value": str(loop.value(t).relative_to(loop.folder)),
                 "beta": loop.options.weights[t - 1],
             }

@@ -1,8 +1,8 @@
-"""``nlgrpo value``: train a value model on the rewards of rollouts (``train``) or on a sum of others (``compress``).
+"""``nlgrpo value``: train a value model on rewards of rollouts (``train``) or the sum of several models (``compress``).
 
 On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli value train values.toml``.
 
-Legend: S states in a batch, the prefixes of its completions (`nlgrpo.model.value_model`).
+Notation: S states in a batch, the prefixes of its completions (`nlgrpo.model.value_model`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class ValueTrainer(trainer.Trainer):
 
     def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
         """Pack this rank's share of ``rows`` with all their states, the same number of micro-batches on every rank."""
-        own, device = rows[self.ranks.share(len(rows))], self.ranks.device
-        packed = pack(outcomes.prompts, outcomes.open_ended, own, self.micro_batch_tokens, device)
+        share, device = rows[self.ranks.share(len(rows))], self.ranks.device
+        packed = pack(outcomes.prompts, outcomes.open_ended, share, self.micro_batch_tokens, device)
         return self.pad_micro_batches(packed, empty_micro_batch)
 
     def totals(self) -> _Totals:
@@ -189,8 +189,12 @@ def _sums_by_part(outcomes: Outcomes, batch: MicroBatch, values: Tensor, targets
 
 def _explained(sums: dict[str, float]) -> float | None:
     """Explained variance, 1 - residual / variance; None if all targets are equal."""
-    spread = sums["target_squared"] - sums["target"] ** 2 / sums["states"] if sums["states"] else 0.0
-    return 1 - sums["residual_squared"] / spread if spread > 1e-12 * max(sums["target_squared"], 1e-300) else None
+    total_squares = sums["target_squared"] - sums["target"] ** 2 / sums["states"] if sums["states"] else 0.0
+    return (
+        1 - sums["residual_squared"] / total_squares
+        if total_squares > 1e-12 * max(sums["target_squared"], 1e-300)
+        else None
+    )
 
 
 def evaluated(sums: Tensor) -> dict[str, Any]:
@@ -227,10 +231,10 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
     if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
         low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
         raise ValueError(f"loss.kind = 'bce' needs rewards in [0, 1], but these are in [{low:g}, {high:g}]")
-    known, largest, held_out = shape_of(decoder.read_config(source)).vocab, outcomes.largest, None
-    if largest >= known:
+    vocab, largest, held_out = shape_of(decoder.read_config(source)).vocab, outcomes.largest, None
+    if largest >= vocab:
         raise ValueError(
-            f"{cfg.model.path} has a vocabulary of {known:,}, but the rollouts have the token id {largest:,}"
+            f"{cfg.model.path} has a vocabulary of {vocab:,}, but the rollouts have the token id {largest:,}"
         )
     if cfg.evaluation.prompts:
         outcomes, rest = outcomes.split(cfg.evaluation.prompts)
@@ -256,8 +260,8 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     if model.shape.vocab < run.model.shape.vocab or model.shape.context < run.max_length:
         raise ValueError(
             f"compress.values: {path} has a vocabulary of {model.shape.vocab:,} and a context of "
-            f"{model.shape.context:,} tokens, but must read texts of up to {run.max_length:,} tokens with a vocabulary "
-            f"of {run.model.shape.vocab:,}"
+            f"{model.shape.context:,} tokens, but needs at least a vocabulary of {run.model.shape.vocab:,} and a "
+            f"context of {run.max_length:,} tokens"
         )
     return Teacher(path, shard(model.requires_grad_(False), run.ranks, compute), beta)
 
@@ -269,7 +273,7 @@ def plan(run: ValueTrainer) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, shape = run.config, run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
-    head = "its own head" if run.trained else f"a new head, seed {cfg.train.seed}"
+    head = "its saved head" if run.trained else f"a new head, seed {cfg.train.seed}"
     rows = {
         "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
         f"{str(run.compute).removeprefix('torch.')})",

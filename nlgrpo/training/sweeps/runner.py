@@ -49,7 +49,7 @@ def _base(setting: Setting) -> dict[str, Any]:
 
 
 def check_usable(folder: Path) -> None:
-    """Raise ValueError if the folder holds something else than a sweep; files of a sweep killed early are fine."""
+    """Raise ValueError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
     if folder.exists() and not (folder / sweep_state.FILE).exists():
         empty = {LOCK, f"{sweep_state.FILE}.tmp", "logs"}
         if not (folder.is_dir() and {path.name for path in folder.iterdir()} <= empty):
@@ -71,7 +71,7 @@ def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[P
             point = Point(overrides, folder / grid.folder_name(overrides, taken))
             manifest.points.append(point)
         wanted.append(point)
-    for point in manifest.points:  # its folder is more recent than the manifest
+    for point in manifest.points:  # a run's folder is more recent than the manifest
         if point.finished():
             point.state = "done"
         elif point.state in ("running", "done"):
@@ -84,7 +84,7 @@ def _same_sweep(manifest: SweepState, base: Mapping[str, Any], overrides: Mappin
     if set(known) != set(overrides):
         raise ValueError(
             f"{manifest.folder} holds a sweep over {', '.join(known)}, but this one is over {', '.join(overrides)}; "
-            "pass all options of the former, even with one value, or choose another folder with --out"
+            "pass all options of the saved sweep, even with one value, or choose another folder with --out"
         )
     changed = differences(manifest.base, base)
     if changed:
@@ -133,7 +133,7 @@ class SweepRunner:
             slot, label = slots.get(), f"[{number}/{len(todo)}] {point.name}"
             try:
                 say(f"{label}: {'resumes' if point.folder.exists() else 'starts'}")
-                self._run(next(setting for setting, its in points if its is point), point, slot)
+                self._run(next(setting for setting, other in points if other is point), point, slot)
                 ended.append(point)
                 result = f"{point.state} after {clock_time(point.seconds)}"
                 result += f": {point.error}" if point.error else ""

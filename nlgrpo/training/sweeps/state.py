@@ -63,7 +63,7 @@ def read_sweep_state(folder: Path) -> list[Point]:
 
 
 def read(folder: Path) -> SweepState:
-    """Load the manifest of the sweep in ``folder``; raises as `read_sweep_state`."""
+    """Load the manifest of the sweep in ``folder``; raises like `read_sweep_state`."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing; give the folder that `nlgrpo sweep` wrote")
@@ -83,7 +83,7 @@ def _point(folder: Path, values: Mapping[str, Any]) -> Point:
         raise ValueError(f"{name!r} is not a folder name")
     point = Point(**{**values, "folder": folder / name})
     if point.state not in get_args(State) or not isinstance(point.overrides, dict):
-        raise ValueError(f"{name} is in the state {point.state!r}, with the values {point.overrides!r}")
+        raise ValueError(f"{name} has an invalid state {point.state!r} or invalid values {point.overrides!r}")
     if not isinstance(point.seconds, int | float) or not isinstance(point.error, str):
-        raise ValueError(f"{name} took {point.seconds!r} s and ended with {point.error!r}")
+        raise ValueError(f"{name} has invalid seconds {point.seconds!r} or an invalid error {point.error!r}")
     return point
