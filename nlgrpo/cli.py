@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "value": (
         "nlgrpo.commands.value:main",
-        "Train a value model on rollouts or to merge others: nlgrpo value train|compress [file.toml] [--dry-run]",
+        "Train a value model on rollouts, or merge several: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "iro": (
         "nlgrpo.commands.iro:main",

@@ -95,14 +95,14 @@ def open_folder(job: Job) -> RolloutCollector:
 def _refuse_others(job: Job) -> None:
     """Raise ValueError if the folder has other settings. Other prompts or rewards are allowed."""
     try:
-        known = reference_rollouts.read_index(job.folder)
+        saved = reference_rollouts.read_index(job.folder)
     except ValueError:  # missing or damaged: `open_folder` writes a new one
         return
-    changed = reference_rollouts.differences(known, job.origin)
+    changed = reference_rollouts.differences(saved, job.origin)
     settings = {
-        "samples per prompt": (known.samples, job.sampler.samples),
-        "train.seed": (known.seed, job.cfg.train.seed),
-        "compute dtype": (known.origin.dtype, job.origin.dtype),
+        "samples per prompt": (saved.samples, job.sampler.samples),
+        "train.seed": (saved.seed, job.cfg.train.seed),
+        "compute dtype": (saved.origin.dtype, job.origin.dtype),
     }
     changed += [f"{name}: {old} in the folder, {new} requested" for name, (old, new) in settings.items() if old != new]
     if changed:
@@ -132,8 +132,8 @@ def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
     missing = job.queue.missing(draws.chunks, lambda chunk: draws.drawn(chunk) and not _unscored(job, draws, chunk))
     if len(missing) < len(draws.chunks):
         job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
-    what = "completions and rewards, files"
-    finished = job.queue.work(what, missing, lambda chunk: _draw_and_score(job, draws, model, chunk, drawn))
+    title = "completions and rewards, files"
+    finished = job.queue.work(title, missing, lambda chunk: _draw_and_score(job, draws, model, chunk, drawn))
     total = drawn.over(job.queue.ranks)
     return total if finished else None
 

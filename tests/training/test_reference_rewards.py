@@ -70,7 +70,7 @@ def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def held_of(root, **more):
+def calibrated_of(root, **more):
     """Data of the first step of a run: rollout, rewards, calibrated rewards, and the numbers of the reference."""
     cfg, _ = from_arguments(options(root, **more))
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
@@ -78,8 +78,8 @@ def held_of(root, **more):
     batch = run.next_batch()
     rollout = run.sampler.draw(learner.model, batch)
     ref = learner.reference_logprobs(rollout)
-    scores, held = train.score(run, learner, batch, rollout, ref)
-    return run, batch, rollout, scores, held, ref
+    scores, calibrated = train.score(run, learner, batch, rollout, ref)
+    return run, batch, rollout, scores, calibrated, ref
 
 
 # --- by counting ------------------------------------------------------------------------------------------------------
@@ -88,15 +88,15 @@ def held_of(root, **more):
 @pytest.mark.parametrize(("text", "phi"), [("identity", lambda u: u), ("exp:3", lambda u: math.exp(3 * u))])
 def test_a_calibrated_reward_is_the_share_of_samples_that_it_beats(root, rollouts, text, phi):
     more = {"rewards__first__transform": text, "calibration__rollouts": rollouts}
-    _, batch, _, scores, held, _ = held_of(root, **more)
+    _, batch, _, scores, calibrated, _ = calibrated_of(root, **more)
     kept = load(rollouts)
     for p, ids in enumerate(batch.ids):
         theirs = kept.rewards["first"][kept.row(ids)].tolist()
         assert len(theirs) == 50
         for m, r in enumerate(scores.values["first"][p].tolist()):
             u = sum((r > x) + (r == x) / 2 for x in theirs) / 50
-            assert float(held["first"].ranks[p, m]) == pytest.approx(u, abs=1e-12)
-            assert float(held["first"].values[p, m]) == pytest.approx(phi(u), rel=1e-12)
+            assert float(calibrated["first"].ranks[p, m]) == pytest.approx(u, abs=1e-12)
+            assert float(calibrated["first"].values[p, m]) == pytest.approx(phi(u), rel=1e-12)
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -104,7 +104,9 @@ def test_a_vbon_reward_counts_in_a_total_order(root, rollouts, bound):
     from nlgrpo.calibration.variational import string_keys
 
     text = "vbon:4" + ":bound" * bound
-    _, batch, rollout, scores, held, ref = held_of(root, rewards__first__transform=text, calibration__rollouts=rollouts)
+    _, batch, rollout, scores, calibrated, ref = calibrated_of(
+        root, rewards__first__transform=text, calibration__rollouts=rollouts
+    )
     kept = load(rollouts)
     own = rollout.completion_ids()
     for p, ids in enumerate(batch.ids):
@@ -119,14 +121,14 @@ def test_a_vbon_reward_counts_in_a_total_order(root, rollouts, bound):
             F = (sum(x < place for x in theirs) + 0.5) / 51
             log_p = float(ref[p * 16 + m].sum())
             truth = 3 * math.log(F) if bound else min(0, math.log((F + math.exp(log_p)) ** 4 - F**4)) - log_p
-            assert float(held["first"].values[p, m]) == pytest.approx(truth, rel=1e-9)
+            assert float(calibrated["first"].values[p, m]) == pytest.approx(truth, rel=1e-9)
 
 
 def test_rollouts_of_another_reward_are_refused(root, rollouts):
     function = f"{root / 'rewards.py'}:mostly"
     more = {"rewards__first__function": function, "rewards__first__transform": "identity"}
     with pytest.raises(ValueError, match=r"reward 'first' is .*:first x 1.0 in the rollouts, but .*:mostly x 1.0"):
-        held_of(root, **more, calibration__rollouts=rollouts)
+        calibrated_of(root, **more, calibration__rollouts=rollouts)
 
 
 def test_rollouts_scored_with_other_columns_are_refused(root, tmp_path):
@@ -136,22 +138,22 @@ def test_rollouts_scored_with_other_columns_are_refused(root, tmp_path):
     more = {"data__source": source, "rewards__first__transform": "identity", "calibration__rollouts": folder}
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["rollout", *options(root, data__source=source), "--samples", "4", "--out", str(folder)]) == 0
-    held_of(root, **more)
+    calibrated_of(root, **more)
     source.write_text("".join(json.dumps(row | {"answer": max(row["answer"], 1)}) + "\n" for row in rows))
     with pytest.raises(ValueError, match=rf"columns of 1 of {len(rows)} prompts have changed since the rollouts"):
-        held_of(root, **more)
+        calibrated_of(root, **more)
     assert cli.main(["rollout", *options(root, data__source=source), "--samples", "4", "--out", str(folder)]) == 0
-    held_of(root, **more)
+    calibrated_of(root, **more)
 
 
 def test_abstentions_are_not_calibrated(root, rollouts):
-    run, batch, rollout, scores, held, ref = held_of(
+    run, batch, rollout, scores, calibrated, ref = calibrated_of(
         root, rewards__first__transform="identity", calibration__rollouts=rollouts
     )
     absent = torch.arange(scores.values["first"].numel()).view_as(scores.values["first"]) % 3 == 1
     rewards = {"first": scores.values["first"].masked_fill(absent, torch.nan)}
     found = run.references.calibrate(rewards, batch, rollout, ref, None)["first"]
-    for ours, whole in ((found.values, held["first"].values), (found.ranks, held["first"].ranks)):
+    for ours, whole in ((found.values, calibrated["first"].values), (found.ranks, calibrated["first"].ranks)):
         assert torch.equal(ours.isnan(), absent)
         assert torch.equal(ours[~absent], whole[~absent])
     groups = torch.arange(len(absent)) == 1
@@ -175,11 +177,11 @@ def test_a_failed_calibration_stops_the_run_with_a_checkpoint(root, rollouts, tm
 def test_a_fixed_point_is_that_of_the_weighted_reward(root, rollouts):
     """w Phi - beta KL has the optimum of Phi - beta/w KL."""
     more = {"calibration__rollouts": rollouts, "rewards__first__transform": "bon_fp:4"}
-    held, half = (
-        held_of(root, **more, rewards__first__weight=weight, loss__beta=beta)[4]["first"].values
+    calibrated, half = (
+        calibrated_of(root, **more, rewards__first__weight=weight, loss__beta=beta)[4]["first"].values
         for weight, beta in ((1.0, 0.5), (0.5, 0.25))
     )
-    torch.testing.assert_close(held, half, rtol=1e-12, atol=0)
+    torch.testing.assert_close(calibrated, half, rtol=1e-12, atol=0)
 
 
 # --- prompts without rollouts -----------------------------------------------------------------------------------------
@@ -190,22 +192,22 @@ def test_prompts_without_rollouts_are_reported_before_training(root, tmp_path):
     assert cli.main(["rollout", *given]) == 0
     more = {"rewards__first__transform": "identity", "calibration__rollouts": tmp_path / "few"}
     with pytest.raises(ValueError, match=r"1 of 4 prompts have no rollouts .*calibration.missing = 'draw'"):
-        held_of(root, **more)
-    _, batch, _, _, held, _ = held_of(root, **more, calibration__missing="draw")
+        calibrated_of(root, **more)
+    _, batch, _, _, calibrated, _ = calibrated_of(root, **more, calibration__missing="draw")
     kept = load(tmp_path / "few")
     (p,) = [p for p, ids in enumerate(batch.ids) if kept.row(ids) is None]
-    assert set((held["first"].ranks[p] * 16).round(decimals=9).tolist()) <= set(
+    assert set((calibrated["first"].ranks[p] * 16).round(decimals=9).tolist()) <= set(
         range(17)
     )  # of 8 samples, as the others
-    assert held["first"].ranks[p].unique().numel() > 2
+    assert calibrated["first"].ranks[p].unique().numel() > 2
 
 
 def test_drawn_samples_are_the_same_whenever_a_prompt_comes(root, tmp_path):
     more = {"rewards__first__transform": "identity", "calibration__missing": "draw", "calibration__samples": 9}
-    once, again = (held_of(root, **more) for _ in range(2))
+    once, again = (calibrated_of(root, **more) for _ in range(2))
     assert torch.equal(once[4]["first"].ranks, again[4]["first"].ranks)
     known = {ids: one.rewards["first"] for ids, one in once[0].references.known.items()}
-    run, *_ = held_of(root, **more, rollout__prompts=1)
+    run, *_ = calibrated_of(root, **more, rollout__prompts=1)
     for ids, one in run.references.known.items():
         assert torch.equal(one.rewards["first"], known[ids])
     assert len(run.references.known) == 1

@@ -145,7 +145,7 @@ class Loop:
         return dataclasses.replace(job, origin=origin, sampler=sampler)
 
     def _prompts(self, t: int, ids: Sequence[Sequence[int]]) -> list[int]:
-        """Indices of the prompts of iteration t: new training prompts, then the held-out ones of all iterations."""
+        """Indices of the prompts of iteration t: new training prompts, then the held-out ones, always the same."""
         count = min(self.options.prompts or len(ids), len(ids))
         last = {tuple(ids[i]): i for i in range(len(ids))}  # the last index of a repeated prompt
         distinct = sorted(last.values())
