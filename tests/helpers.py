@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.evaluation import report
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
@@ -86,8 +85,8 @@ def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int =
 
 @dataclass
 class Job:
-    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends ``signal`` to itself. With a
-    ``limit`` it does not, but files cannot grow beyond ``limit`` bytes from that call on.
+    """One run of a command. At call number ``at`` of ``function`` ("module:name") it sends itself ``signal`` or, with
+    a ``limit``, no file can grow beyond ``limit`` bytes from then on.
     """
 
     arguments: list[str]
@@ -151,27 +150,12 @@ def fork_ranks(main: Callable[[], int], ranks: int = 2) -> list[Ended]:
 
 
 def run_all(jobs: list[Job]) -> list[Ended]:
-    """Run the jobs one after another, each forked from a process that has imported everything."""
-    orders = json.dumps([asdict(job) for job in jobs])
-    done = subprocess.run(
-        [sys.executable, __file__], input=orders, capture_output=True, text=True, env=environment(), timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return [Ended(**ended) for ended in json.loads(done.stdout)]
-
-
-def _serve() -> None:
-    importlib.import_module("nlgrpo.train")  # once, before the runs are forked
-    from nlgrpo.evaluation import report
-
-    report.write_report = lambda folder: folder / "report.html"  # figures take longer than the runs
-    results = []
-    for order in json.load(sys.stdin):
-        results.append(asdict(Forked(partial(_run, Job(**order))).end()))
-    print(json.dumps(results))
+    """Run the jobs one after another, each in a process forked from this one."""
+    return [Forked(partial(_run, job), COLUMNS="200").end() for job in jobs]
 
 
 def _run(job: Job) -> int:
+    report.write_report = lambda folder: folder / "report.html"  # figures take longer than the runs
     module, _, name = job.main.partition(":")
     main = getattr(importlib.import_module(module), name)
     if job.function:
@@ -198,7 +182,3 @@ def _disturb_at(job: Job) -> None:
         return function(*args, **kwargs)
 
     setattr(owner, name, counted)
-
-
-if __name__ == "__main__":
-    _serve()

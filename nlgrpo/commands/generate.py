@@ -102,8 +102,8 @@ def generate(arguments: Sequence[str]) -> int:
     source = hf_weights.locate(options.model)
     tokenizer = load_tokenizer(source)
     model = transformers_backend.load(source, device="cuda" if torch.cuda.is_available() else "cpu")
-    if summary := transformers_backend.note(source):
-        print(f"{options.model}{summary}", file=sys.stderr)
+    if note := transformers_backend.note(source):
+        print(f"{options.model}{note}", file=sys.stderr)
     sampling = Sampling(**options.sampling, stop_ids=tuple(stop_ids_of(tokenizer, source)))
     if options.guide:
         return _generate_guided(options, model, tokenizer, sampling)

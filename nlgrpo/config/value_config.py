@@ -95,7 +95,7 @@ class TrainerOptions:
     """How `nlgrpo iro` fits each value model."""
 
     path: str = ""
-    """Initial model of the first value model: a reward, causal or value model. None: the frozen model."""
+    """Initial model of the first value model: a reward, causal or value model. Empty: the frozen model."""
     kind: Kind = "mse"
     """mse: squared error. bce: cross-entropy, for rewards in [0, 1]."""
     lam: float = 1.0

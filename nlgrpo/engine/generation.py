@@ -53,7 +53,7 @@ def generate(
 
     ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
     same completions. ``max_rows`` limits the rows that are decoded together, and thus the size of the cache; the
-    samples of one prompt always are. The model must not be sharded (see ``fsdp.gathered``).
+    samples of one prompt are never divided. The model must not be sharded (see ``fsdp.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context.

@@ -194,9 +194,13 @@ def _part(reward: RewardFunction, objective: Objective | str, samples: int, name
     objective = parse(objective) if isinstance(objective, str) else objective
     part = _Part(reward, objective, name or _name(reward))
     if samples < part.needed:
+        reason = ""
+        if samples == objective.fewest:
+            reason = (
+                ", because TRL subtracts the mean of a group, which is not the baseline of an estimator that uses all"
+            )
         raise ValueError(
-            f"objective {objective} with samples={samples}: expected at least {part.needed} samples, because TRL "
-            "subtracts the mean of a group, which is not the baseline of an estimator that draws all samples."
+            f"objective {objective} with samples={samples}: expected at least {part.needed} samples{reason}."
         )
     return part
 

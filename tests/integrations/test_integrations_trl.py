@@ -222,7 +222,7 @@ def call(values, count, samples=M):
 def test_an_estimator_that_draws_all_samples_is_refused():
     """Its baseline is not the mean of the group, which TRL subtracts."""
     linearized(len, "bon:3:unbiased", 4)
-    with pytest.raises(ValueError, match="bon:4:unbiased with samples=4: expected at least 5 samples"):
+    with pytest.raises(ValueError, match="samples=4: expected at least 5 samples, because TRL subtracts the mean"):
         linearized(len, "bon:4:unbiased", 4)
 
 

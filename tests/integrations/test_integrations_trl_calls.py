@@ -232,7 +232,8 @@ def test_samples_is_passed_to_functions_that_accept_it():
     ("objective", "least"), [("bon:4:unbiased", 5), ("wor:4:unbiased", 5), ("dpp:4", 5), ("dpp:9", 10)]
 )
 def test_too_few_samples_are_refused(objective, least):
-    with pytest.raises(ValueError, match=rf"{objective} with samples=4: expected at least {least} samples"):
+    reason = ", because TRL subtracts" if objective.endswith("unbiased") else r"\.$"
+    with pytest.raises(ValueError, match=rf"{objective} with samples=4: expected at least {least} samples{reason}"):
         linearized(len, objective, 4)
     linearized(len, objective, least)
 

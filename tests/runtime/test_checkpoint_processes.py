@@ -23,9 +23,7 @@ from nlgrpo.runtime import checkpoint
 
 pytestmark = pytest.mark.slow
 
-# The fork server imports the slow modules once, so a dozen processes take a few seconds.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "nlgrpo.runtime.checkpoint"])
+processes = multiprocessing.get_context("fork")  # new processes would import everything again
 
 
 # --- Kills ------------------------------------------------------------------------------------------------------------
