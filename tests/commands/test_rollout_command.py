@@ -232,13 +232,14 @@ def test_an_abstaining_reward_has_no_cdf(work, capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_same_files(work, rollouts):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
-    done = subprocess.run(
-        [*torchrun, *arguments(work, "two")], check=False, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert contents(work / "two") == contents(work / "first")
+def test_two_ranks_write_the_same_files(work):
+    """Figures too: both commands run in processes of their own, which draw them."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, launcher in {"one": [], "two": torchrun}.items():
+        command = [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments(work, name)]
+        done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert contents(work / "two") == contents(work / "one")
     assert done.stdout.count(f"rollouts  {work}") == 1
 
 
