@@ -1,4 +1,4 @@
-"""The command ``nlgrpo value``: fit a value model to rollouts (``train``) or to a sum of others (``compress``)."""
+"""The command ``nlgrpo value``: fit a value model to rollouts (``train``) or a sum of value models (``compress``)."""
 
 from __future__ import annotations
 

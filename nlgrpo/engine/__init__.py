@@ -1,9 +1,9 @@
-"""Sampling completions: the generation engine, guided search, and log-probs of given completions.
+"""Generation engine: sampling of completions, value-guided decoding, and log-probs of given completions.
 
-`generation.generate` samples M completions of each prompt with a KV cache; `sampling` has the filters and the noise;
-`transformers_backend` runs architectures that the decoder lacks; `guided_search` is value-guided decoding (IRO, SPI)
-over `chunked_decoding` and `branching_cache`; `rollouts/` scores and stores completions. Imports every room below
-`training`. Read `generation.py` first.
+`generation.generate` samples M completions per prompt with a KV cache; `sampling` has the filters and the noise;
+`transformers_backend` runs architectures that the decoder does not support; `guided_search` is value-guided decoding
+(IRO, SPI) with `chunked_decoding` and `branching_cache`; `rollouts/` scores and stores completions. May import every
+package below `training`. Read `generation.py` first.
 """
 
 from nlgrpo.engine.generation import Rollout, generate

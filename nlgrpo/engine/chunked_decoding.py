@@ -20,13 +20,13 @@ from nlgrpo.model.value_model import as_values, kind_of
 
 
 class Rows:
-    """A model with a KV cache of several rows, which read new tokens and branch."""
+    """Decoder with the KV cache of a search: its rows read new tokens and can be copied (branched)."""
 
     def __init__(self, model: Decoder, head: Head = F.linear) -> None:
         self.model, self.head = model, head
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts, one row each. Return the outputs (P, V) of the head at their last tokens."""
+        """Start with one row per prompt. Return the outputs (P, V) of the head at their last tokens."""
         device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
         packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
@@ -36,7 +36,7 @@ class Rows:
         return out
 
     def read(self, tokens: Tensor, select: Tensor) -> Tensor:
-        """Read n tokens (R, n) per row. Return the outputs (R, V) of the head at token ``select`` (R,) of each."""
+        """Append n tokens (R, n) to the rows. Return the head's outputs (R, V) at each row's token ``select`` (R,)."""
         rows, n = tokens.shape
         positions = self.cache.positions(n)
         chosen = torch.arange(rows, device=tokens.device) * n + select
@@ -46,14 +46,14 @@ class Rows:
         return out
 
     def branch(self, rows: Sequence[int], tokens: int) -> None:
-        """Continue with ``rows``, with room for ``tokens`` more before the next branch."""
+        """Replace the rows by copies of ``rows``, and allocate cache for ``tokens`` more tokens."""
         self.cache.branch(torch.tensor(rows, device=self.model.head_weight.device), tokens)
 
 
 class ModelValue:
-    """A value model with the policy's tokenizer: a decoder with one output, which reads each chunk once.
+    """Value model that shares the policy's tokenizer: a decoder with one output, whose KV cache follows the search.
 
-    Its values are at least float32, whatever the dtype of the model: in bfloat16 they would be equal too often.
+    Values are at least float32, whatever the dtype of the model: in bfloat16 too many of them would be equal.
     """
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
@@ -78,14 +78,14 @@ class ModelValue:
         self.rows.branch(rows, 0)
 
     def _check(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Check the vocabulary: the policy's embedding may have more rows than its tokenizer and than this model."""
+        """Raise ValueError for a token id outside the vocabulary: that of the policy can be larger."""
         largest, known = max(map(max, tokens)), self.model.shape.vocab
         if largest >= known:
             raise ValueError(f"{self.name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
 
 
 class Prefixes:
-    """Rows without a cache: the index of each row's prompt, and the tokens sampled after it."""
+    """Rows of a search without a KV cache: per row, the index of its prompt and the tokens sampled after it."""
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         self.prompts = prompts
@@ -100,7 +100,7 @@ class Prefixes:
 
 
 class Policy:
-    """The frozen model, which samples the next chunk of each candidate."""
+    """Samples chunks of tokens from the frozen model, with a KV cache."""
 
     def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
         self.rows, self.sampling, self.seed = Rows(model), sampling, seed
@@ -111,7 +111,7 @@ class Policy:
         self.index = torch.tensor(list(index), device=self.logits.device)
 
     def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
-        """Continue with ``rows``, whose ``last`` tokens were sampled but not read yet."""
+        """Replace the rows by copies of ``rows``, and read their ``last`` tokens, which `expand` only sampled."""
         self.rows.branch(rows, 1)
         tokens = torch.tensor(last, device=self.stops.device)
         self.logits = self.rows.read(tokens[:, None], torch.zeros_like(tokens))
@@ -119,11 +119,11 @@ class Policy:
     def expand(
         self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
     ) -> list[Chunk]:
-        """Sample a chunk after each row ``rows[i]``: ``tokens`` tokens, or up to a stop id.
+        """Sample a chunk after each row ``rows[i]``: ``tokens`` tokens, or fewer if it ends with a stop id.
 
-        The chunks become the rows; their last tokens are not read yet. The noise depends only on the seed, the prompt,
-        ``places[i]`` and the position. With ``likely``, take the token of rank ``likely[i]`` by probability instead of
-        sampling; its log-prob is -inf if fewer tokens are possible.
+        Afterwards row i is ``rows[i]`` followed by its chunk, without the last token: `keep` reads that one. The noise
+        depends only on the seed, the prompt, ``places[i]`` and the position. With ``likely``, take the token of rank
+        ``likely[i]`` by probability instead of sampling; its log-prob is -inf if fewer tokens are possible.
         """
         cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
         self.rows.branch(rows, tokens - 1)
@@ -150,7 +150,7 @@ class Policy:
 
 
 class TransformersPolicy:
-    """`Policy` of a model run by transformers, which reads candidates from their beginning at each chunk."""
+    """`Policy` for a `TransformersModel`. It has no cache between chunks: each chunk reads whole candidates again."""
 
     nbytes = 0  # its caches do not outlive a chunk
 

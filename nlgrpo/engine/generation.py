@@ -1,7 +1,7 @@
-"""Generation: M completions of each prompt with a KV cache, token in, token out.
+"""Generation with a KV cache: M completions per prompt, from token ids to token ids.
 
-Each prompt is prefilled once and its keys are copied to its M rows; finished rows leave the batch. The tokens sampled
-for a row depend only on (seed, prompt, sample, position): neither the batch nor the number of ranks changes them.
+Each prompt is prefilled once, its keys and values are copied to its M rows, and finished rows leave the batch. The
+noise of a token depends only on (seed, prompt, sample, position), not on the batch or the number of ranks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def rollout_of(
     sampling: Sampling,
     device: torch.device,
 ) -> Rollout:
-    """Concatenate tokens and log-probs (r, l) of parts of the rows, and remove what follows a stop id.
+    """Build a `Rollout` from tokens and log-probs (r, l) of consecutive rows; zeros replace what follows a stop id.
 
     Raises ValueError if a log-prob is not finite.
     """
@@ -137,7 +137,7 @@ def rollout_of(
 
 
 class Prefill:
-    """Packed attention over prompts that keeps each layer's keys and values in ``kv``."""
+    """Packed attention over prompts that stores the keys and values of each layer in ``kv``."""
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
         self.attend = PackedAttention(lengths, device, dtype)
@@ -153,7 +153,7 @@ class _Cache:
     """Keys and values of R rows. Prompts are padded on the left, so all rows write the same column.
 
     ``kv (layers, R, 2 Hk, columns, d)``; ``first (R,)`` is the first column of each row's prompt, None if all are 0.
-    Since the column is the same for all rows, a step writes one slice, and a window is a slice too.
+    Because all rows share the column, each step writes one slice, and an attention window is a slice as well.
     """
 
     def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
@@ -187,7 +187,7 @@ class _Cache:
 
 
 class _Rows:
-    """Unfinished rows: their numbers among the R rows, their noise, and their current token and position."""
+    """State of the unfinished rows: their indices among all R rows, noise, current tokens and positions."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], samples: int, noise: Tensor) -> None:
         self.number = torch.arange(len(noise), device=noise.device)
@@ -197,7 +197,7 @@ class _Rows:
         self.done = torch.zeros_like(self.number, dtype=torch.bool)
 
     def drop_finished(self, cache: _Cache) -> None:
-        """Remove the finished rows once they are an eighth of all: the last unfinished rows take their places."""
+        """Remove finished rows once they are 1/8 of all rows: the last unfinished rows move to their places."""
         unfinished = int((~self.done).sum())
         if unfinished > len(self.done) * 7 // 8:
             return
@@ -217,7 +217,7 @@ def _decode(
     seed: int,
     index: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs (R, L) of the R = P * samples rows of the prompts, undefined after a stop id."""
+    """Sample tokens with their log-probs, (R, L), for the R = P * samples rows; undefined after a stop id."""
     device, limit = model.head_weight.device, sampling.max_new_tokens
     keys = torch.tensor(list(index), device=device).repeat_interleave(samples)
     sample = torch.arange(samples, device=device).repeat(len(prompts))
@@ -245,7 +245,7 @@ def _decode(
 
 
 def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> tuple[Tensor, _Cache]:
-    """Run each prompt once. Return the logits (R, V) of the first new token, and the cache of the R rows."""
+    """Run the prompts through the model. Return the logits (R, V) of the first new tokens and the cache of all rows."""
     weight, lengths = model.head_weight, [len(p) for p in prompts]
     packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
     positions = packed_positions(lengths, weight.device)
@@ -264,9 +264,9 @@ def run_blocks(
     select: Tensor | None = None,
     head: Head = F.linear,
 ) -> Tensor:
-    """Logits of the selected tokens, or the outputs of another ``head``.
+    """Return the logits of the selected tokens, or the outputs of another ``head``.
 
-    It calls ``block.forward`` and not ``block``, so that the hooks of FSDP2 do not run.
+    Calls ``block.forward`` instead of ``block``, so that the hooks of FSDP2 do not run.
     """
     x = model.enter(tokens, positions)
     for block in model.blocks:

@@ -1,13 +1,13 @@
 """Value-guided decoding of a frozen model: beam search over chunks, scored by value models (IRO, SPI).
 
     candidates  <- K B chunks of L tokens, sampled from the model after the prompt
-    while one of them is incomplete:
+    while any candidate is incomplete:
         V(y)        = sum_i V_i(x, y) / beta_i
-        beams       <- K of the candidates: one of each different text by V, then the rest by V          (IRO, Alg. 5)
-        candidates  <- the finished beams, and B chunks of L tokens after each of the others             (IRO, Alg. 4)
+        beams       <- the K candidates with the largest V, duplicates last                              (IRO, Alg. 5)
+        candidates  <- the finished beams; each other beam extended by B sampled chunks of L tokens      (IRO, Alg. 4)
 
-The response is then chosen among the candidates, by value, reward or majority. P prompts, K beams, B successors,
-U = K B candidates per prompt.
+The caller then chooses the response among the candidates: by value, reward or majority. P prompts, K beams,
+B successors, U = K B candidates per prompt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from nlgrpo.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class Search:
-    """Options of the search.
+    """Options of the search: K ``beams``, B ``successors`` per beam, ``chunk`` length L in tokens.
 
-    ``temperature`` 0 keeps the K best candidates; above 0, K are sampled without replacement with probabilities
+    ``temperature``: 0 keeps the K best candidates; above 0, K are sampled without replacement with probabilities
     proportional to e^(V / temperature) (SPI, Sec. 4). ``diverse``: duplicates are ranked after distinct candidates.
-    ``likeliest``: the successors of a beam are its B most likely next tokens (fewer if fewer are possible) instead of
-    samples, and their log-probs are added to V; with one beam and chunks of one token this is ARGS (Khanov et al.
-    2024, "greedy").
+    ``likeliest``: instead of sampling, extend each beam by its B most likely next tokens (fewer if a filter leaves
+    fewer), and add log-probs to V. With one beam and chunks of one token this is ARGS (Khanov et al. 2024, "greedy").
     Raises ValueError for a value out of range.
     """
 
@@ -64,17 +63,17 @@ class Search:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for the response to a prompt."""
+    """Candidate response to a prompt."""
 
     tokens: tuple[int, ...]
     finished: bool
     """Whether it ends with a stop id."""
     value: float = math.nan
-    """V when it was last scored; NaN if it never was."""
+    """V at its last scoring; NaN if it was never scored."""
     logprobs: tuple[float, ...] = ()
     """Log-probs of its tokens under the sampling distribution, in nats."""
     places: int = 1
-    """Number of the U candidates that it counts as: 1, or B for a beam that finished before the last chunk."""
+    """How many of the U candidates it replaces: B for a beam that finished before the last chunk, else 1."""
 
     @property
     def logprob(self) -> float:
@@ -90,35 +89,35 @@ class Cost:
     queries: int = 0
     """Number of candidates that value models scored."""
     cache_bytes: int = 0
-    """Peak size of all KV caches, of the model and the value models, at the end of a chunk.
+    """Peak size of all KV caches (model and value models), measured at the ends of chunks.
 
-    The copy while a cache branches is not counted.
+    Temporary copies while a cache branches are not counted.
     """
 
 
-CHOICE = 1 << 60  # in the seed of the noise that chooses beams, which differs from the noise of the tokens
+CHOICE = 1 << 60  # flips a bit of the seed, so that the noise for choosing beams differs from that of tokens
 
 
 class Value(Protocol):
-    """A value model in a search: it scores candidates, and keeps its rows in line with those of the policy."""
+    """Interface of a value function in a search. Its rows follow the policy's unfinished candidates."""
 
     name: str
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Start with ``prompts``, one row each."""
+        """Start with one row per prompt."""
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Values (R,) of rows ``rows[i]`` followed by ``chunks[i]``, which become the rows."""
+        """Append ``chunks[i]`` to a copy of row ``rows[i]``. The results become the rows; return their values (R,)."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Continue with ``rows``."""
+        """Replace the rows by copies of ``rows``."""
 
 
 # --- choosing beams ---------------------------------------------------------------------------------------------------
 
 
 def select(values: Sequence[float], groups: Sequence[Hashable], beams: int, *, diverse: bool = True) -> list[int]:
-    """Indices of the beams, best first: the best candidate of each group by value, then the rest (IRO, Alg. 5).
+    """Return the indices of the beams: first the best candidate of each group by value, then the rest (IRO, Alg. 5).
 
     ``groups`` are equal for identical candidates. Ties keep their order. Without ``diverse``, groups are ignored.
     Raises ValueError for NaN.
@@ -152,16 +151,16 @@ def search(
     max_rows: int = 256,
     valued: bool = False,
 ) -> tuple[list[list[Candidate]], Cost]:
-    """Search for a response to each prompt. Return the complete candidates of each prompt, and the cost.
+    """Run the search for all prompts. Return the complete candidates of each prompt, and the cost.
 
     ``model``: a decoder, or another architecture loaded by `transformers_backend.load` (slower: each chunk reads its
-    prefix again). ``values``: value models, each with its beta; the value of a candidate is the sum of V_i / beta_i. A
-    candidate is complete when it ends with a stop id or has ``sampling.max_new_tokens`` tokens. If chunks are that
-    long, no value is queried, and the candidates are the U = K B samples of `engine.generate` with the same seed and
-    ``index``. ``max_rows`` limits the rows of a cache, which always has those of one prompt. ``valued``: score complete
-    candidates too, so that one can be chosen by value; this costs one query each.
+    prefix again). ``how``: options of the search. ``values``: pairs (V_i, beta_i); the value of a candidate is
+    sum_i V_i / beta_i. A candidate is complete when it ends with a stop id or has ``sampling.max_new_tokens`` tokens.
+    With chunks of that length no value is queried, and the candidates are the U = K B samples of `engine.generate`
+    with the same seed and ``index``. ``max_rows`` limits the rows of a cache; the rows of one prompt are never split.
+    ``valued``: also score complete candidates, one query per candidate, so that one can be chosen by value.
 
-    Raises ValueError for a beta that is not > 0, a value that is not a finite number, and as `engine.generate`.
+    Raises ValueError for a beta <= 0, a value that is not finite, and the errors of `engine.generate`.
     """
     for value, beta in values:
         if not (math.isfinite(beta) and beta > 0):
@@ -178,7 +177,7 @@ def search(
 
 @dataclass
 class _Beam:
-    """A candidate during the search."""
+    """Candidate or beam during the search."""
 
     prompt: int
     place: int
@@ -190,13 +189,13 @@ class _Beam:
     value: float = math.nan
     logprobs: tuple[float, ...] = ()
     parent: int = 0
-    """Row that it continues, by the tokens of ``chunk``."""
+    """Row that it extends by the tokens of ``chunk``."""
     chunk: tuple[int, ...] = ()
 
 
 @dataclass
 class _Tree:
-    """Search of several prompts at once; all rows have the same number of new tokens."""
+    """Search over a batch of prompts; all unfinished rows have the same number of new tokens."""
 
     policy: Policy | TransformersPolicy
     values: Sequence[tuple[Value, float]]
@@ -224,32 +223,32 @@ class _Tree:
             for beam in candidates:
                 if beam.prompt not in incomplete:
                     places = self.how.successors if beam.row is None else 1
-                    one = Candidate(beam.tokens, beam.finished, beam.value, beam.logprobs, places)
-                    found[beam.prompt].append(one)
+                    complete = Candidate(beam.tokens, beam.finished, beam.value, beam.logprobs, places)
+                    found[beam.prompt].append(complete)
             beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], new, length)
         return found
 
     def _expand(self, beams: Sequence[_Beam], successors: int, tokens: int) -> list[_Beam]:
-        """The finished beams, and ``successors`` chunks after each of the others, sorted by prompt."""
+        """Extend unfinished beams by ``successors`` chunks each. Return all candidates, sorted by prompt."""
         growing = [beam for beam in beams if beam.row is not None for _ in range(successors)]
         places = [beam.place * successors + b % successors for b, beam in enumerate(growing)]
         likely = [b % successors for b in range(len(growing))] if self.how.likeliest else None
         chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens, likely) if growing else []
         found = [replace(beam, place=beam.place * successors) for beam in beams if beam.row is None]
         for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
-            if chunk.logprobs[-1] == -math.inf:  # there are fewer possible tokens
+            if chunk.logprobs[-1] == -math.inf:  # fewer tokens than successors are possible
                 continue
             all_tokens, logprobs = (*beam.tokens, *chunk.tokens), (*beam.logprobs, *chunk.logprobs)
-            longer = _Beam(
+            extended = _Beam(
                 beam.prompt, place, row, all_tokens, chunk.ended, logprobs=logprobs, parent=_row(beam),
                 chunk=chunk.tokens,
             )  # fmt: skip
-            found.append(longer)
+            found.append(extended)
             self.cost.tokens += len(chunk.tokens)
-        return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # the order of ties
+        return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # decides ties
 
     def _choose(self, candidates: Sequence[_Beam], scored: Sequence[_Beam], length: int) -> list[_Beam]:
-        """Choose the beams of each prompt with an incomplete candidate; the caches keep those that are not finished."""
+        """Choose the beams of prompts with an incomplete candidate, and cut the caches down to the unfinished beams."""
         chosen = []
         for _, group in groupby(candidates, key=lambda beam: beam.prompt):
             of_prompt = list(group)
@@ -266,7 +265,7 @@ class _Tree:
         return [replace(beam, row=None if beam.finished else next(rows)) for beam in chosen]
 
     def _score(self, new: Sequence[_Beam]) -> None:
-        """Set the values of candidates that have a new chunk."""
+        """Score the candidates that have a new chunk, and set their values."""
         if not new:
             return
         total = torch.zeros(len(new), dtype=torch.float64)
@@ -276,23 +275,25 @@ class _Tree:
             if len(wrong):
                 beam = new[int(wrong[0])]
                 raise ValueError(
-                    f"{value.name} gave {scores[wrong[0]].item()} to a candidate of prompt {self.index[beam.prompt]} "
-                    f"with {len(beam.tokens)} tokens; expected a finite number"
+                    f"{value.name} returned {scores[wrong[0]].item()} for a candidate of prompt "
+                    f"{self.index[beam.prompt]} with {len(beam.tokens)} tokens; expected a finite number"
                 )
             total += scores / beta
             self.cost.queries += len(new)
         if not total.isfinite().all():
-            raise ValueError(f"values over betas ({', '.join(f'{beta:g}' for _, beta in self.values)}) are not finite")
+            raise ValueError(
+                f"sum_i V_i / beta_i is not finite for beta = {', '.join(f'{beta:g}' for _, beta in self.values)}"
+            )
         for beam, value_sum in zip(new, total.tolist(), strict=True):
             beam.value = value_sum + math.fsum(beam.logprobs) if self.how.likeliest else value_sum
 
     def _bytes(self) -> int:
-        """Bytes of the caches; a value that is not a model has none."""
+        """Bytes of all KV caches. Only model-based values have one."""
         values = [value for value, _ in self.values if isinstance(value, ModelValue)]
         return self.policy.nbytes + sum(value.rows.cache.nbytes for value in values)
 
     def _keys(self, candidates: Sequence[_Beam], length: int) -> list[float]:
-        """V / temperature + Gumbel noise: their order samples without replacement from e^(V / temperature)."""
+        """Return V / temperature + Gumbel noise: the top K sample without replacement from e^(V / temperature)."""
         count = torch.arange(len(candidates))
         prompt = torch.full_like(count, self.index[candidates[0].prompt])
         noise = uniform_noise(self.policy.seed ^ CHOICE, prompt, count, torch.tensor([length]))[:, 0]

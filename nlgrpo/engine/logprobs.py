@@ -15,14 +15,14 @@ from nlgrpo.model.packing import MicroBatch
 
 
 def logprobs(model: Decoder, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (S,) of the batch's targets, differentiable."""
+    """Return differentiable log-probs and entropies, (S,), of the targets in ``batch``."""
     head = partial(linear_logprob, targets=batch.targets, temperature=temperature)
     return model(batch.tokens, batch.lengths, batch.select, head)
 
 
 @torch.no_grad()
 def completion_logprobs(model: Decoder, rollout: Rollout, batches: Sequence[MicroBatch], temperature: float) -> Tensor:
-    """Log-probs (R, L) of the rollout's R = P M completions, packed into ``batches``; 0 after their ends."""
+    """Return log-probs (R, L) of the R = P * M completions, packed in ``batches``; 0 after their ends."""
     dtype = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
     out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=dtype)
     for batch in batches:

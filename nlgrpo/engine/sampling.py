@@ -1,4 +1,4 @@
-"""Sampling the next token: filters on the distribution, and noise that does not depend on the batch."""
+"""Next-token sampling: filters on the distribution, and noise that does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class Sampling:
     """Sampling options.
 
-    The logits are divided by ``temperature`` (0: the most likely token). Then ``top_k`` (0: off), ``top_p`` and
+    The logits are divided by ``temperature`` (0: greedy). Then ``top_k`` (0: off), ``top_p`` and
     ``min_p`` filter the tokens in this order, as in transformers, and the probabilities of the rest are renormalised.
     Raises ValueError for a value out of range.
     """
@@ -43,7 +43,7 @@ class Sampling:
 
 
 def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities (R, V) of the sampling distribution; -inf for tokens that a filter removes."""
+    """Return log-probabilities (R, V) of the sampling distribution; -inf for tokens that a filter removes."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
         largest, best = logits.max(-1, keepdim=True)
@@ -68,10 +68,10 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """Sample tokens (R,) by inversion: the first whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
+    """Sample tokens (R,) by inversion: the first token whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
 
-    The sum is in float64, so that rounding loses no token of a large vocabulary. ``noise`` is scaled by the total, so
-    that rounding of the sum cannot select a token beyond the end. NaN selects the last token.
+    The sum is in float64, so that no token of a large vocabulary is lost to rounding. ``noise`` is scaled by the total,
+    so that a sum below 1 cannot select an index beyond the vocabulary. NaN selects the last token.
     """
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]
@@ -79,7 +79,7 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def next_tokens(logp: Tensor, noise: Tensor, ranks: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probs, each (R,), under ``logp`` (R, V): sampled with ``noise`` (R,), or those of ``ranks``.
+    """Return tokens and log-probs, (R,), under ``logp`` (R, V): sampled with ``noise`` (R,), or those of ``ranks``.
 
     Rank 0 is the most likely token; ties are ordered by token id. If fewer tokens are possible, the log-prob is -inf.
     """
@@ -95,14 +95,14 @@ _MASK = 0x7FFFFFFFFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, whose products wrap around like unsigned ones."""
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014). int64 products wrap around like those of uint64."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ ((x >> shift) & (_MASK >> (shift - 1)))) * factor
     return x ^ ((x >> 31) & (_MASK >> 30))
 
 
 def uniform_noise(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """Noise (R, L), float64 in [0, 1): a hash of (seed, prompt, sample, position) and of nothing else.
+    """Noise (R, L), float64 in [0, 1): a hash of (seed, prompt, sample, position) only.
 
     ``prompts (R,)``, ``samples (R,)`` and ``positions (L,)`` are int64. Not for cryptography.
     """

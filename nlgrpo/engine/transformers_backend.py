@@ -1,4 +1,4 @@
-"""Frozen models of other architectures: transformers runs them, and nlgrpo samples the tokens."""
+"""Frozen models of architectures that the decoder does not support: transformers runs them, nlgrpo samples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from nlgrpo.model import decoder
 from nlgrpo.model.architectures import UnknownModel, shape_of
 from nlgrpo.model.decoder import Decoder
 
-UNBOUNDED = 1 << 30  # context of a model whose config has no limit
+UNBOUNDED = 1 << 30  # context length if the config has none
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`generation.Limits` of a Hugging Face config."""
+    """Context length and vocabulary size in a Hugging Face config (see `generation.Limits`)."""
 
     context: int
     vocab: int
@@ -39,16 +39,16 @@ class Limits:
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers that samples with the same noise as nlgrpo's decoder.
+    """Causal language model of transformers that samples with the same noise as nlgrpo's decoder.
 
-    `transformers.GenerationMixin.generate` runs it, from the whole prefix each time. The tokens are chosen by
-    `sampling` with the noise of (seed, prompt, sample, position), so they depend on nothing else.
+    `transformers.GenerationMixin.generate` runs the model, from the complete prefix each time; `sampling` chooses the
+    tokens, with noise that depends only on (seed, prompt, sample, position).
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
-        self.model.generation_config = GenerationConfig()  # the model's config may penalise, force or forbid tokens
+        self.model.generation_config = GenerationConfig()  # the model's own may penalise, force or forbid tokens
         self.shape = Limits.of(model.config)
 
     @property
@@ -58,11 +58,11 @@ class TransformersModel(nn.Module):
     def extend(
         self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sample the next tokens of each prefix with noise (R, n). Return tokens, log-probs: (R, n) or fewer columns.
+        """Sample up to n tokens after each prefix with noise (R, n). Return tokens and log-probs, (R, n).
 
-        There are fewer columns if all rows end earlier; after a stop id the entries are undefined. ``likely``: take the
-        token of this rank by log-prob instead of sampling. Prefixes of equal length form a batch, so that none is
-        padded, which some architectures do not support.
+        They have fewer columns if all rows end earlier; entries after a stop id are undefined. ``likely``: take each
+        row's token of this rank by log-prob instead of sampling. Prefixes are batched by length, because some
+        architectures do not support padding.
         """
         tokens = torch.zeros(noise.shape, dtype=torch.int64, device=self.device)
         logprobs, most = torch.zeros(noise.shape, device=self.device), 0
@@ -77,9 +77,9 @@ class TransformersModel(nn.Module):
 
     @torch.inference_mode()
     def gap(self) -> float:
-        """Mean difference of log-probs, in nats, between `generate` and one forward pass over the same tokens.
+        """Mean absolute difference, in nats, between log-probs of `generate` and of one forward pass over its tokens.
 
-        In transformers, some architectures lose their state between the steps of `generate`.
+        It detects architectures that lose their state between the steps of transformers' `generate`.
         """
         ids = [i % self.shape.vocab for i in (1, 2, 3)]
         rollout = self.generate([ids], 8, Sampling(max_new_tokens=4))
@@ -89,7 +89,7 @@ class TransformersModel(nn.Module):
         return float((one_pass.gather(2, tokens[:, :, None])[:, :, 0] - rollout.logprobs[0]).abs().mean())
 
     def _run(self, ids: Tensor, processor: LogitsProcessor, tokens: int, sampling: Sampling) -> None:
-        if ids.shape[1] == 1:  # a model that stores its state would continue the previous text
+        if ids.shape[1] == 1:  # resets models that keep state: they would continue the previous text
             self.model(ids, use_cache=False)
         self.model.generate(
             ids,
@@ -113,7 +113,7 @@ class TransformersModel(nn.Module):
         index: Sequence[int] | None = None,
         max_rows: int = 256,
     ) -> Rollout:
-        """Sample completions, as `engine.generate`."""
+        """Sample completions; arguments, result and errors as in `engine.generate`."""
         check_prompts(self.shape, prompts, sampling)
         if samples < 1:
             raise ValueError(f"samples = {samples}: expected at least 1")
@@ -129,7 +129,7 @@ class TransformersModel(nn.Module):
 
 
 class _TokenSampler(LogitsProcessor):
-    """Samples a token with the noise, and masks all others."""
+    """Logits processor that chooses the next token of each row with `next_tokens`, and masks all others."""
 
     def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None) -> None:
         self.noise, self.sampling, self.likely = noise, sampling, likely
@@ -148,7 +148,7 @@ class _TokenSampler(LogitsProcessor):
 
 
 def fault(config: Any) -> str:
-    """Reason why nlgrpo's decoder does not support the architecture; "" if it does.
+    """Return why nlgrpo's decoder does not support the architecture; "" if it does.
 
     Raises ValueError for a supported architecture with an invalid config.
     """
@@ -160,7 +160,7 @@ def fault(config: Any) -> str:
 
 
 def note(source: Path) -> str:
-    """Note for models that transformers runs; "" for others."""
+    """Return a note for the log if transformers runs the model; "" otherwise."""
     why = fault(decoder.read_config(source))
     return f"; transformers runs it, which is slower ({why})" if why else ""
 
@@ -186,7 +186,7 @@ def load(
             source, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{source} cannot be read by transformers: {error!r}") from error
+        raise ValueError(f"{source} cannot be loaded by transformers: {error!r}") from error
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
@@ -200,5 +200,5 @@ def load(
 
 
 def generator(model: Decoder | TransformersModel) -> Callable[..., Rollout]:
-    """`engine.generate` for either kind of model."""
+    """Return the `generate` function of the model: that of transformers, or `engine.generate`."""
     return model.generate if isinstance(model, TransformersModel) else partial(generation.generate, model)

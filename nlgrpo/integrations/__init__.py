@@ -1,4 +1,4 @@
 """Non-linear GRPO in other trainers: `trl` wraps reward functions so that GRPOTrainer optimises an objective.
 
-Imports `objectives` and `rewards.calling`, and nothing of the other trainers. Read `trl.py` first.
+Imports `objectives` and `rewards.calling`, but no other trainer. Read `trl.py` first.
 """

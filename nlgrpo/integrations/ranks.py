@@ -1,4 +1,4 @@
-"""Collectives for groups that another trainer splits between ranks: positions, gathering, and means over all groups."""
+"""Collectives for groups of completions that another trainer splits between ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def own_part(count: int, samples: int) -> slice:
-    """Positions of this rank's ``count`` completions in the whole groups that contain them.
+    """Return the slice of this rank's ``count`` completions in the groups that `gather` returns for them.
 
-    TRL fills the ranks one after another with equal numbers of completions, so a group may be split between ranks.
-    Raises ValueError if the completions of all ranks are not whole groups.
+    TRL fills the ranks one after another with equal numbers of completions, which can split a group between ranks.
+    Raises ValueError if the completions of all ranks together are not complete groups.
     """
     if count % samples == 0:
         return slice(0, count)
@@ -32,7 +32,7 @@ def own_part(count: int, samples: int) -> slice:
 def means(values: Tensor) -> Tensor:
     """Mean of each objective over the groups of all ranks, (m, P) -> (m,). NaN is ignored; NaN if there is no value.
 
-    If groups are split between ranks, every rank has gathered all of them, which does not change the mean.
+    If groups are split between ranks, ``values`` has all groups on every rank, which does not change the mean.
     """
     present = ~values.isnan()
     totals = torch.stack((torch.where(present, values, 0.0).sum(-1), present.sum(-1).to(values)))
@@ -45,9 +45,9 @@ def means(values: Tensor) -> Tensor:
 
 def gather(rewards: Tensor) -> Tensor:
     """Gather the rewards (n,) of all ranks in rank order: (world * n,), on the CPU."""
-    own = rewards.to(_communication_device())
-    parts = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(parts, own)
+    local = rewards.to(_communication_device())
+    parts = [torch.empty_like(local) for _ in range(world_size())]
+    dist.all_gather(parts, local)
     return torch.cat(parts).cpu()
 
 
@@ -57,20 +57,20 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which logs for all."""
+    """Whether this is rank 0, the only one that logs."""
     return world_size() == 1 or dist.get_rank() == 0
 
 
 def _communication_device() -> torch.device:
-    """The CPU if the process group has a backend for it, else this rank's accelerator."""
+    """Return the CPU if the process group has a CPU backend, else this rank's accelerator."""
     accelerator = _accelerator()
     return torch.device("cpu") if accelerator is None or "cpu:" in dist.get_backend_config() else accelerator
 
 
 def _accelerator() -> torch.device | None:
-    """Accelerator of this rank, by the launcher's LOCAL_RANK.
+    """Return this rank's accelerator, from the launcher's LOCAL_RANK.
 
-    TRL awaits async functions in a thread whose current accelerator is the first one, on every rank.
+    The current accelerator would be wrong: TRL awaits async functions in a thread where it is the first one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -79,6 +79,6 @@ def _accelerator() -> torch.device | None:
 
 
 def on_own_accelerator() -> AbstractContextManager[Any]:
-    """Context manager in which new tensors on an accelerator are on this rank's."""
+    """Return a context manager that makes this rank's accelerator the current one."""
     accelerator = _accelerator()
     return nullcontext() if accelerator is None else torch.accelerator.device_index(accelerator.index)

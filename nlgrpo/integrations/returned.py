@@ -1,4 +1,4 @@
-"""Check and convert the return values of reward functions and kernel functions. P prompts, M samples per prompt."""
+"""Validation of the return values of reward and kernel functions. Shapes: P prompts, M samples per prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_rewards(values: Any, count: int, name: str) -> Tensor:
 def read_similarities(values: Any, count: int, samples: int, name: str) -> Tensor:
     """Convert the return value of a kernel function to float64 (P, M, M), with NaN rows and columns where it abstained.
 
-    Raises ValueError for a wrong number of values, and for similarities that are not finite or symmetric.
+    Raises ValueError for a wrong number of values, and for similarities that are not finite and symmetric.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or len(values) != count:
@@ -72,6 +72,6 @@ def _row(row: Any, i: int, samples: int, name: str) -> list[float]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Convert to floats, None to NaN. Raises one of _CONVERSION_ERRORS for anything but numbers and None."""
+    """Convert to floats, None to NaN. Raises one of _CONVERSION_ERRORS for any other value."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return [math.nan if value is None else float(value) for value in values]

@@ -7,8 +7,9 @@ The returned rewards have mean 0 in each group. TRL's advantage, the reward minu
 the first variation of the objective. Effects of TRL's other settings:
 
 - ``scale_rewards`` must be "none". "group", TRL's default, and "batch" divide by the standard deviation of the
-  linearised rewards. ``multi_objective_aggregation="normalize_then_sum"`` divides by both, whatever ``scale_rewards``
-  is; "sum_then_normalize", the default, adds the functions with ``reward_weights``. Other values log a warning once.
+  linearised rewards. ``multi_objective_aggregation`` must be "sum_then_normalize", the default, which adds the
+  functions with ``reward_weights``; "normalize_then_sum" divides by both, for any ``scale_rewards``. Other values log a
+  warning once.
 - ``loss_type``: "dr_grpo" and "luspo" divide by a constant, and the gradient is that of the objective. "dapo", TRL's
   default, "cispo" and "vespo" divide by the number of tokens in the batch: the direction is the same, but the size of a
   step depends on the lengths of the completions. "bnpo" does so per micro-batch, which weights micro-batches unequally.
@@ -20,7 +21,7 @@ the first variation of the objective. Effects of TRL's other settings:
   much. vLLM's probabilities differ slightly from the policy's; ``vllm_importance_sampling_correction`` corrects this
   within its bounds.
 - ``mask_truncated_completions`` and ``top_entropy_quantile`` < 1 exclude completions or tokens from the gradient, which
-  biases it. ``beta`` and ``entropy_coef`` add terms of their own and do not change this one.
+  biases it. ``beta`` and ``entropy_coef`` add separate terms to the loss.
 
 Written for TRL 1.16, which is not imported. Shapes: P prompts, M samples per prompt, m rewards.
 """
@@ -59,30 +60,30 @@ def linearized(
 ) -> RewardFunction:
     """Wrap a reward function for TRL: it returns the first variation of ``objective`` instead of the rewards.
 
-        r_j -> dR/dpi(y_j) - (its mean over the group),      R the objective at the group's M rewards
+        r_j -> dR/dpi(y_j) - (its mean over the group),      R: the objective for the group's M rewards
 
     ``reward`` has TRL's signature; if it is async, so is the result. ``objective`` is one of nlgrpo.objectives, or its
     name. ``samples`` is TRL's ``num_generations``; an evaluation uses TRL's ``num_generations_eval`` instead. A group
     that is split between ranks is gathered. See the module docstring for the settings of TRL that keep the gradient.
 
-    A pairwise objective ("rao", "dpp:3") takes a *kernel function* as ``reward``. It has the same signature, and gets
-    the keyword ``samples`` (M) if it accepts it. For each completion it returns the M similarities with the completions
-    of its group in order, itself included. It needs whole groups on each rank: TRL's generation batch per rank
+    A pairwise objective ("rao", "dpp:3") needs a *kernel function* as ``reward``. It has the same signature, and gets
+    the keyword ``samples`` (M) if it accepts it. For each completion it returns M similarities: with all completions of
+    the group in order, including itself. Groups must not be split between ranks: TRL's generation batch per rank
     (``per_device_train_batch_size * steps_per_generation``) must be a multiple of M.
 
-    - ``None`` and NaN abstain: the other completions count as a smaller group, and absent ones stay ``None``. A kernel
-      function abstains with ``None`` for a completion, or with NaN as its similarity to itself. A group with too few
-      completions left for the objective gets 0. So does a group of n left for "bon:n:unbiased", because the baseline
-      of that estimator for n of n samples is not the mean, which TRL subtracts.
+    - ``None`` and NaN abstain: the other completions form a smaller group, and the result for absent ones is ``None``.
+      A kernel function abstains with ``None`` for a completion, or with NaN as its similarity to itself. A group with
+      too few completions left for the objective gets 0. So does a group with exactly n left for "bon:n:unbiased",
+      because TRL subtracts the mean, which is not the baseline of that estimator for n samples.
     - Several rewards: TRL adds them with ``reward_weights`` w_i, which gives the gradient of sum_i w_i R_i. Each reward
       has its own objective and needs a different name. For other aggregates, use `aggregated`.
-    - Logged: ``rewards/<name>/mean`` is the mean of the original rewards, and ``objective/<name>`` is R. For a kernel
-      function both are means of R, over completions and over groups. TRL's own columns contain the linearised rewards:
+    - Metrics: ``rewards/<name>/mean`` is the mean of the original rewards, and ``objective/<name>`` is R. For a kernel
+      function both are means of R: over completions, and over groups. TRL's own columns contain the linearised rewards:
       ``rewards/<name>_linearized/mean`` and ``reward`` are 0.
 
     ``name`` defaults to the name of ``reward``. Raises ValueError for an invalid argument. The returned function raises
-    it for completions that are not whole groups, another ``num_generations``, rewards other than one finite number or
-    None per completion, and similarities that are not finite and symmetric.
+    it for incomplete groups, if ``num_generations`` differs from ``samples``, if a reward function does not return one
+    finite number or None per completion, and for similarities that are not finite and symmetric.
     """
     _check_samples(samples)
     part = _part(reward, objective, samples, name)
@@ -102,18 +103,18 @@ def aggregated(
         r_j -> sum_i dg/dR_i (dR_i/dpi(y_j) - its mean over the group)      (IAMA, Alg. 2)
 
     dg/dR_i is evaluated at the means of R_1, .., R_m over the groups of all ranks that have a value (one all-reduce).
-    ``rewards`` are reward functions or kernel functions as in `linearized`, sync or async. ``objectives`` has one for
-    each of them, or is one for all. If a function is async, so is the result: the sync ones run one after another
-    while the async ones wait for their answers. ``aggregate`` is one of nlgrpo.aggregation, or its name: "sum", "min",
+    ``rewards`` are reward functions or kernel functions as in `linearized`, sync or async. ``objectives``: one per
+    reward, or one for all. If a function is async, so is the result; sync functions run one after another while async
+    ones wait for their results. ``aggregate`` is one of nlgrpo.aggregation, or its name: "sum", "min",
     "smooth_min:4", with ``weights`` (default: 1 each).
 
     - A reward that abstains on a completion adds nothing to it; the result is ``None`` if all rewards abstain. A reward
       that abstains on the whole batch has no value, and "min" and "smooth_min" ignore it.
-    - Logged: ``rewards/<reward>/mean`` and ``objective/<reward>`` for each reward, and g as ``objective/<name>``. A
+    - Metrics: ``rewards/<reward>/mean`` and ``objective/<reward>`` for each reward, and g as ``objective/<name>``. A
       mapping names the rewards; otherwise they have the names of their functions.
 
     Raises ValueError as `linearized`, for an empty list of rewards, for equal names, for a wrong number of objectives
-    or weights, and for weights in addition to an `Aggregate`, which has its own.
+    or weights, and for ``weights`` together with an `Aggregate`, which has its own.
     """
     _check_samples(samples)
     functions = _by_name(rewards, name)
@@ -127,7 +128,7 @@ def aggregated(
 
 @dataclass(frozen=True)
 class _Part:
-    """A reward and its objective. Groups are rewards (P, M) or similarities (P, M, M), NaN where it abstained."""
+    """One reward and its objective. Groups are rewards (P, M) or similarities (P, M, M), NaN where it abstained."""
 
     function: RewardFunction
     objective: Objective
@@ -135,19 +136,20 @@ class _Part:
 
     @property
     def needed(self) -> int:
-        """Smallest group size for which the mean of the group is the right baseline, since TRL always subtracts it.
+        """Smallest group size for which the group's mean, which TRL always subtracts, is the right baseline.
 
-        It is not the baseline of an unbiased estimator that draws all samples of a group.
+        The mean is not the baseline of an unbiased estimator that uses all samples of the group at once.
         """
         fewest = self.objective.fewest
         return fewest + 1 if fewest > 1 and not self.objective.pairwise else fewest
 
     def call(self, samples: int, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """Bind the function to its arguments."""
         extra = {"samples": samples} if self.objective.pairwise and _takes_samples(self.function) else {}
         return functools.partial(self.function, **(arguments | extra))
 
     def groups(self, output: Any, count: int, samples: int) -> Tensor:
-        """Whole groups that contain this rank's ``count`` completions, from the ``output`` of the function."""
+        """Convert the function's ``output`` for this rank's ``count`` completions to complete groups."""
         if self.objective.pairwise:
             return read_similarities(output, count, samples, self.name)
         rewards = read_rewards(output, count, self.name)
@@ -158,17 +160,17 @@ class _Part:
         return (groups.diagonal(dim1=-2, dim2=-1) if self.objective.pairwise else groups).isnan()
 
     def values(self, groups: Tensor) -> Tensor:
-        """R of each group, (P,); NaN for a group with too few samples."""
+        """Return R of each group, (P,); NaN for a group with too few samples."""
         return value_present(self.objective, self._without_small(self.objective.fewest, groups))
 
     def linear(self, groups: Tensor) -> Tensor:
-        """First variation (P, M) with mean 0 in each group; 0 for absent samples and in groups with too few."""
+        """Return the first variation (P, M) with mean 0 per group; 0 for absent samples and in groups with too few."""
         return linearize_present(self.objective, self._without_small(self.needed, groups))
 
     def log(self, log_metric: LogMetric, groups: Tensor, values: Tensor) -> None:
         """Log the rewards (for a kernel function: R of the group, per completion) and the values of the groups.
 
-        One call per number: TRL logs the mean over all calls on all ranks, and the number of calls may differ by rank.
+        One call per number: TRL logs the mean over all calls of all ranks, and ranks can have unequal numbers.
         """
         present = groups
         if self.objective.pairwise:
@@ -222,7 +224,7 @@ def _takes_samples(function: RewardFunction) -> bool:
 
 
 def _by_name(rewards: object, aggregate: str) -> dict[str, RewardFunction]:
-    """Return the functions by name. Raises ValueError if a name repeats or is that of the aggregate."""
+    """Return the functions by name. Raises ValueError if a name is repeated or equal to that of the aggregate."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     elif isinstance(rewards, Sequence) and not isinstance(rewards, str):
@@ -236,14 +238,14 @@ def _by_name(rewards: object, aggregate: str) -> dict[str, RewardFunction]:
     repeated = [name for name in names if [aggregate, *names].count(name) > 1]
     if not names or repeated:
         raise ValueError(
-            f"rewards {names} of aggregate {aggregate!r}: expected at least one, and all names different; "
+            f"rewards {names} of aggregate {aggregate!r}: expected at least one reward, and different names; "
             "to name the rewards, pass a mapping {name: function}."
         )
     return dict(named)
 
 
 def _for_each(given: object, names: Sequence[str]) -> list[Any]:
-    """Return the objective of each reward."""
+    """Return one objective per reward."""
     if isinstance(given, str | Objective):
         return [given] * len(names)
     if isinstance(given, Mapping) and given.keys() == set(names):
@@ -259,18 +261,18 @@ def _aggregate(aggregate: Aggregate | str, weights: Sequence[float] | None, coun
     elif not isinstance(aggregate, Aggregate) or weights is not None:
         raise ValueError(
             f"aggregate={aggregate!r} with weights={weights!r}: expected the name of an aggregate, or one of "
-            "nlgrpo.aggregation without weights, because it has its own."
+            "nlgrpo.aggregation without weights, because it contains its own."
         )
     aggregate.gradient(torch.zeros(count))  # raises ValueError for a wrong number of weights
     return aggregate
 
 
-# ---- a call ----
+# ---- calls ----
 
 
 @dataclass(frozen=True)
 class _Linearizer:
-    """Calls reward functions and linearises what they return: the state of a wrapped function."""
+    """State of a wrapped function: calls the reward functions and linearises their rewards."""
 
     parts: tuple[_Part, ...]
     samples: int
@@ -278,7 +280,7 @@ class _Linearizer:
     name: str
 
     def calls(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]) -> list[Any]:
-        """Bind the functions to their arguments. Raises ValueError if the completions are not whole groups."""
+        """Bind the functions to their arguments. Raises ValueError for incomplete groups."""
         size, count = _group_size(self.samples, columns.get("log_metric")), len(prompts)
         ranks.own_part(count, size)
         kernels = [part.name for part in self.parts if part.objective.pairwise]
@@ -301,12 +303,12 @@ class _Linearizer:
         if log_metric is not None:
             for part, g, value in zip(self.parts, groups, values, strict=True):
                 part.log(log_metric, g, value)
-        own = ranks.own_part(count, size)
-        combined = self._combined(linear, values, log_metric).flatten()[own].tolist()
-        return [None if missing else x for x, missing in zip(combined, absent.flatten()[own].tolist(), strict=True)]
+        local = ranks.own_part(count, size)
+        combined = self._combined(linear, values, log_metric).flatten()[local].tolist()
+        return [None if missing else x for x, missing in zip(combined, absent.flatten()[local].tolist(), strict=True)]
 
     def _combined(self, linear: Tensor, values: Tensor, log_metric: LogMetric | None) -> Tensor:
-        """Combine the linearised rewards (m, P, M) of all parts into (P, M), and log the aggregate of their values."""
+        """Combine the linearised rewards (m, P, M) into (P, M), and log the aggregate of the values (m, P)."""
         if self.aggregate is None:
             return linear[0]
         means = ranks.means(values)
@@ -323,18 +325,18 @@ def _reward_function(linearizer: _Linearizer) -> RewardFunction:
 
     async def wrapped_async(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         outputs = asyncio.ensure_future(_results(linearizer.calls(prompts, completions, columns)))
-        # Async functions run concurrently, but `finish` runs in the order in which TRL called them, which is the same
-        # on all ranks: collectives in order of completion would mix up the rewards.
+        # Async functions run concurrently, but `finish` has collectives: it must run in the order of TRL's calls, which
+        # is the same on all ranks. In the order of completion, ranks would mix up the rewards.
         async with _turns():
             return linearizer.finish(await outputs, len(prompts), columns.get("log_metric"))
 
     chosen = wrapped_async if any(is_async(part.function) for part in linearizer.parts) else wrapped
-    chosen.__name__ = chosen.__qualname__ = linearizer.name  # TRL uses it as the name of the column
+    chosen.__name__ = chosen.__qualname__ = linearizer.name  # TRL names its column after it
     return chosen
 
 
 async def _results(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run all calls and return their results. Sync ones run one after another while async ones wait for answers."""
+    """Run all calls and return their results. Sync calls run one after another while async calls wait."""
     tasks = {i: asyncio.ensure_future(call()) for i, call in enumerate(calls) if is_async(call)}
     try:
         await asyncio.sleep(0)  # lets them start and send their requests
@@ -344,7 +346,7 @@ async def _results(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             results[i] = await task
     finally:
         for task in tasks.values():
-            task.cancel()  # has an effect only after an error of another call
+            task.cancel()  # no effect unless another call failed
     return [results[i] for i in range(len(calls))]
 
 
@@ -363,9 +365,9 @@ _WARNED: WeakSet[Any] = WeakSet()
 
 
 def _group_size(samples: int, log_metric: object) -> int:
-    """Group size M of this call: ``samples``, or in an evaluation TRL's ``num_generations_eval``.
+    """Return the group size M of this call: ``samples``, or TRL's ``num_generations_eval`` in an evaluation.
 
-    TRL passes no trainer to reward functions, but ``log_metric`` is a method of the trainer.
+    TRL does not pass the trainer to reward functions, but ``log_metric`` is one of its methods.
     """
     trainer = getattr(log_metric, "__self__", None)
     trained = getattr(trainer, "num_generations", samples)

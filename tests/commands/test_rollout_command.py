@@ -212,7 +212,7 @@ def test_ecdf(rollouts):
     assert torch.equal(own.samples, samples.sort(1).values)
     truth = [[sum(s < x for s in row) + sum(s == x for s in row) / 2 for x in row] for row in samples.tolist()]
     torch.testing.assert_close(own.cdf(samples), torch.tensor(truth, dtype=torch.float64) / K)
-    with pytest.raises(ValueError, match="reward 'joy' was not scored; scored are"):
+    with pytest.raises(ValueError, match="reward 'joy' was not scored; scored rewards: "):
         rollouts.ecdf("joy")
 
 
@@ -401,7 +401,7 @@ def test_another_tokenizer_is_refused(work, rollouts):
     vocabulary["w1"], vocabulary["w2"] = vocabulary["w2"], vocabulary["w1"]
     path.write_text(json.dumps(content))
     shifted = dataclasses.replace(config(work), model=ModelConfig(path=str(work / "shifted"), dtype="float64"))
-    with pytest.raises(ValueError, match=r"have the tokenizer of .*base, but the run has another one") as error:
+    with pytest.raises(ValueError, match=r"have the tokenizer of .*base, but the run has another tokenizer") as error:
         rollouts.check(*of_run(shifted))
     assert "weights" not in str(error.value)
 
@@ -414,7 +414,7 @@ def test_a_tokenizer_that_has_been_used_is_the_same(work):
 
 
 def test_other_rewards_are_refused(work, rollouts):
-    with pytest.raises(ValueError, match="reward 'long' was not scored; scored are short, near") as error:
+    with pytest.raises(ValueError, match="reward 'long' was not scored; scored rewards: short, near") as error:
         rollouts.check(*of_run(config(work, long="length(target=3, scale=2)")))
     assert f"--out {work / 'first'} to score these samples" in str(error.value)
     scaled = RewardConfig(f"{work / 'rewards.py'}:short", scale=-1.0)

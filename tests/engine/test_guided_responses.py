@@ -58,8 +58,8 @@ def loaded(work, dtype=torch.float64):
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def test_places_are_votes():
-    """A candidate that finished early counts as the B successors that it would have had."""
+def test_a_beam_that_finished_early_has_several_votes():
+    """It counts as the B successors of an unfinished beam."""
     early, late = Candidate((1,), True, places=3), Candidate((2,), True)
     assert Chooser("majority").choose("w1", [late, late, early], ["so 4", "so 4", "so 5"]) == (2, 3 / 5)
 
@@ -81,7 +81,7 @@ def test_the_digest_of_a_guide_depends_on_models_betas_and_search(work, tmp_path
     assert len({one.digest() for one in (guide, *others)}) == 5
 
 
-def test_the_majority_by_hand():
+def test_majority_votes_by_hand():
     assert majority([3, 4, 4, None], [1, 1, 1, 9]) == (1, 2 / 3)
     assert majority([3, 4, 4, 3], [1, 1, 1, 1]) == (0, 0.5)  # the first of ties
     assert majority([4, 3, 3], [3, 1, 1]) == (0, 0.6)  # a beam that finished early counts as its successors
@@ -95,11 +95,11 @@ def test_the_choice_by_value_majority_and_reward(work):
     assert Chooser.of("majority").choose("w1", candidates, texts) == (1, 2 / 3)
     high = Chooser.of(f"{work / 'rewards.py'}:high")
     assert high.choose("w1", candidates, texts) == (3, 3.0)
-    with pytest.raises(ValueError, match="silent has no score for any candidate of 'w1'"):
+    with pytest.raises(ValueError, match="silent is NaN for all candidates of the prompt 'w1'"):
         Chooser.of(f"{work / 'rewards.py'}:silent").choose("w1", candidates, texts)
     with pytest.raises(ValueError, match="raised RuntimeError: no"):
         Chooser.of(f"{work / 'rewards.py'}:broken").choose("w1", candidates, texts)
-    with pytest.raises(ValueError, match="value has no score for any candidate"):
+    with pytest.raises(ValueError, match="value is NaN for all candidates"):
         Chooser.of("value").choose("w1", candidates[3:], texts[3:])
     with pytest.raises(ValueError, match="lexicn"):
         Chooser.of("lexicn()")
@@ -350,7 +350,7 @@ def test_a_value_model_with_another_chat_template_reads_ids(work, tmp_path):
     assert type(value) is ModelValue
 
 
-def test_a_vocabulary_that_is_too_small(work):
+def test_a_value_model_with_a_smaller_vocabulary_is_refused(work):
     """The policy's embedding may have more rows than the shared tokenizer and the value model."""
     _, policys = loaded(work)
     [(value, _)] = load_values([work / "gpt2"], [1.0], policys, Sampling(max_new_tokens=6))

@@ -218,7 +218,7 @@ def test_exact_values_find_the_optimum(tmp_path):
         assert best in {tuple(token % 4 for token in candidate.tokens) for candidate in candidates}
 
 
-def test_a_prompt_that_ends_at_once(tmp_path):
+def test_a_search_whose_first_token_is_a_stop_id(tmp_path):
     policy = policy_of("llama", tmp_path)
     every = tuple(range(policy.shape.vocab))
     values = [(ModelValue("value", value_of("llama", tmp_path), 8), 1.0)]
@@ -287,16 +287,16 @@ def test_bad_options_are_refused(change, message):
         Search(**change)
 
 
-def test_bad_values_are_named(tmp_path):
+def test_values_that_are_not_finite_are_refused(tmp_path):
     policy, how, sampling = policy_of("llama", tmp_path), Search(2, 2, 2), Sampling(max_new_tokens=4)
     for bad in (math.nan, math.inf):
         values = [(TextValue(lambda tokens: 0.0), 1.0), (TextValue(lambda tokens, bad=bad: bad), 1.0)]
-        with pytest.raises(ValueError, match=rf"by hand gave {bad} to a candidate of prompt 7 with 2 tokens"):
+        with pytest.raises(ValueError, match=rf"by hand returned {bad} for a candidate of prompt 7 with 2 tokens"):
             search(policy, PROMPTS[:1], how, sampling, values, index=[7])
     for beta in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="beta of by hand"):
             search(policy, PROMPTS, how, sampling, [(TextValue(len), beta)])
-    with pytest.raises(ValueError, match=r"values over betas \(9.99989e-321\) are not finite"):
+    with pytest.raises(ValueError, match=r"sum_i V_i / beta_i is not finite for beta = 9.99989e-321"):
         search(policy, PROMPTS, how, sampling, [(TextValue(len), 1e-320)])
     small = ModelValue("small", value_of("llama", tmp_path), policy.shape.context)
     with pytest.raises(ValueError, match=r"small has a context of \d+ tokens, but candidates have up to"):

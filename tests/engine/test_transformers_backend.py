@@ -92,7 +92,7 @@ def read(work):
 
 
 @pytest.mark.parametrize("max_rows", [256, 4])
-def test_samples(work, max_rows):
+def test_samples_equal_the_loop_over_transformers(work, max_rows):
     ours, theirs, _, ids = read(work)
     sampling = Sampling(max_new_tokens=7, stop_ids=(EOS, 20, 21), temperature=0.8, top_k=20)
     rollout = ours.generate(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows)
@@ -106,8 +106,8 @@ def test_samples(work, max_rows):
     assert len(set(map(len, completions))) > 1
 
 
-def test_a_search(work):
-    """Compared with Algorithms 4 and 5 by hand; the value model is a decoder."""
+def test_a_search_equals_algorithms_4_and_5_by_hand(work):
+    """The value model is a decoder."""
     ours, theirs, _, ids = read(work)
     model, _ = reward_model.load(str(work / "value"))
     how, sampling = Search(2, 3, 2), Sampling(max_new_tokens=6, stop_ids=(EOS, 20, 21))
@@ -163,7 +163,7 @@ def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys)
     assert "cannot be sampled: log-probs of transformers' generate differ by" in capsys.readouterr().err
 
 
-def test_float64(work):
+def test_float64_models_are_sampled_from_float32_logits(work):
     """transformers' `generate` samples from float32 logits."""
     ours, theirs = (
         transformers_backend.load(work / "policy", dtype=torch.float64),
@@ -192,7 +192,7 @@ def test_a_supported_family_uses_the_decoder(tmp_path):
     assert theirs.shape.context == decoder.load(tmp_path).shape.context
 
 
-def test_limits(work):
+def test_limits_of_context_and_vocabulary(work):
     ours, _, _, ids = read(work)
     with pytest.raises(ValueError, match="outside"):
         ours.generate([[len(WORDS)]], 1, Sampling(max_new_tokens=2))

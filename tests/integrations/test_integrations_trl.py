@@ -72,7 +72,7 @@ def expected(objective, values, size=M):
 
 
 class Scripted:
-    """Fixed rewards by name, and delays of the async ones. ``part`` has the positions of this rank's completions."""
+    """Fixed rewards by name, and delays of the async ones. ``part``: slice of this rank's completions."""
 
     def __init__(self):
         self.values, self.delays, self.part = {}, {"judge": 0.0, "slow": 0.0}, slice(None)
@@ -151,7 +151,7 @@ def test_mean_gives_the_same_advantages_as_trl_alone(made, monkeypatch):
 
 
 def test_none_abstains(made):
-    """In one reward or both; with one reward left in a group; with none left in a group."""
+    """In one reward or both; with one reward or no reward left in a group."""
     accuracy, judge = list(ACCURACY), list(JUDGE)
     accuracy[1] = accuracy[4] = accuracy[5] = accuracy[6] = None
     accuracy[8:] = [None] * M
@@ -264,7 +264,7 @@ def test_bad_arguments_are_refused(arguments, message):
         linearized(*arguments)
 
 
-def test_names():
+def test_names_of_wrapped_functions():
     class Judge:
         async def __call__(self, completions, **_):
             return [1.0] * len(completions)

@@ -241,12 +241,13 @@ def test_too_few_samples_are_refused(objective, least):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], "mean", 4), r"rewards \[\] of aggregate 'aggregate': expected at least one, and all names different"),
+        (([], "mean", 4), r"rewards \[\] of aggregate 'aggregate': expected at least one reward, and different names"),
         ((len, "mean", 4), r"expected several reward functions, \[f, g\] or .*; for a single function, use linearized"),
         (("f", "mean", 4), r"expected several reward functions"),
         (
             ([len, len], "mean", 4),
-            r"rewards \['len', 'len'\] .* all names different; to name the rewards, pass a mapping",
+            r"rewards \['len', 'len'\] .* expected at least one reward, and different names; to name the rewards, "
+            r"pass a mapping",
         ),
         (({"aggregate": len}, "mean", 4), r"rewards \['aggregate'\] of aggregate 'aggregate'"),
         (({"a": "org/model"}, "mean", 4), r"expected a reward function .*, got str"),

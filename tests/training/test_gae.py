@@ -75,7 +75,7 @@ def test_gae_refuses_invalid_arguments(arguments, message):
 
 
 def test_the_clipped_value_loss_by_hand():
-    """V_old = 1, clip 0.2: V is held to [0.8, 1.2], and the larger error counts."""
+    """V_old = 1, clip 0.2: V is clipped to [0.8, 1.2], and the larger error counts."""
     values = torch.tensor([1.1, 1.5, 1.5, 0.5, 1.5], dtype=torch.float64)
     returns = torch.tensor([2.0, 2.0, 1.0, 0.0, 1.34], dtype=torch.float64)
     loss, clipped = clipped_value_loss(values, torch.ones(5, dtype=torch.float64), returns, 0.2)

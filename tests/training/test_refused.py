@@ -79,7 +79,7 @@ def config(folder, **changes):
         ("--rewards.x.function=exits.py:f", "exits.py cannot be imported, SystemExit: 0 ("),
         ("--rewards.x.objective=distortion:rewards.py:weight", "must be a finite tensor of that shape, got list"),
         ("--rewards.x.objective=distortion:rewards.py:wants", "f raised TypeError"),
-        (f"--rollout.stop-ids={len(WORDS)}", f"the last token of model is {len(WORDS) - 1}"),
+        (f"--rollout.stop-ids={len(WORDS)}", f"the largest token id of model is {len(WORDS) - 1}"),
     ],
 )  # fmt: skip
 def test_options(folder, capsys, more, says):
@@ -112,7 +112,7 @@ def test_files(folder, capsys, file, content, says):
     ("changes", "says"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary embedding 'dynamic'"),
-        ({"vocab_size": 6}, "gives the token 6 ('w2'), outside the model's vocabulary of 6, for the prompt"),
+        ({"vocab_size": 6}, "returns the token id 6 ('w2'), outside the model's vocabulary of 6, for the prompt"),
         ({"num_attention_heads": 5}, "cannot read model/config.json"),
         ({"num_attention_heads": 0}, "cannot read model/config.json"),
         ({"hidden_size": "wide"}, "cannot read model/config.json"),
@@ -164,7 +164,7 @@ def test_a_broken_config_of_a_known_family_is_refused(folder, capsys, changes):
     assert cli.main(["generate", "w1", "--model=model", "--max-new-tokens=2"]) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert "config.json" in said or "cannot be read by transformers: KeyError('nope')" in said
+    assert "config.json" in said or "cannot be loaded by transformers: KeyError('nope')" in said
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])

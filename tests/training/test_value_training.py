@@ -372,7 +372,7 @@ def test_no_prompt_is_on_both_sides(work):
     ("changes", "message"),
     [
         ({"data__rollouts": "nowhere"}, "rollouts.json is missing"),
-        ({"data__rewards": "second"}, "reward 'second' was not scored; scored are first, even, mostly"),
+        ({"data__rewards": "second"}, "reward 'second' was not scored; scored rewards: first, even, mostly"),
         (
             {"data__rewards": ("first", "even"), "data__weights": (1.0,)},
             "data.weights has 1 numbers for 2 names in data.rewards",

@@ -1,7 +1,7 @@
-"""Completions that are sampled, scored and stored.
+"""Sampling, scoring and storage of completions.
 
-`sampler` samples and scores a batch; `collect` does so for many prompts, file by file, into the content-addressed
-`store`; `reference_rollouts` reads the samples of the reference that a later stage uses; `evaluation_samples` has the
-completions of the evaluation prompts; `guided_responses` answers prompts by guided search. `inputs` loads the prompts
-and rewards of a configuration. Read `sampler.py` first.
+`sampler` samples and scores a batch; `collect` does so file by file for many prompts, and saves the files in the
+content-addressed `store`; `reference_rollouts` loads the reference's samples for training and decoding;
+`evaluation_samples` stores the samples for the evaluation prompts; `guided_responses` responds to prompts by guided
+search. `inputs` loads the prompts and rewards of a configuration. Read `sampler.py` first.
 """

@@ -35,15 +35,15 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError
 
-READS = "texts behind their prompts"  # names how `sampler.decode` works; part of the digests of scores
+READS = "texts behind their prompts"  # version of `sampler.decode`; part of the digests of scores
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A reward of a configuration, with a digest of its settings, code and files."""
+    """Reward of a configuration with its objective and a digest of its settings, code and files."""
 
     reward: Reward
-    objective: Objective  # turns the similarities of a kernel into one number per completion
+    objective: Objective  # reduces the similarities of a kernel to one number per completion
     spec: str
     digest: str
 
@@ -66,7 +66,7 @@ def scorers(
 
 
 def refuse_pairwise(scorers: Sequence[Scorer]) -> None:
-    """Raise ValueError for a reward that depends on the other completions of a prompt."""
+    """Raise ValueError for a reward that compares the completions of a prompt with each other."""
     for scorer in scorers:
         if scorer.reward.pairwise:
             raise ValueError(
@@ -76,7 +76,7 @@ def refuse_pairwise(scorers: Sequence[Scorer]) -> None:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What determines a model's completions of given prompts, except the noise: digests of its files and tokenizer."""
+    """Digests and options that, with the prompts and the noise, determine the completions of a model."""
 
     model: str
     tokenizer: str
@@ -88,7 +88,7 @@ class Provenance:
     def of(
         cls, source: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sampling: Sampling
     ) -> Provenance:  # fmt: skip
-        """Compute the provenance of the model in the directory ``source``; this reads all of its weights."""
+        """Compute the provenance of the model in the directory ``source``. Reads all of its weights."""
         return cls(digest_of_model(source), digest_of_tokenizer(tokenizer), str(dtype), sampling)
 
 
@@ -101,10 +101,10 @@ def open_store(root: Path, origin: Provenance, sampler: Sampler, *, first: bool)
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Samples the prompts of ``batch`` from the model in ``source`` with ``sampler``, which has no rewards.
+    """Samples and stores completions of the prompts in ``batch``, from the model in ``source``.
 
     Each file has ``per_file`` prompts, which are sampled together. The bytes of a file depend only on its prompts, not
-    on the number of ranks or on interruptions.
+    on the number of ranks or on interruptions. ``sampler`` has no rewards: pass scorers to `score`.
     """
 
     label: str  # name of the model in messages
@@ -117,7 +117,7 @@ class RolloutCollector:
 
     @cached_property
     def chunks(self) -> list[Batch]:
-        """The prompts of each file."""
+        """Prompts of each file."""
         places = range(len(self.batch.ids))
         return [self.batch.only(places[start : start + self.per_file]) for start in places[:: self.per_file]]
 
@@ -129,22 +129,25 @@ class RolloutCollector:
         return self.store.has(chunk_name(chunk.index, chunk.ids))
 
     def draw(self, model: Decoder | TransformersModel, chunk: Batch) -> Rollout:
+        """Sample the completions of a file and save them."""
         rollout = self.sampler.draw(model, chunk)
         self.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(rollout))
         return rollout
 
     def rollout(self, chunk: Batch) -> Rollout:
-        """Read the completions that `draw` stored."""
+        """Load the completions that `draw` saved. Raises ValueError if they are missing."""
         tensors = self.store.read(chunk_name(chunk.index, chunk.ids))
         if tensors is None:
-            raise ValueError(f"completions of {self.label} are no longer in {self.store.folder}; run it again")
+            raise ValueError(
+                f"completions of {self.label} are missing from {self.store.folder}; run the same command again"
+            )
         return to_rollout(tensors, chunk.ids)
 
     def scored(self, chunk: Batch, scorer: Scorer) -> bool:
         return self.store.has(self._name(chunk, scorer))
 
     def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
-        """Store one number per completion and scorer. An error in a reward function is raised as ValueError."""
+        """Compute and save one number per completion and scorer. Raises ValueError if a reward fails."""
         sampler = dataclasses.replace(self.sampler, rewards=[scorer.reward for scorer in missing])
         try:
             scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
@@ -159,10 +162,10 @@ class RolloutCollector:
             self.store.write(self._name(chunk, scorer), {"values": values})
 
     def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
-        """Read the scores (p, n) that `score` stored."""
+        """Load the scores (p, n) that `score` saved. Raises ValueError if they are missing."""
         tensors = self.store.read(self._name(chunk, scorer))
         if tensors is None:
-            raise ValueError(f"scores of {self.label} are no longer in {self.store.folder}; run it again")
+            raise ValueError(f"scores of {self.label} are missing from {self.store.folder}; run the same command again")
         return tensors["values"]
 
     def _name(self, chunk: Batch, scorer: Scorer) -> str:

@@ -1,7 +1,7 @@
-"""Samples of a model for the evaluation prompts, and the file that stores them.
+"""Samples of a model for the evaluation prompts, and ``evaluation.json``, which stores them.
 
-A run saves those of the reference and of the trained model in ``evaluation.json``; `nlgrpo evaluate` saves those of all
-its models. Reports and comparisons read the file. Shapes: P prompts, n samples per prompt.
+A run saves the samples of the reference and of the trained model; `nlgrpo evaluate` those of all its models. Reports
+and comparisons read the file. Shapes: P prompts, n samples per prompt.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FILE = "evaluation.json"
 class EvaluationSamples:
     """Rewards and lengths of one model's samples for the evaluation prompts.
 
-    ``rewards[name]`` is (P, n), NaN where the reward abstained; for a kernel, the contribution of each completion to
-    the diversity of its group. ``lengths`` (P, n) is in tokens. ``objectives`` and ``weights`` have an entry per
-    reward, such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions`` are those of the first few prompts.
+    ``rewards[name]`` (P, n): rewards, NaN where the reward abstained; for a kernel, the contribution of each completion
+    to the diversity of its group. ``lengths`` (P, n): in tokens. ``objectives`` and ``weights``: one entry per reward,
+    such as ``"bon:4"`` and 0.5. ``prompts`` and ``completions``: texts of the first few prompts.
 
-    If measured: ``kl[estimator]`` ("k1", "k3") is the KL of each completion to the reference, (P, n), in nats;
-    ``distinct["2"]`` (P,) the fraction of distinct token bigrams of a prompt's completions; ``answers[name]`` (P, n),
-    for rewards that read an answer, has equal numbers for equal answers to a prompt, and -1 for no answer.
+    If measured: ``kl[estimator]`` ("k1", "k3") (P, n): KL of each completion to the reference, in nats;
+    ``distinct["2"]`` (P,): fraction of distinct token bigrams in a prompt's completions; ``answers[name]`` (P, n), for
+    rewards that extract an answer: equal numbers for equal answers to a prompt, -1 for no answer.
 
     Raises ValueError if shapes or names do not agree, or for infinite rewards.
     """
@@ -55,7 +55,8 @@ class EvaluationSamples:
         for name, values in (self.rewards | self.kl | self.answers).items():
             if values.dim() != 2 or values.shape != self.lengths.shape:
                 raise ValueError(
-                    f"reward {name!r} is {tuple(values.shape)}, lengths {tuple(self.lengths.shape)}: not (P, n)"
+                    f"reward {name!r} has shape {tuple(values.shape)} and lengths {tuple(self.lengths.shape)}: "
+                    "expected (P, n)"
                 )
         for name, values in self.rewards.items():
             if values.isinf().any():
@@ -68,7 +69,7 @@ class EvaluationSamples:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvaluationSamples:
-        """Inverse of `to_json`: numbers are float64, lengths and answers int64."""
+        """Inverse of `to_json`; lengths and answers are int64, all other numbers float64."""
         measured = {part: {name: _tensor(x) for name, x in data.get(part, {}).items()} for part in MEASURED}
         measured["answers"] = {name: x.long() for name, x in measured["answers"].items()}
         return cls(**{**data, **measured, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
@@ -89,12 +90,12 @@ def _tensor(values: Any) -> Tensor:
 
 
 def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:
-    """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``, ``after`` only at the end."""
+    """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``; ``after`` exists after training."""
     atomic_write(run / FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
 
 
 def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
-    """Read ``{"before": ..., "after": ...}`` of a run. Raises ValueError if the file is missing or damaged."""
+    """Read ``evaluation.json`` of a run: ``{"before": ..., "after": ...}``. Raises ValueError if missing or damaged."""
     path = run / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the run was stopped before its evaluation; resume it to finish")

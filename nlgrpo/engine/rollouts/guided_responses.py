@@ -1,4 +1,4 @@
-"""Responses of guided search: load value models, search, and choose one of the candidates."""
+"""Responses by guided search: load value models, search, and choose one of the candidates."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ VALUE, MAJORITY = "value", "majority"
 
 @dataclass(frozen=True)
 class Chooser:
-    """How the response is chosen among the candidates of a prompt.
+    """Chooses the response among the candidates of a prompt.
 
-    ``how``: "value", the candidate with the largest V; "majority", the first one with the most frequent final answer
-    (read by `builtin.vote`, such as the content of ``\\boxed{}``); or a reward as in a configuration, the largest one.
-    The first of ties is chosen. Raises ValueError for a reward that does not exist.
+    ``how``: "value" chooses the candidate with the largest V; "majority" the first one with the most frequent final
+    answer (extracted by `builtin.vote`, such as the content of ``\\boxed{}``); a reward, written as in a configuration,
+    the one with the largest reward. The first of ties wins. Raises ValueError for a reward that does not exist.
     """
 
     how: str
@@ -66,7 +66,7 @@ class Chooser:
             scores = _rewards(self.reward, prompt, candidates, texts)
         scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
         if not scored:
-            raise ValueError(f"{self.how} has no score for any candidate of {prompt!r}")
+            raise ValueError(f"{self.how} is NaN for all candidates of the prompt {prompt!r}")
         best = max(scored, key=lambda i: scores[i])
         return best, scores[best]
 
@@ -74,8 +74,8 @@ class Chooser:
 def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
     """Weighted majority vote (self-consistency, Wang et al. 2023).
 
-    Returns the index of the first candidate with the answer of the largest total weight, and the answer's share of all
-    votes. ``None`` does not vote; without any answer, returns (0, 0.0). The first of tied answers wins.
+    Returns the index of the first candidate with the winning answer, and the answer's share of the total weight. The
+    first of tied answers wins. ``None`` does not vote; if all answers are None, returns (0, 0.0).
     """
     votes: Counter[Hashable] = Counter()
     for answer, weight in zip(answers, weights, strict=True):
@@ -111,13 +111,13 @@ FILE = "guide.json"
 
 @dataclass(frozen=True)
 class Guide:
-    """Value models with their betas, and the search that they guide; ``guide.json`` in the folder of `nlgrpo iro`."""
+    """Value models with betas and search options, as saved in ``guide.json`` in the folder of `nlgrpo iro`."""
 
     values: list[Path]
     betas: list[float]
     search: Search
     compressed: Path | None = None
-    """A single model of the sum of all values, if there is one."""
+    """One value model trained on the sum of all values; None: not trained."""
 
     def digest(self) -> str:
         """Digest of the value models, betas and search."""
@@ -137,10 +137,10 @@ class Guide:
 
 
 def read_guide(folder: Path) -> Guide | None:
-    """Read the guide of `nlgrpo iro` in ``folder``, or of one value model of such a loop with the loop's search.
+    """Read the guide in ``folder``, the folder of `nlgrpo iro`.
 
-    ``folder`` may be that of the loop, of one of its iterations, or of its value model. Returns None for other folders.
-    Raises ValueError for a damaged file, and for a loop that has not finished.
+    For the folder of an iteration or of its value model, returns that value model with the search options of the loop.
+    Returns None for other folders. Raises ValueError for a damaged file and for an unfinished loop.
     """
     path = folder / FILE
     if not path.is_file():
@@ -160,13 +160,13 @@ def read_guide(folder: Path) -> Guide | None:
 
 
 def folder_of(path: Path) -> Path:
-    """Hugging Face directory of a value model; ``path`` may be an iteration of `nlgrpo iro`.
+    """Return the Hugging Face directory of a value model; ``path`` may be an iteration of `nlgrpo iro`.
 
-    Raises ValueError if there is none, and for a checkpoint of a run.
+    Raises ValueError if there is no model, and for a checkpoint of a run.
     """
-    of_iteration = path / "value"
+    inner = path / "value"
     folder, checkpoint = reward_model.locate(
-        str(of_iteration if of_iteration.is_dir() and not (path / "config.json").is_file() else path)
+        str(inner if inner.is_dir() and not (path / "config.json").is_file() else path)
     )
     if checkpoint is not None:
         raise ValueError(f"{path} is a checkpoint; finish its run, then use the folder of the run")
@@ -174,7 +174,7 @@ def folder_of(path: Path) -> Path:
 
 
 def digest_of_value(path: Path) -> str:
-    """Digest of a value model: its weights and its tokenizer."""
+    """Digest of a value model: weights and tokenizer."""
     folder = folder_of(path)
     return f"{digest_of_model(folder)}-{digest_of_tokenizer(load_tokenizer(folder))}"
 
@@ -191,8 +191,8 @@ def load_values(
     """Load the value models in ``paths`` (runs, directories or hub names), with ``betas`` (default: 1 each).
 
     ``tokenizer`` and ``sampling`` are those of the policy. ``dtype`` is the compute dtype; the values are at least
-    float32. A model with another tokenizer reads texts (see `note`).
-    Raises ValueError for a model without a head with one output, and for another number of betas than models.
+    float32. A model with another tokenizer becomes a `TextValue`.
+    Raises ValueError for a model without a scalar head, and if the numbers of betas and models differ.
     """
     if betas and len(betas) != len(paths):
         raise ValueError(
@@ -216,15 +216,15 @@ BY_TEXT = " (another tokenizer: reads the text of every candidate at every chunk
 
 
 def note(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Note for a value model in ``folder`` whose tokenizer is not the policy's, so that it reads texts; else ""."""
+    """Return a note for the log if the value model in ``folder`` has another tokenizer than the policy; else ""."""
     return "" if same_ids(load_tokenizer(folder), tokenizer) else BY_TEXT
 
 
 class TextValue(Prefixes):
-    """A value model with another tokenizer than the policy: it reads the whole text of each candidate at each chunk.
+    """Value model with another tokenizer than the policy: it reads the text of each candidate again at each chunk.
 
-    It has no cache, because the last tokens of a text may change when the text grows. A text longer than the model's
-    context loses its beginning, since the number of its tokens is not known in advance.
+    It has no KV cache, because the last tokens of a text can change when the text grows. Texts longer than the model's
+    context lose their beginning, because their number of tokens is not known in advance.
     """
 
     MICRO_BATCH = 16384  # tokens per forward pass
@@ -251,7 +251,7 @@ class TextValue(Prefixes):
 
 @dataclass(frozen=True)
 class Response:
-    """The chosen candidate of a prompt, with the score that it was chosen by."""
+    """Chosen candidate of a prompt, with its text and the score that the choice is based on."""
 
     candidate: Candidate
     text: str
@@ -260,25 +260,25 @@ class Response:
 
 def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
     """Convert candidates to a rollout. Each is repeated ``places`` times, which gives U completions per prompt."""
-    rows = [[one for one in candidates for _ in range(one.places)] for candidates in found]
-    flat, samples = [one for row in rows for one in row], len(rows[0])
-    rollout = padded(prompt_ids, [one.tokens for one in flat], samples)
-    for row, one in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
-        row[: len(one.tokens)] = torch.tensor(one.logprobs)
-    finished = torch.tensor([one.finished for one in flat]).view(-1, samples)
+    rows = [[candidate for candidate in candidates for _ in range(candidate.places)] for candidates in found]
+    flat, samples = [candidate for row in rows for candidate in row], len(rows[0])
+    rollout = padded(prompt_ids, [candidate.tokens for candidate in flat], samples)
+    for row, candidate in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
+        row[: len(candidate.tokens)] = torch.tensor(candidate.logprobs)
+    finished = torch.tensor([candidate.finished for candidate in flat]).view(-1, samples)
     return replace(rollout, finished=finished)
 
 
 def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], samples: int) -> Rollout:
-    """Pad ``samples`` completions per prompt, sorted by prompt, to a rollout; log-probs 0, none finished."""
+    """Build a rollout of ``samples`` completions per prompt, sorted by prompt. Log-probs are 0, none is finished."""
     lengths = torch.tensor([len(ids) for ids in completions])
     tokens = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
     for row, ids in zip(tokens, completions, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     shape = (-1, samples)
-    blank = torch.zeros(tokens.shape).unflatten(0, shape)
+    logprobs = torch.zeros(tokens.shape).unflatten(0, shape)
     lengths = lengths.view(shape)
-    return Rollout([list(ids) for ids in prompt_ids], tokens.unflatten(0, shape), blank, lengths, lengths < 0)
+    return Rollout([list(ids) for ids in prompt_ids], tokens.unflatten(0, shape), logprobs, lengths, lengths < 0)
 
 
 def respond(
@@ -293,9 +293,12 @@ def respond(
     seed: int = 0,
     max_rows: int = 256,
 ) -> tuple[list[Response], Cost]:
-    """Respond to each prompt. Returns responses and total cost; errors as `search` and `Chooser.choose`."""
+    """Search and choose a response for each prompt. Returns responses and total cost.
+
+    Raises the errors of `guided_search.search` and `Chooser.choose`.
+    """
     if chooser.how == VALUE and not values:
-        raise ValueError("--choose value needs a value model: name one, or choose by majority or a reward")
+        raise ValueError("--choose value needs a value model: set one, or choose by majority or a reward")
     ids = encode(tokenizer, prompts)
     valued = chooser.how == VALUE
     found, cost = guided_search.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)

@@ -1,4 +1,4 @@
-"""Prompts, rewards and sampling options that a configuration sets."""
+"""Load the prompts, rewards and sampling options of a configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_pro
 
 
 def _room_for_prompts(cfg: Config, limits: Limits) -> int:
-    """Largest number of tokens of a prompt: data.max_prompt_tokens, limited by the context minus the completions.
+    """Return the maximum prompt length in tokens: data.max_prompt_tokens, at most context - rollout.max_new_tokens.
 
     Raises ValueError if no token is left for prompts.
     """
@@ -37,7 +37,7 @@ def _room_for_prompts(cfg: Config, limits: Limits) -> int:
 def load_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
 ) -> tuple[prompt_dataset.PromptSet, prompt_dataset.PromptSet]:
-    """Load the training and the evaluation prompts. Without data.evaluation, the latter are held out of the former."""
+    """Load training and evaluation prompts. Without data.evaluation, training prompts are held out for evaluation."""
     prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, limits)
     if cfg.data.evaluation:
         split = cfg.data.evaluation_split or cfg.data.split
@@ -48,13 +48,13 @@ def load_prompts(
 def prompts_of(
     cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
 ) -> prompt_dataset.PromptSet:
-    """Load all prompts of the source ``name`` with the options of [data], for a model of these limits.
+    """Load all prompts of the source ``name`` with the options of [data], for a model with these limits.
 
-    Raises ValueError as `prompt_dataset.load`, and if the context has no room for a prompt or the model's vocabulary
-    lacks one of its tokens.
+    Raises the errors of `prompt_dataset.load`, and ValueError if the context has no room for prompts or a token is
+    outside the model's vocabulary.
     """
     if not name:
-        raise ValueError("data.source is empty: name a file of prompts, a data set, or the embedded 'story-prompts'")
+        raise ValueError("data.source is empty: set a file of prompts, a data set, or the embedded 'story-prompts'")
     path = str(files("nlgrpo.data") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name
     d = cfg.data
     prompts = prompt_dataset.load(
@@ -75,7 +75,7 @@ def prompts_of(
     for ids, prompt in zip(prompts.ids, prompts.prompts, strict=True):
         if max(ids) >= limits.vocab:
             raise ValueError(
-                f"{name}: the tokenizer of {cfg.model.path} gives the token {max(ids)} "
+                f"{name}: the tokenizer of {cfg.model.path} returns the token id {max(ids)} "
                 f"({tokenizer.convert_ids_to_tokens(max(ids))!r}), outside the model's vocabulary of {limits.vocab}, "
                 f"for the prompt {prompt_dataset.brief(prompt)}"
             )
@@ -83,14 +83,14 @@ def prompts_of(
 
 
 def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:
-    """Sampling options of [rollout]; the stop ids include those of the generation config and the tokenizer's EOS.
+    """Build the sampling options of [rollout]; stop ids of the generation config and the tokenizer's EOS are added.
 
-    Raises ValueError for a stop id beyond the tokenizer's last token.
+    Raises ValueError for a stop id outside the tokenizer's vocabulary.
     """
     r = cfg.rollout
     largest = max(tokenizer.get_vocab().values())
     if max(r.stop_ids, default=0) > largest:
-        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the last token of {cfg.model.path} is {largest}")
+        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the largest token id of {cfg.model.path} is {largest}")
     return Sampling(
         temperature=r.temperature,
         top_k=r.top_k,
@@ -104,7 +104,7 @@ def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -
 def load_rewards(
     cfg: Config, device: torch.device
 ) -> tuple[dict[str, registry.Objective], list[reward_functions.Reward]]:
-    """Load the objectives, by reward name, and the rewards. Raises ValueError if one cannot be loaded."""
+    """Load the objectives (by reward name) and the rewards. Raises ValueError if one cannot be loaded."""
     parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
     loaded = [
         reward_functions.load(

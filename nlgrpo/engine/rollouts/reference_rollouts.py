@@ -1,7 +1,7 @@
-"""Samples of the reference, generated and scored once before training: `nlgrpo rollout` writes them, `load` reads them.
+"""Reference rollouts, sampled and scored once before training: `nlgrpo rollout` writes them, `load` reads them.
 
-A folder has ``rollouts.json``, which describes the model, prompts, sampling and rewards; completions and scores are in
-the folder ``samples`` (`store`). Shapes: P prompts, K samples per prompt.
+``rollouts.json`` in their folder describes the model, prompts, sampling and rewards. Completions and scores are in the
+subfolder ``samples`` (see `store`). Shapes: P prompts, K samples per prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES = "samples"  # folder of completions and scores
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a reward was computed: its entry in the configuration, and a digest of it, its code and its files."""
+    """Settings of a reward when it was scored, and a digest of its settings, code and files."""
 
     spec: str
     digest: str
@@ -44,9 +44,9 @@ class Scoring:
 class Index:
     """Content of ``rollouts.json``.
 
-    ``model`` is the path or name of the reference. ``prompts`` are digests of token ids, in the order of the source;
-    ``columns`` digests of the data columns at the time of scoring, "" without columns; ``files`` the names of the files
-    of completions in ``samples/STORE``, with their numbers of prompts.
+    ``model``: path or name of the reference. ``prompts``: digests of their token ids, in the order of the source.
+    ``columns``: digests of the data columns at the time of scoring, "" without columns. ``files``: names of the files
+    with completions in ``samples/STORE``, and their numbers of prompts.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Index:
 
     @classmethod
     def of(cls, collector: RolloutCollector, origin: Provenance, scorers: Sequence[Scorer], seed: int) -> Index:
-        """Describe what ``collector`` and ``scorers`` generate and score."""
+        """Build the index of the rollouts that ``collector`` samples and ``scorers`` score."""
         return cls(
             model=collector.label,
             origin=origin,
@@ -105,12 +105,12 @@ def read_index(folder: Path) -> Index:
 
 @dataclass(frozen=True)
 class ReferenceRollouts:
-    """K samples of the reference for each of P prompts, loaded by `load`.
+    """K samples of the reference per prompt, for P prompts; read them with `load`.
 
-    ``rewards[name]`` (P, K) float64, scaled as the configuration sets, NaN where the reward abstained. ``logprobs``
-    (P, K) float64: log-prob of a completion in nats, the sum over its tokens, under the sampling distribution (with
-    temperature, top-k, top-p and min-p). ``lengths`` (P, K) int64, in tokens; ``finished`` (P, K) bool: ended by a stop
-    id, not by max_new_tokens.
+    ``rewards[name]`` (P, K) float64: scaled as configured, NaN where the reward abstained. ``logprobs`` (P, K) float64:
+    log-prob of each completion in nats, summed over its tokens, under the sampling distribution (with temperature,
+    top-k, top-p and min-p). ``lengths`` (P, K) int64: in tokens. ``finished`` (P, K) bool: whether a stop id ended the
+    completion, rather than max_new_tokens.
     """
 
     folder: Path
@@ -121,7 +121,7 @@ class ReferenceRollouts:
     finished: Tensor
 
     def row(self, prompt_ids: Sequence[int]) -> int | None:
-        """Index of the prompt with these token ids, the first one if it is repeated; None if it is not there."""
+        """Return the index of the first prompt with these token ids; None if there is no such prompt."""
         return self._rows.get(digest_of_prompt(prompt_ids))
 
     def ids(self, row: int) -> list[list[int]]:
@@ -150,13 +150,13 @@ class ReferenceRollouts:
                 yield prompt, [ids[:n] for ids, n in zip(rows.tolist(), lengths, strict=True)]
 
     def reward(self, name: str) -> Tensor:
-        """Values (P, K) of a reward. Raises ValueError if it was not scored."""
+        """Return the values (P, K) of a reward. Raises ValueError if it was not scored."""
         if name not in self.rewards:
             raise ValueError(f"{self.folder}: {_not_scored(name, self.index)}")
         return self.rewards[name]
 
     def ecdf(self, name: str) -> ECDF:
-        """Empirical CDFs, one per prompt. Raises ValueError for a reward that was not scored, or that abstained."""
+        """Return the empirical CDF of each prompt. Raises ValueError for a reward that was not scored or abstained."""
         values = self.reward(name)
         absent = int(values.isnan().any(1).sum())
         if absent:
@@ -166,22 +166,22 @@ class ReferenceRollouts:
         return ECDF(values)
 
     def check(self, origin: Provenance, scorers: Sequence[Scorer]) -> None:
-        """Check that the reference, tokenizer, sampling and rewards are those of a run.
+        """Check that the rollouts have the reference, tokenizer, sampling and rewards of a run.
 
-        ``origin`` and ``scorers`` are those of the run, from `Provenance.of` and `collect.scorers`. Additional rewards
-        and prompts, and another compute dtype, are accepted. Raises ValueError, which lists the differences.
+        ``origin`` and ``scorers`` describe the run (`Provenance.of`, `collect.scorers`). The rollouts may have more
+        rewards and prompts, and another compute dtype. Raises ValueError with a list of the differences.
         """
-        found = differences(self.index, origin) + _differences_of_rewards(self.index, scorers)
-        if found:
+        conflicts = differences(self.index, origin) + _differences_of_rewards(self.index, scorers)
+        if conflicts:
             advice = "run `nlgrpo rollout` with the configuration of the run and another --out folder"
             if not differences(self.index, origin):
                 advice = (
                     f"run `nlgrpo rollout` with the rewards of the run and --out {self.folder} to score these samples"
                 )
-            raise ValueError("\n  ".join([f"the rollouts in {self.folder} do not fit the run:", *found, advice]))
+            raise ValueError("\n  ".join([f"the rollouts in {self.folder} do not fit the run:", *conflicts, advice]))
 
     def check_columns(self, prompts: PromptSet) -> None:
-        """Raise ValueError for prompts whose data columns have changed since scoring, such as a corrected answer."""
+        """Raise ValueError if data columns of ``prompts``, such as an answer, have changed since scoring."""
         scored = set(zip(self.index.prompts, self.index.columns, strict=True))
         given = zip(map(digest_of_prompt, prompts.ids), digests_of_columns(prompts.columns, len(prompts)), strict=True)
         changed = sum(
@@ -229,10 +229,10 @@ def load(folder: str | Path) -> ReferenceRollouts:
 def load_checked(
     folder: str | Path, origin: Callable[[], Provenance], scorers: Sequence[Scorer], prompts: PromptSet
 ) -> ReferenceRollouts:
-    """Load rollouts and check that a run with ``prompts`` can use them, with values of all ``scorers``.
+    """Load rollouts and check that a run with ``prompts`` and the rewards of ``scorers`` can use them.
 
-    ``origin`` is a function, since it reads all weights of the model; it is called if the rollouts are complete.
-    Raises ValueError as `load`, `ReferenceRollouts.check` and `check_columns`, and if one of the rewards abstained.
+    ``origin`` reads all weights of the model; it is only called if the rollouts are complete.
+    Raises the errors of `load`, `ReferenceRollouts.check` and `check_columns`, and ValueError if a reward abstained.
     """
     rollouts = load(folder)
     rollouts.check(origin(), scorers)
@@ -243,9 +243,9 @@ def load_checked(
 
 
 def _read(store: Store, name: str, columns: Sequence[str], rewards: Mapping[str, Scoring]) -> Tensors | None:
-    """Read the tensors of a file and its scores; None if one of them is missing."""
+    """Read the tensors of a file and its scores. Returns None if any of them is missing."""
     samples = store.read(name, ("logprobs", "lengths", "finished"))
-    scores = {reward: store.read(score_name(name, one.digest, columns)) for reward, one in rewards.items()}
+    scores = {reward: store.read(score_name(name, scoring.digest, columns)) for reward, scoring in rewards.items()}
     values = {f"rewards/{reward}": tensors["values"] for reward, tensors in scores.items() if tensors}
     if samples is None or len(values) < len(rewards):
         return None
@@ -260,7 +260,7 @@ def _store(folder: Path, index: Index) -> Store:
 
 
 def differences(index: Index, origin: Provenance) -> list[str]:
-    """Describe how the rollouts differ from those that ``origin`` would give."""
+    """Describe each difference between the rollouts and those of ``origin``, one message per difference."""
     found = []
     if index.origin.model != origin.model:
         found.append(
@@ -268,7 +268,7 @@ def differences(index: Index, origin: Provenance) -> list[str]:
             f"(digests {index.origin.model} and {origin.model})"
         )
     if index.origin.tokenizer != origin.tokenizer:
-        found.append(f"the rollouts have the tokenizer of {index.model}, but the run has another one")
+        found.append(f"the rollouts have the tokenizer of {index.model}, but the run has another tokenizer")
     if index.origin.guide != origin.guide:
         unguided, guided = "samples of the model without guidance", "responses of a search guided by value models"
         stored, needed = (guided if guide else unguided for guide in (index.origin.guide, origin.guide))
@@ -298,4 +298,4 @@ def _differences_of_rewards(index: Index, scorers: Sequence[Scorer]) -> list[str
 
 
 def _not_scored(name: str, index: Index) -> str:
-    return f"reward {name!r} was not scored; scored are {', '.join(index.rewards)}"
+    return f"reward {name!r} was not scored; scored rewards: {', '.join(index.rewards)}"

@@ -1,4 +1,4 @@
-"""Sample and score completions; used by training and evaluation."""
+"""Sampling and scoring of a batch of completions, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime.distributed import Ranks
 
-CONTEXT = 8  # last tokens of a prompt with which its completion is decoded
-BROKEN = "\ufffd"  # replacement character, which stands for an incomplete character
+CONTEXT = 8  # number of a prompt's last tokens that are decoded together with its completion
+BROKEN = "\ufffd"  # replacement character: the tokens end within a character
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Sampler:
     rewards: Sequence[reward_functions.Reward]
 
     def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
+        """Sample completions of the prompts in ``batch``. Gathers a sharded model for the time of the call."""
         with gathered(model):
             return transformers_backend.generator(model)(
                 batch.ids,
@@ -48,7 +49,7 @@ class Sampler:
             )
 
     def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
-        """Decode the P*M completions, without special tokens, as continuations of texts or as assistant messages."""
+        """Decode the P*M completions without special tokens: as continuations of texts, or as assistant messages."""
         before = [ids if isinstance(p, str) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
         repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
         return decode(self.tokenizer, repeated, rollout.completion_ids())
@@ -62,7 +63,7 @@ class Sampler:
         total_steps: int = 0,
         first_prompt: int = 0,
     ) -> Scores:
-        """Score ``rollout`` with all rewards; errors as `nlgrpo.rewards.reward_functions.score`."""
+        """Score ``rollout`` with all rewards. Raises the errors of `nlgrpo.rewards.reward_functions.score`."""
         repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
         texts = self.texts(batch.prompts, rollout)
         return reward_functions.score(
@@ -85,7 +86,7 @@ class Sampler:
         objectives: Mapping[str, Objective],
         weights: Mapping[str, float],
     ) -> EvaluationSamples:
-        """Sample and score ``batch``, divided over the ranks. Collective; all ranks return the same result."""
+        """Sample and score ``batch``, split across the ranks. Collective; all ranks return the same result."""
         mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
         rollout = ranks.agree(lambda: self.draw(model, mine))
         first = mine.index[0] if mine.index else 0
@@ -96,7 +97,7 @@ class Sampler:
         part = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
         parts = ranks.gather_objects(part)
         return EvaluationSamples(
-            rewards={name: torch.cat([of_rank[name] for of_rank, *_ in parts]) for name in values},
+            rewards={name: torch.cat([rewards[name] for rewards, *_ in parts]) for name in values},
             lengths=torch.cat([lengths for _, lengths, *_ in parts]),
             objectives={name: str(objective) for name, objective in objectives.items()},
             weights=dict(weights),
@@ -107,7 +108,7 @@ class Sampler:
 
 
 def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """A completion as TRL passes it to reward functions: a text, or the assistant's message of a conversation."""
+    """Format a completion as TRL does for reward functions: a text, or the assistant message of a conversation."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
@@ -116,19 +117,19 @@ def decode(
 ) -> list[str]:
     """Decode completions (ids) as continuations of their prompts (ids), without special tokens.
 
-    Tokenizers like SentencePiece drop the space at the start of a text, but a completion does not start the text. So
-    the end of the prompt is decoded with the completion, and then removed.
+    Tokenizers like SentencePiece drop the space at the start of a text, but a completion does not start a text.
+    Therefore the end of the prompt is decoded together with the completion, and its text is removed.
     """
     if not completions:
-        return []  # transformers would return a text
+        return []  # batch_decode([]) returns a text
     ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
-    cut = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
-    ends = [list(prompt) if within else end for prompt, end, within in zip(prompts, ends, cut, strict=True)]
+    broken = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
+    ends = [list(prompt) if cut else end for prompt, end, cut in zip(prompts, ends, broken, strict=True)]
     before = tokenizer.batch_decode(ends, skip_special_tokens=True)
     rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
     continued = tokenizer.batch_decode(rows, skip_special_tokens=True)
     alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
-    # Decode separately if the text of the prompt changes: it ends within a character, or with a space that is removed.
+    # Use the completion's own text if that of the prompt changes: it ends within a character, or with a removed space.
     return [
         text[len(start) :] if text.startswith(start) else separate
         for start, text, separate in zip(before, continued, alone, strict=True)

@@ -1,8 +1,8 @@
-"""Content-addressed storage of completions and scores, so that none is sampled or scored twice.
+"""Content-addressed storage of completions and scores, so that nothing is sampled or scored twice.
 
-Completions depend on the model's files, the sampling, the seed and the prompts. The name of a `Store`'s folder is a
-digest of the first three; the name of a file has a digest of its prompts. Scores of a file are stored next to it, with
-a digest of the reward. A file is either complete or absent.
+The folder of a `Store` is named by a digest of the model's files, the sampling options and the seed; file names contain
+a digest of the prompts. Scores are stored next to the completions, and their names contain a digest of the reward.
+Writes are atomic: a file is complete or absent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Tensors = dict[str, Tensor]
 
 
 class Store:
-    """Files of tensors in the folder ``root / digest``."""
+    """Folder ``root / digest`` of safetensors files."""
 
     def __init__(self, root: Path, digest: str) -> None:
         self.folder, self.digest = root / digest, digest
 
     @classmethod
     def make(cls, root: Path, identity: Mapping[str, Any], *, first: bool) -> Store:
-        """Return the store of ``identity`` (plain data); the ``first`` process writes ``identity.json``."""
+        """Create the store for ``identity`` (plain data). The ``first`` process also writes ``identity.json``."""
         text = json.dumps(identity, sort_keys=True, indent=1)
         store = cls(root, _short(text.encode()))
         identity_file = store.folder / "identity.json"
@@ -67,7 +67,7 @@ class Store:
 
 
 def chunk_name(index: Sequence[int], ids: Sequence[Sequence[int]]) -> str:
-    """Name of the file of these prompts; ``index`` has the numbers that seed their noise."""
+    """Return the file name for completions of these prompts; ``index`` seeds the noise of each prompt."""
     return f"{index[0]:06d}-{_short(json.dumps([list(index), [list(p) for p in ids]]).encode())}"
 
 
@@ -82,19 +82,19 @@ def digest_of_text(*texts: str) -> str:
 
 
 def digests_of_columns(columns: Mapping[str, Sequence[Any]], prompts: int) -> list[str]:
-    """Digest of the data columns of each prompt, which rewards may read; "" without columns."""
+    """Digest of the data columns of each prompt, because rewards can read them; "" without columns."""
     rows = [{name: values[i] for name, values in columns.items()} for i in range(prompts)]
     return [_short(json.dumps(row, sort_keys=True, default=str).encode()) if row else "" for row in rows]
 
 
 def score_name(chunk: str, digest: str, columns: Sequence[str]) -> str:
-    """Name of the file with a reward's values for the completions of ``chunk``; ``columns`` has digests."""
-    of_columns = f"-{digest_of_text(*columns)}" if any(columns) else ""
-    return f"{chunk}.score-{digest}{of_columns}"
+    """Return the file name for a reward's values of ``chunk``; ``columns``: digests of the data columns."""
+    suffix = f"-{digest_of_text(*columns)}" if any(columns) else ""
+    return f"{chunk}.score-{digest}{suffix}"
 
 
 def from_rollout(rollout: Rollout) -> Tensors:
-    """Convert a rollout for storage: ``prompts`` has the tokens of all prompts, ``prompt_lengths`` their lengths."""
+    """Convert a rollout to tensors; ``prompts`` is the concatenation of all prompts, ``prompt_lengths`` its split."""
     return {
         "prompts": torch.tensor([token for ids in rollout.prompt_ids for token in ids], dtype=torch.int32),
         "prompt_lengths": torch.tensor([len(ids) for ids in rollout.prompt_ids]),
@@ -106,12 +106,13 @@ def from_rollout(rollout: Rollout) -> Tensors:
 
 
 def to_rollout(tensors: Tensors, prompt_ids: Sequence[Sequence[int]]) -> Rollout:
+    """Inverse of `from_rollout`."""
     tokens = tensors["tokens"].long()
     return Rollout([list(p) for p in prompt_ids], tokens, tensors["logprobs"], tensors["lengths"], tensors["finished"])
 
 
 def digest_of(*paths: Path) -> str:
-    """Digest of the names and contents of files, and of the files in folders (not their subfolders)."""
+    """Digest of names and contents of files; for a folder, of its files without subfolders."""
     total = hashlib.sha256()
     for path in paths:
         for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
@@ -123,18 +124,18 @@ def digest_of(*paths: Path) -> str:
 
 @cache
 def _digest_of_file(file: Path, size: int, modified: int) -> bytes:
-    """Cached while size and modification time are the same, because loops load a large model repeatedly."""
+    """SHA-256 of a file, cached by size and modification time because loops digest large models repeatedly."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").digest()
 
 
 def digest_of_model(folder: Path) -> str:
-    """Digest of a model: config.json and weights."""
+    """Digest of a model's config.json and weights."""
     return digest_of(*sorted(p for p in folder.iterdir() if p.name == "config.json" or ".safetensors" in p.name))
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of a tokenizer: rules or vocabulary, special ids and chat template."""
+    """Digest of a tokenizer's rules or vocabulary, special ids and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer in Python
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     set_by_calls = ("padding", "truncation")
@@ -144,7 +145,7 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether both have the same vocabulary. How they split texts, and their special tokens, may differ."""
+    """Whether both tokenizers have the same vocabulary. Their splitting rules and special tokens may differ."""
 
     def pieces(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, int], Any]:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -156,8 +157,8 @@ def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bo
 def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> str:
     """Digest of a reward: its spec, the source file of its code, and the files and folders in ``named``.
 
-    ``named`` is its text in the configuration: a model's folder, or a function whose arguments may be paths. Other
-    files that the code reads are not included.
+    ``named`` is the reward's text in the configuration: a model's folder, or a function whose arguments can be paths.
+    Other files that the code reads are not included.
     """
     while isinstance(function, partial):
         function = function.func
@@ -171,7 +172,7 @@ def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> s
 
 
 def _paths_in(named: str) -> list[Path]:
-    """Texts in quotes, and the text before the parentheses, except ".", ".." and "/"."""
+    """Return the possible paths: texts in quotes and the text before "(", except ".", ".." and "/"."""
     parts = (named.partition("(")[0].strip(), *named.replace('"', "'").split("'")[1::2])
     return [Path(os.path.expanduser(part)) for part in parts if part.strip() and part not in (".", "..", "/")]
 
