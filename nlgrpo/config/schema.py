@@ -248,7 +248,7 @@ class LoopConfig:
     """Random seed."""
     micro_batch_tokens: int | None = None
     """Tokens per forward and backward; gradients are accumulated over micro-batches. None: 16384 on a GPU, and 1024 on
-    a CPU, which fits its caches."""
+    a CPU, which fits its caches, or up to 8192 if a prompt and its completions need as many."""
     checkpoint_every: int = 0
     """Steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = 2

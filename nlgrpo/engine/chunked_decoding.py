@@ -14,8 +14,9 @@ from nlgrpo.engine.branching_cache import SharedCache
 from nlgrpo.engine.generation import Prefill, is_stop, not_finite, run_blocks, stop_tensor
 from nlgrpo.engine.sampling import Sampling, log_distribution, next_tokens, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
-from nlgrpo.model.decoder import Decoder, Head, packed_positions
+from nlgrpo.model.decoder import Decoder, Head
 from nlgrpo.model.reward_model import score as score_head
+from nlgrpo.model.segments import Segments
 from nlgrpo.model.value_model import as_values, kind_of
 
 
@@ -29,7 +30,7 @@ class Rows:
         """Start with one row per prompt. Return the outputs (P, V) of the head at their last tokens."""
         device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
         packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        positions, attend = packed_positions(lengths, device), Prefill(lengths, device, self.model.head_weight.dtype)
+        positions, attend = Segments(lengths).positions(device), Prefill(lengths, device, self.model.head_weight.dtype)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last, self.head)
         self.cache = SharedCache(attend.kv, lengths)

@@ -17,7 +17,8 @@ from torch import Tensor
 from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
 from nlgrpo.kernels import decode_attention, split_and_rotate
 from nlgrpo.model.attention import PackedAttention, Rope
-from nlgrpo.model.decoder import Attend, Decoder, Head, packed_positions
+from nlgrpo.model.decoder import Attend, Decoder, Head
+from nlgrpo.model.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new
     """Run the prompts through the model. Return the logits (R, V) of the first new tokens and the cache of all rows."""
     weight, lengths = model.head_weight, [len(p) for p in prompts]
     packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
-    positions = packed_positions(lengths, weight.device)
+    positions = Segments(lengths).positions(weight.device)
     attend = Prefill(lengths, weight.device, weight.dtype)
     last = torch.tensor(lengths, device=weight.device).cumsum(0) - 1
     logits = run_blocks(model, packed, positions, model.rope(positions), attend, last)

@@ -17,7 +17,7 @@ from nlgrpo.model.packing import MicroBatch
 def logprobs(model: Decoder, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return differentiable log-probs and entropies, (S,), of the targets in ``batch``."""
     head = partial(linear_logprob, targets=batch.targets, temperature=temperature)
-    return model(batch.tokens, batch.lengths, batch.select, head)
+    return model(batch.tokens, batch.segments, batch.select, head)
 
 
 @torch.no_grad()

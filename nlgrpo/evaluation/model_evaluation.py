@@ -29,7 +29,7 @@ from nlgrpo.model.packing import pack
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.objectives.registry import Objective
 from nlgrpo.rewards import reward_functions
-from nlgrpo.runtime.device import compute_dtype, micro_batch_tokens
+from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.losses import kl
@@ -144,8 +144,8 @@ def measure_kl(e: Evaluation, candidates: Sequence[RolloutCollector]) -> None:
 def _measure_kl(e: Evaluation, reference: Decoder, candidate: RolloutCollector, chunk: Batch) -> None:
     device, rollout = e.ranks.device, candidate.rollout(chunk)
     prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
-    tokens = micro_batch_tokens(None, device)
-    batches = pack(prompts, rollout.completion_ids(), range(len(prompts)), tokens, device)
+    limit, rows = micro_batch_limit(None, device), range(len(prompts))
+    batches = pack(prompts, rollout.completion_ids(), rows, limit.tokens, device, group_tokens=limit.group)
     reference_logprobs = logprobs.completion_logprobs(
         reference, rollout, batches, candidate.sampler.sampling.temperature
     ).cpu()

@@ -23,6 +23,7 @@ from nlgrpo.kernels import rms_norm, swiglu
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
+from nlgrpo.model.segments import Segments
 
 Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> any result
 Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
@@ -146,9 +147,9 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def forward(
-        self, tokens: Tensor, lengths: list[int], select: Tensor | None = None, head: Head | None = None
+        self, tokens: Tensor, lengths: Segments | list[int], select: Tensor | None = None, head: Head | None = None
     ) -> Any:
-        """Run packed sequences ``tokens (T,)`` with ``lengths``, whose sum is T.
+        """Run packed sequences ``tokens (T,)`` with ``lengths``, whose sum is T, or `Segments` that share prefixes.
 
         Without ``head``, returns the logits (T, V). With it, returns ``head(hidden (S, D), weight (V, D))`` for the
         hidden states at ``select (S,)``, such as `nlgrpo.kernels.linear_logprob` with its targets; the logits of all
@@ -156,18 +157,16 @@ class Decoder(nn.Module):
 
         Raises ValueError if the lengths do not add up to T.
         """
-        if sum(lengths) != len(tokens):
-            raise ValueError(f"the sequence lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens")
-        attend = PackedAttention(lengths, tokens.device, self.embed.weight.dtype)
-        hidden = self.hidden(tokens, packed_positions(lengths, tokens.device), attend)
+        segments = Segments.of(lengths)
+        if sum(segments.lengths) != len(tokens):
+            raise ValueError(
+                f"the sequence lengths add up to {sum(segments.lengths)}, but there are {len(tokens)} tokens"
+            )
+        attend = PackedAttention(segments, tokens.device, self.embed.weight.dtype)
+        hidden = self.hidden(tokens, segments.positions(tokens.device), attend)
         if head is None:
             return F.linear(hidden, self.head_weight)
         return head(hidden if select is None else hidden[select], self.head_weight)
-
-
-def packed_positions(lengths: list[int], device: torch.device) -> Tensor:
-    """Position (T,) of each token in its own sequence."""
-    return torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)]).to(device, non_blocking=True)
 
 
 def build(config: PretrainedConfig) -> Decoder:

@@ -1,4 +1,4 @@
-"""Packed micro-batches: sequences concatenated without padding.
+"""Packed micro-batches: sequences concatenated without padding, a prefix that several share only once.
 
 A policy's sequence is a prompt and its completion; a reward model's sequences come in pairs.
 """
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nlgrpo.model.segments import Segments
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed sequences of one rank: T tokens, S of which are predicted completion tokens."""
 
     tokens: Tensor  # (T,)
-    lengths: list[int]  # of prompt + completion without its last token; the sum is T
+    segments: Segments  # prompts, each followed by its completions without their last tokens
     select: Tensor  # (S,) index in `tokens` of the token that predicts each target
     targets: Tensor  # (S,)
     row: Tensor  # (S,) the completion of the rollout that each target belongs to
@@ -34,13 +36,18 @@ def pack(
     rows: Sequence[int],
     max_tokens: int,
     device: torch.device | str = "cpu",
+    *,
+    group_tokens: int = 0,
 ) -> list[MicroBatch]:
     """Pack the completions ``rows`` with their prompts into micro-batches of at most ``max_tokens`` tokens.
 
-    ``prompt_ids`` has one prompt per completion. Each sequence goes into the first micro-batch with room, longest
-    first; one of more than ``max_tokens`` tokens gets its own.
+    ``prompt_ids`` has one prompt per completion. A micro-batch contains each of its prompts once. The completions of
+    equal prompts share a micro-batch if they fit, or if they have at most ``group_tokens`` tokens; otherwise they are
+    split, and each part repeats the prompt. Parts go into the first micro-batch with room, longest first. A part or a
+    completion that does not fit gets its own.
     """
-    return pack_sets(prompt_ids, completion_ids, [[r] for r in sorted(rows)], max_tokens, device)
+    sets = [[r] for r in sorted(rows)]
+    return pack_sets(prompt_ids, completion_ids, sets, max_tokens, device, group_tokens=group_tokens)
 
 
 def pack_sets(
@@ -49,16 +56,36 @@ def pack_sets(
     sets: Sequence[Sequence[int]],
     max_tokens: int,
     device: torch.device | str = "cpu",
+    *,
+    group_tokens: int = 0,
 ) -> list[MicroBatch]:
     """Like `pack`, but keep the completions of a set in one micro-batch, because their loss needs all of them.
 
     ``sets``: lists of rows. A set of more than ``max_tokens`` tokens gets its own micro-batch.
     """
-    sizes = {
-        i: sum(len(prompt_ids[r]) + max(len(completion_ids[r]) - 1, 0) for r in rows) for i, rows in enumerate(sets)
-    }
-    parts = [[r for i in part for r in sets[i]] for part in bins(sizes, max_tokens)]
-    return [_micro_batch(prompt_ids, completion_ids, part, device) for part in parts]
+    prompts = _number(prompt_ids)
+    by_prompts: dict[tuple[int, ...], list[int]] = {}
+    for i, rows in enumerate(sets):
+        by_prompts.setdefault(tuple(sorted({prompts[r] for r in rows})), []).append(i)
+    units, unit_sizes = list[list[int]](), list[int]()
+    for members in by_prompts.values():
+        shared = sum(len(prompt_ids[r]) for r in {prompts[r]: r for r in sets[members[0]]}.values())
+        sizes = {i: sum(max(len(completion_ids[r]) - 1, 0) for r in sets[i]) for i in members}
+        for part in bins(sizes, max(max_tokens, group_tokens) - shared):
+            units.append([r for i in part for r in sets[i]])
+            unit_sizes.append(shared + sum(sizes[i] for i in part))
+    parts = [[r for unit in part for r in units[unit]] for part in bins(dict(enumerate(unit_sizes)), max_tokens)]
+    return [_micro_batch(prompt_ids, completion_ids, prompts, part, device) for part in parts]
+
+
+def _number(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Number the sequences such that equal ones have the same number."""
+    by_content: dict[tuple[int, ...], int] = {}
+    by_identity: dict[int, int] = {}  # most prompts of a group are one list, which need not be hashed again
+    for sequence in sequences:
+        if id(sequence) not in by_identity:
+            by_identity[id(sequence)] = by_content.setdefault(tuple(sequence), len(by_content))
+    return [by_identity[id(sequence)] for sequence in sequences]
 
 
 def bins(sizes: Mapping[int, int], max_tokens: int) -> list[list[int]]:
@@ -79,39 +106,71 @@ def bins(sizes: Mapping[int, int], max_tokens: int) -> list[list[int]]:
     return [sorted(part) for part in packed]
 
 
+class _Tokens:
+    """Tokens of a micro-batch, and their segments."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.lengths: list[int] = []
+        self.prefixes: list[int | None] = []
+
+    def add(self, prefix: Sequence[int], suffixes: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+        """Append sequences that share a prefix. Returns the indices of the first tokens of the prefix and suffixes."""
+        start, starts = len(self.tokens), list[int]()
+        self.tokens += prefix
+        for suffix in suffixes:
+            starts.append(len(self.tokens))
+            self.tokens += suffix
+        lengths = [len(suffix) for suffix in suffixes if suffix]
+        if len(lengths) > 1 and prefix:
+            segment = len(self.lengths)
+            self.lengths += [len(prefix), *lengths]
+            self.prefixes += [None, *[segment] * len(lengths)]
+        else:
+            lengths = lengths if not prefix else [len(prefix) + sum(lengths)]
+            self.lengths += lengths
+            self.prefixes += [None] * len(lengths)
+        return start, starts
+
+    def segments(self) -> Segments:
+        return Segments(self.lengths, self.prefixes)
+
+
+def _on(device: torch.device | str, *columns: Sequence[int]) -> list[Tensor]:
+    return [torch.tensor(column, dtype=torch.int64).to(device, non_blocking=True) for column in columns]
+
+
 def _micro_batch(
     prompt_ids: Sequence[Sequence[int]],
     completion_ids: Sequence[Sequence[int]],
+    prompts: Sequence[int],
     rows: Sequence[int],
     device: torch.device | str,
 ) -> MicroBatch:
-    tokens: list[int] = []
-    lengths: list[int] = []
-    select: list[int] = []
-    targets: list[int] = []
-    row: list[int] = []
-    offset: list[int] = []
+    """Pack ``rows``; ``prompts`` has the number of the prompt of each row (see `_number`)."""
+    groups: dict[int, list[int]] = {}
     for r in rows:
-        prompt, completion = prompt_ids[r], completion_ids[r]
-        first = len(tokens) + len(prompt) - 1  # the prompt's last token predicts the completion's first
-        select += range(first, first + len(completion))
-        sequence = [*prompt, *completion[:-1]]  # the last token predicts nothing
-        tokens += sequence
-        targets += completion
-        lengths.append(len(sequence))
-        row += [r] * len(completion)
-        offset += range(len(completion))
-
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
-    return MicroBatch(tensor(tokens), lengths, tensor(select), tensor(targets), tensor(row), tensor(offset))
+        groups.setdefault(prompts[r], []).append(r)
+    packed = _Tokens()
+    select, targets, row, offset = list[int](), list[int](), list[int](), list[int]()
+    for group in groups.values():
+        # The last token of a completion predicts nothing, and the last token of the prompt predicts its first.
+        _, starts = packed.add(prompt_ids[group[0]], [completion_ids[r][:-1] for r in group])
+        last = starts[0] - 1
+        for r, start in zip(group, starts, strict=True):
+            completion = completion_ids[r]
+            select += [last, *range(start, start + len(completion) - 1)][: len(completion)]
+            targets += completion
+            row += [r] * len(completion)
+            offset += range(len(completion))
+    tokens, *columns = _on(device, packed.tokens, select, targets, row, offset)
+    return MicroBatch(tokens, packed.segments(), *columns)
 
 
 def empty_micro_batch(device: torch.device | str = "cpu") -> MicroBatch:
     """One token and no target: run by a rank that has no micro-batch left, because the others need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    return MicroBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing, nothing, nothing)
+    return MicroBatch(nothing.new_zeros(1), Segments([1]), nothing, nothing, nothing, nothing)
 
 
 # --- pairs of sequences, each scored at one token -----------------------------------------------------------------
@@ -119,11 +178,13 @@ def empty_micro_batch(device: torch.device | str = "cpu") -> MicroBatch:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """n packed pairs with T tokens: the chosen sequence of each pair, then the rejected one."""
+    """n packed pairs with T tokens: the common beginning of each pair, then the rest of the chosen and the rejected."""
 
     tokens: Tensor  # (T,)
-    lengths: list[int]  # (2n), their sum is T
-    select: Tensor  # (2n,) index in `tokens` of the token at which each sequence is scored
+    segments: Segments
+    select: (
+        Tensor  # (2n,) index in `tokens` of the token at which each sequence is scored: chosen, rejected, chosen, ..
+    )
     row: Tensor  # (n,) number of each pair
 
 
@@ -137,30 +198,36 @@ def pack_pairs(
 ) -> list[PairBatch]:
     """Pack the pairs ``rows`` into micro-batches of at most ``max_tokens`` tokens; a longer pair gets its own.
 
-    A pair is never split, because its loss needs both scores. ``rows`` may repeat a pair: the last of one epoch can be
-    the first of the next. ``pad``: see `scored_at`.
+    The tokens that both sequences of a pair begin with are packed once. A pair is never split, because its loss needs
+    both scores. ``rows`` may repeat a pair: the last of one epoch can be the first of the next. ``pad``: see
+    `scored_at`.
     """
-    sizes = {place: len(chosen[row]) + len(rejected[row]) for place, row in enumerate(rows)}
-    parts = [[rows[place] for place in part] for part in bins(sizes, max_tokens)]
-    return [_pair_batch([ids for r in part for ids in (chosen[r], rejected[r])], part, pad, device) for part in parts]
+    common = [_common_prefix(chosen[row], rejected[row]) for row in rows]
+    sizes = {i: len(chosen[row]) + len(rejected[row]) - common[i] for i, row in enumerate(rows)}
+    batches = []
+    for part in bins(sizes, max_tokens):
+        packed, select = _Tokens(), list[int]()
+        for i in part:
+            pair, shared = (chosen[rows[i]], rejected[rows[i]]), common[i]
+            start, starts = packed.add(pair[0][:shared], [ids[shared:] for ids in pair])
+            for ids, suffix in zip(pair, starts, strict=True):
+                scored = scored_at(ids, pad)
+                select.append(start + scored if scored < shared else suffix + scored - shared)
+        tokens, *columns = _on(device, packed.tokens, select, [rows[i] for i in part])
+        batches.append(PairBatch(tokens, packed.segments(), *columns))
+    return batches
 
 
-def _pair_batch(
-    sequences: list[Sequence[int]], rows: list[int], pad: int | None, device: torch.device | str
-) -> PairBatch:
-    tokens: list[int] = []
-    select: list[int] = []
-    for ids in sequences:
-        select.append(len(tokens) + scored_at(ids, pad))
-        tokens += ids
-    placed = [torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (tokens, select, rows)]
-    return PairBatch(placed[0], [len(ids) for ids in sequences], placed[1], placed[2])
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of tokens that both sequences begin with."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
 
 
 def empty_pair_batch(device: torch.device | str = "cpu") -> PairBatch:
     """One token and no pair: run by a rank that has no micro-batch left, because the others need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    return PairBatch(torch.zeros(1, dtype=torch.int64, device=device), [1], nothing, nothing)
+    return PairBatch(nothing.new_zeros(1), Segments([1]), nothing, nothing)
 
 
 def scored_at(ids: Sequence[int], pad: int | None) -> int:

@@ -37,7 +37,7 @@ CLASSES = {
 
 def scores(model: Decoder, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Scores (n,) of the chosen and of the rejected answers, at least in float32: bfloat16's 8 bits blur margins."""
-    both = model(batch.tokens, batch.lengths, batch.select, score)[:, 0]
+    both = model(batch.tokens, batch.segments, batch.select, score)[:, 0]
     return both[0::2], both[1::2]
 
 

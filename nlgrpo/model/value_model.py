@@ -20,7 +20,7 @@ PROBLEM_TYPES: dict[Kind, str] = {"mse": "regression", "bce": "multi_label_class
 
 def outputs(model: Decoder, batch: MicroBatch) -> Tensor:
     """Head outputs (S,) at the tokens that the batch selects, at least in float32."""
-    return model(batch.tokens, batch.lengths, batch.select, score)[:, 0]
+    return model(batch.tokens, batch.segments, batch.select, score)[:, 0]
 
 
 def kind_of(model: Decoder) -> Kind:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 
@@ -12,6 +14,19 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
 
 
-def micro_batch_tokens(configured: int | None, device: torch.device) -> int:
-    """Return the tokens per forward and backward: as configured, or the default of the device."""
-    return configured or (16384 if device.type == "cuda" else 1024)
+class MicroBatchLimit(NamedTuple):
+    """Tokens per forward and backward."""
+
+    tokens: int
+    group: int
+    """A prompt and its completions are split only above this number of tokens, because each part repeats the prompt."""
+
+
+def micro_batch_limit(configured: int | None, device: torch.device) -> MicroBatchLimit:
+    """Return the limits of a micro-batch: as configured, or the default of the device.
+
+    On a CPU, 1024 tokens fit its caches, but repeating a long prompt costs more than leaving the caches.
+    """
+    if configured is not None:
+        return MicroBatchLimit(configured, configured)
+    return MicroBatchLimit(16384, 16384) if device.type == "cuda" else MicroBatchLimit(1024, 8192)

@@ -66,8 +66,9 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dict[str, float]:
     """Return ``perf/mfu``: ``flops`` per second as a fraction of the device's peak.
 
-    Callers count 6 FLOPs per parameter and trained token and 2 per parameter and generated token, without
-    recomputation, attention and the reference model. Empty if the peak of the device is unknown, as on a CPU.
+    Callers count 6 FLOPs per parameter and trained token (a prompt once per group) and 2 per parameter and generated
+    token, without recomputation, attention and the reference model. Empty if the peak of the device is unknown, as on
+    a CPU.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

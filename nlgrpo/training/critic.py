@@ -50,7 +50,7 @@ class Critic:
     def values(self, batch: MicroBatch, scored: Tensor | None) -> Tensor:
         """Values (S,) of the states before each target token. ``scored`` (S, 1): output of `on_policy`, if shared."""
         if scored is None:
-            scored = self.module(batch.tokens, batch.lengths, batch.select, score)
+            scored = self.module(batch.tokens, batch.segments, batch.select, score)
         return scored[:, 0]
 
     def on_policy(self, hidden: Tensor) -> Tensor | None:
@@ -64,7 +64,7 @@ class Critic:
         for batch in batches:
             scored = None
             if self.shared:
-                scored = policy(batch.tokens, batch.lengths, batch.select, lambda hidden, _: self.on_policy(hidden))
+                scored = policy(batch.tokens, batch.segments, batch.select, lambda hidden, _: self.on_policy(hidden))
             out[batch.row, batch.offset] = self.values(batch, scored).double()
         return out
 

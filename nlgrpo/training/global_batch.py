@@ -37,7 +37,8 @@ class GlobalBatch:
     finished: Tensor  # (P, M)
     dropped: Tensor  # (P,)
     own: slice
-    tokens: int  # prompt and completion tokens
+    tokens: int  # prompt and completion tokens, a prompt once per completion
+    packed_tokens: int  # the same, but a prompt once per group, as the update computes them
     logged: dict[str, float]  # metrics that rewards logged, means over their calls on all ranks
     extra: dict[str, list[Any]]  # columns that rewards logged for this rank's completions
 
@@ -47,8 +48,9 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Gather the prompts of all ranks, the same number per rank; collective."""
         device, count = ranks.device, len(rollout.lengths)
-        prompts = sum(map(len, rollout.prompt_ids)) * rollout.lengths.shape[1]
-        tokens = ranks.sum(rollout.lengths.sum() + prompts)
+        prompts, completions = sum(map(len, rollout.prompt_ids)), rollout.lengths.sum()
+        counts = [completions + prompts * rollout.lengths.shape[1], completions + prompts]
+        tokens, packed_tokens = ranks.sum(torch.stack(counts)).tolist()
 
         def gather(values: Tensor) -> Tensor:
             return ranks.gather(values.to(device))
@@ -63,7 +65,8 @@ class GlobalBatch:
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
             dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
             own=slice(ranks.rank * count, (ranks.rank + 1) * count),
-            tokens=int(tokens),
+            tokens=tokens,
+            packed_tokens=packed_tokens,
             logged=_mean_over(ranks.gather_objects(scores.metrics)),
             extra=scores.extra,
         )

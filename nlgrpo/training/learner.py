@@ -16,6 +16,7 @@ from nlgrpo.engine.generation import Rollout
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import clip_gradients
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
+from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic
 from nlgrpo.training.critic import Critic, Targets
@@ -59,7 +60,7 @@ class Learner:
     ranks: Ranks
     temperature: float
     max_new_tokens: int
-    micro_batch_tokens: int
+    micro_batch_limit: MicroBatchLimit
     seed: int
     critic: Critic | None = None
 
@@ -74,7 +75,8 @@ class Learner:
         """Pack this rank's ``rows`` of the rollout into micro-batches, the same number on every rank."""
         samples = rollout.tokens.shape[1]
         prompts = [prompt for prompt in rollout.prompt_ids for _ in range(samples)]
-        packed = pack(prompts, rollout.completion_ids(), rows, self.micro_batch_tokens, self.ranks.device)
+        completions, (tokens, group) = rollout.completion_ids(), self.micro_batch_limit
+        packed = pack(prompts, completions, rows, tokens, self.ranks.device, group_tokens=group)
         return self.pad_micro_batches(packed)
 
     def pad_micro_batches(self, packed: list[MicroBatch]) -> list[MicroBatch]:
@@ -210,7 +212,7 @@ class Learner:
             outputs = packed_loss_from_hidden(hidden, weight, *terms, temperature=self.temperature, **options)
             return (*outputs, None if self.critic is None else self.critic.on_policy(hidden))
 
-        loss, stats, logprob, entropy, scored = self.model(batch.tokens, batch.lengths, batch.select, head)
+        loss, stats, logprob, entropy, scored = self.model(batch.tokens, batch.segments, batch.select, head)
         if self.critic is not None:
             values = self.critic.values(batch, scored)
             value_loss, sums = self.critic.loss(values, batch, targets, weights[batch.row])

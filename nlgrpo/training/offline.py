@@ -173,7 +173,9 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     shape = (len(chosen.completion_ids), chosen.width)
     ids, device = (chosen.prompt_ids, chosen.completion_ids), learner.ranks.device
     learner.optimizer.zero_grad()
-    for batch in learner.pad_micro_batches(pack_sets(*ids, chosen.sets, learner.micro_batch_tokens, device)):
+    limit = learner.micro_batch_limit
+    packed = pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
+    for batch in learner.pad_micro_batches(packed):
         logps, ref = _response_logprobs(learner.model, batch, shape, learner.temperature), None
         if learner.reference is not None:
             with torch.no_grad():

@@ -31,9 +31,11 @@ def memory(run: Run) -> dict[str, float]:
     stored = 8 if cfg.model.dtype == "float64" else 4
     compute = run.compute.itemsize
     rows = max(cfg.rollout.samples, min(cfg.rollout.max_rows, cfg.rollout.prompts * cfg.rollout.samples // world))
-    columns = min(shape.context, max(map(len, run.prompts.ids)) + cfg.rollout.max_new_tokens)
-    longest = max(run.micro_batch_tokens, columns)
-    tokens = min(longest, cfg.rollout.prompts * cfg.rollout.samples // world * columns)
+    prompt = max(map(len, run.prompts.ids))
+    columns = min(shape.context, prompt + cfg.rollout.max_new_tokens)
+    group, limit = prompt + cfg.rollout.samples * (columns - prompt), run.micro_batch_limit
+    largest = max(limit.tokens, columns, min(limit.group, group))  # micro-batch
+    tokens = min(largest, cfg.rollout.prompts // world * group)
     per_layer = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
         "parameters + gradients + Adam": 4 * count * stored / world,

@@ -22,7 +22,7 @@ from nlgrpo.model.fsdp import TOO_LARGE, check_finite, full_parameters, shard
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.runtime import atomic_files, checkpoint
-from nlgrpo.runtime.device import micro_batch_tokens
+from nlgrpo.runtime.device import MicroBatchLimit, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
 from nlgrpo.training import critic, metrics, offline, run_folder
@@ -89,8 +89,8 @@ class Run:
         return self.config.run
 
     @property
-    def micro_batch_tokens(self) -> int:
-        return micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
+    def micro_batch_limit(self) -> MicroBatchLimit:
+        return micro_batch_limit(self.config.train.micro_batch_tokens, self.ranks.device)
 
     def weights(self) -> dict[str, float]:
         return {name: reward.weight for name, reward in self.config.rewards.items()}
@@ -200,7 +200,7 @@ class Run:
             ranks=self.ranks,
             temperature=cfg.rollout.temperature,
             max_new_tokens=cfg.rollout.max_new_tokens,
-            micro_batch_tokens=self.micro_batch_tokens,
+            micro_batch_limit=self.micro_batch_limit,
             seed=cfg.train.seed,
         )
 

@@ -225,11 +225,12 @@ def test_pairs_stay_together_and_fill_the_micro_batches():
     batches = pack_pairs(chosen, rejected, [3, 0, 1, 2, 0], 20, PAD)  # 0 twice: two epochs meet
     assert [batch.row.tolist() for batch in batches] == [[3], [1, 2], [0, 0]]
     for batch in batches:
-        parts = iter(batch.tokens.split(batch.lengths))
+        lengths = batch.segments.lengths
+        parts = iter(batch.tokens.split(lengths))
         assert [(c.tolist(), r.tolist()) for c, r in zip(parts, parts, strict=True)] == [
             (chosen[i], rejected[i]) for i in batch.row.tolist()
         ]
-        assert batch.select.tolist() == [sum(batch.lengths[: i + 1]) - 1 for i in range(len(batch.lengths))]
+        assert batch.select.tolist() == [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]
 
 
 def test_an_empty_batch_has_a_gradient_of_zero(tmp_path):

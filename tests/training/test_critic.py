@@ -14,6 +14,7 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, OptimConfig, RewardConfig
 from nlgrpo.model import decoder
 from nlgrpo.objectives.registry import parse
+from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic
 from nlgrpo.training import run as runs
@@ -37,7 +38,9 @@ def make_learner(root, cfg: Config) -> Learner:
     value = critic.make(cfg, policy, ALONE, torch.float64)
     optimizer = make_optimizer(policy, cfg.optim, value.module)
     reference.requires_grad_(False)
-    return Learner(policy, reference, optimizer, cfg.loss, cfg.optim, ALONE, TEMPERATURE, LIMIT, 20, 3, value)
+    return Learner(
+        policy, reference, optimizer, cfg.loss, cfg.optim, ALONE, TEMPERATURE, LIMIT, MicroBatchLimit(20, 20), 3, value
+    )
 
 
 def head_of(learner):
@@ -273,7 +276,7 @@ def test_a_group_of_one_needs_no_baseline_with_a_critic():
 def test_which_completions_have_a_reward():
     rewards = {name: torch.tensor([[1.0, torch.nan, 2.0], [torch.nan] * 3]) for name in ("a", "b", "c")}
     rewards["b"] = torch.tensor([[torch.nan, torch.nan, 2.0], [torch.nan, torch.nan, 5.0]])
-    groups = GlobalBatch(rewards, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, {}, {})
+    groups = GlobalBatch(rewards, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, 0, {}, {})
     means = {"a": parse("mean"), "b": parse("mean"), "c": parse("mean")}
     of_a = [[True, False, True], [False] * 3]
     assert groups.has_reward(means, {"a": 1.0, "b": 0.0, "c": 0.0}).tolist() == of_a

@@ -17,6 +17,7 @@ from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.architectures import tensor_map
 from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.objectives.registry import BestOfN, linearize_present
+from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 
@@ -78,7 +79,7 @@ def make_learner(root, loss, *, micro=10**6, optim=None):
         ranks=Ranks(0, 1, torch.device("cpu")),
         temperature=TEMPERATURE,
         max_new_tokens=LIMIT,
-        micro_batch_tokens=micro,
+        micro_batch_limit=MicroBatchLimit(micro, micro),
         seed=SEED,
     )
 

@@ -26,6 +26,7 @@ from nlgrpo.config.schema import (
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.evaluation import figures
 from nlgrpo.model import decoder
+from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import offline
 from nlgrpo.training.build import build
@@ -110,7 +111,8 @@ def make_learner(root, loss, micro=20):
     optim = OptimConfig(eps=EPS, max_grad_norm=0.0)
     reference.requires_grad_(False)
     kept = reference if loss.has_reference else None
-    return Learner(policy, kept, make_optimizer(policy, optim), loss, optim, ALONE, TEMPERATURE, 8, micro, 3)
+    limit = MicroBatchLimit(micro, micro)
+    return Learner(policy, kept, make_optimizer(policy, optim), loss, optim, ALONE, TEMPERATURE, 8, limit, 3)
 
 
 SETS = [  # prompt and completion of the chosen, then of the rejected

@@ -59,7 +59,7 @@ class RewardModelTrainer(trainer.Trainer):
     def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
         """Pack this rank's share of the pairs ``rows`` into micro-batches, the same number on every rank."""
         share, device = rows[self.ranks.share(len(rows))], self.ranks.device
-        packed = pack_pairs(pairs.chosen, pairs.rejected, share, self.micro_batch_tokens, self.pad, device)
+        packed = pack_pairs(pairs.chosen, pairs.rejected, share, self.micro_batch_limit.tokens, self.pad, device)
         return self.pad_micro_batches(packed, empty_pair_batch)
 
     @torch.no_grad()
@@ -85,7 +85,8 @@ class RewardModelTrainer(trainer.Trainer):
             margin, centering = margins[batch.row].to(chosen), self.config.loss.centering
             losses = bradley_terry_loss(chosen, rejected, margin, centering=centering)
             yield losses.sum() / len(rows)
-            totals.add(losses.detach(), chosen.detach(), rejected.detach(), len(batch.tokens))
+            tokens = sum(len(self.pairs.chosen[i]) + len(self.pairs.rejected[i]) for i in batch.row.tolist())
+            totals.add(losses.detach(), chosen.detach(), rejected.detach(), tokens)
 
     def plan(self) -> Table:
         return plan(self)

@@ -33,7 +33,7 @@ from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, full_parameters
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
-from nlgrpo.runtime.device import compute_dtype, micro_batch_tokens
+from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation
@@ -152,8 +152,8 @@ class Trainer(ABC):
         return math.ceil(self.visits / self.per_step)
 
     @property
-    def micro_batch_tokens(self) -> int:
-        return micro_batch_tokens(self.config.train.micro_batch_tokens, self.ranks.device)
+    def micro_batch_limit(self) -> MicroBatchLimit:
+        return micro_batch_limit(self.config.train.micro_batch_tokens, self.ranks.device)
 
     def rows(self, step: int) -> list[int]:
         """Indices of the examples of a step."""

@@ -60,9 +60,16 @@ class Outcomes:
         """Largest token id."""
         return max(max(ids, default=0) for ids in (*self.prompts, *self.completions))
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of tokens of each prompt and completion."""
+        return [
+            len(prompt) + len(completion) for prompt, completion in zip(self.prompts, self.completions, strict=True)
+        ]
+
     @property
     def tokens(self) -> int:
-        return sum(map(len, self.prompts)) + sum(map(len, self.completions))
+        return sum(self.sizes)
 
     def split(self, prompts: int) -> tuple[Outcomes, Outcomes]:
         """Split off the last ``prompts`` distinct prompts, at most half of all; returns (the rest, these).

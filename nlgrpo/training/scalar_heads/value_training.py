@@ -76,7 +76,8 @@ class ValueTrainer(trainer.Trainer):
     def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
         """Pack this rank's share of ``rows`` with all their states, the same number of micro-batches on every rank."""
         share, device = rows[self.ranks.share(len(rows))], self.ranks.device
-        packed = pack(outcomes.prompts, outcomes.open_ended, share, self.micro_batch_tokens, device)
+        tokens, group = self.micro_batch_limit
+        packed = pack(outcomes.prompts, outcomes.open_ended, share, tokens, device, group_tokens=group)
         return self.pad_micro_batches(packed, empty_micro_batch)
 
     def totals(self) -> _Totals:
@@ -94,7 +95,8 @@ class ValueTrainer(trainer.Trainer):
             else:
                 losses = (raw - targets.to(raw)).square()
             yield losses.sum() / states
-            totals.add(losses.detach(), values, targets, batch)
+            tokens = sum(self.outcomes.sizes[i] for i in batch.row.unique().tolist())
+            totals.add(losses.detach(), values, targets, tokens)
 
     def targets(self, outcomes: Outcomes, batch: MicroBatch, values: Tensor, lam: float) -> Tensor:
         """Regression targets (S,) float64 of the states, given their current ``values`` (S,).
@@ -153,9 +155,9 @@ class _Totals:
         self.ranks = ranks
         self.sums = torch.zeros(len(SUMS) + 3, dtype=torch.float64, device=ranks.device)
 
-    def add(self, losses: Tensor, values: Tensor, targets: Tensor, batch: MicroBatch) -> None:
+    def add(self, losses: Tensor, values: Tensor, targets: Tensor, tokens: int) -> None:
         if len(losses):
-            more = [losses.double().sum(), values.double().sum(), losses.new_tensor(float(len(batch.tokens))).double()]
+            more = [losses.double().sum(), values.double().sum(), losses.new_tensor(float(tokens)).double()]
             self.sums += torch.cat([_sums(values, targets), torch.stack(more)])
 
     def metrics(self) -> dict[str, float]:
