@@ -17,13 +17,20 @@ from . import extension
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | None = None, cpp: bool = False) -> str:
+def choose(
+    impl: str,
+    op: str,
+    *tensors: Tensor,
+    limit: tuple[str, int, int] | None = None,
+    float64: bool = False,
+    cpp: bool = False,
+) -> str:
     """Return the implementation of ``op`` for the requested ``impl`` and ``tensors``: "torch", "triton" or "cpp".
 
     "auto" is "triton" on a GPU with Triton installed, and, if the op has a compiled version (``cpp``), "cpp" on a CPU
     with the compiled ops. Raises ValueError for an unknown ``impl``, and for one that cannot run: "triton" without
-    Triton, in float64, on a CPU outside Triton's interpreter, or above a ``limit`` (name, size, largest); "cpp" off the
-    CPU or without the compiled ops.
+    Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's interpreter, or
+    above a ``limit`` (name, size, largest); "cpp" off the CPU or without the compiled ops.
     """
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
     if impl not in known:
@@ -35,7 +42,7 @@ def choose(impl: str, op: str, *tensors: Tensor, limit: tuple[str, int, int] | N
         if on_cpu and extension.available():
             return "cpp"
         why = "in this install, which has no compiled ops" if on_cpu else "off the CPU"
-    elif any(x.dtype == torch.float64 for x in tensors):
+    elif not float64 and any(x.dtype == torch.float64 for x in tensors):
         why = "in float64"
     elif limit is not None and limit[1] > limit[2]:
         why = f"with {limit[0]} = {limit[1]}, above {limit[2]}"

@@ -25,8 +25,8 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
     infinity are infinite.
 
     float32 and float64 keep their dtype; others are computed and returned in float32. Differentiable in both inputs.
-    ``impl``: "cpp" is the compiled op for a CPU; "triton" takes float32 and M up to 4,096; "auto" is the one for the
-    device if it can run, also under ``torch.compile``, and otherwise "torch".
+    ``impl``: "cpp" is the compiled op for a CPU; "triton" takes M up to 4,096; "auto" is the one for the device if it
+    can run, also under ``torch.compile``, and otherwise "torch".
 
     Raises ValueError for shapes that do not match and for a NaN reward, naming the first. The NaN check reads the data
     and is skipped inside ``torch.compile``, where NaN is sorted last and spreads over its group.
@@ -40,7 +40,7 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
         raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group first.")
     rewards = reference.widen(rewards)
     weights = weights.to(rewards)
-    chosen = choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST), cpp=True)
+    chosen = choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST), float64=True, cpp=True)
     if chosen == "torch":
         return reference.linearize(rewards, weights)
     return _linearize_op(rewards, weights, chosen)

@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from nlgrpo.calibration import ecdf
-from nlgrpo.calibration.alignment import at_kl, parse_transform
+from nlgrpo.calibration.alignment import at_kl
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.inputs import load_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
@@ -173,7 +173,7 @@ def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
     transform = {"best": f"bon_fp:{OF}", "worst": f"won_fp:{OF}"}.get(quantity)
     if transform is None or furthest < 0.1:
         return None
-    curve = at_kl(parse_transform(transform), np.geomspace(0.02, min(furthest, 20.0), 24).tolist(), OF)
+    curve = at_kl(transform, np.geomspace(0.02, min(furthest, 20.0), 24).tolist(), OF)
     return curve.kl, curve.bon_win_rate if quantity == "best" else curve.won_win_rate
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.calibration.quadrature import Panels, panels_for
-from nlgrpo.calibration.transforms import Exponential, Transform, parse_transform
+from nlgrpo.calibration.transforms import Exponential, Transform, as_transform, parse_transform
 from nlgrpo.kernels import ecdf
 from nlgrpo.objectives.base import first, is_number
 
@@ -75,31 +75,35 @@ class Curve:
     won_win_rate: Tensor
 
 
-def alignment_curve(transform: Transform, betas: Iterable[float] | Tensor, n: int) -> Curve:
+def alignment_curve(transform: Transform | str, betas: Iterable[float] | Tensor, n: int) -> Curve:
     """Compute KL and win rates of the optimum for Phi and each beta (InfAlign, Theorem 3). F: CDF of u at the optimum.
 
         F(u) = int_0^u e^{Phi/beta} / Z,  Z = int_0^1 e^{Phi/beta},       KL = E_F[Phi] / beta - log Z
         win rate 1 - int F,     BoN 1 - N int F^N u^{N-1},     WoN N int (1-F)^N (1-u)^{N-1}
 
     The identity has the best win rate of a single sample. "log" is best-of-m of the reference, m = 1 + 1/beta: its win
-    rate is m/(m+1), for a single sample and under best-of-N, at KL = log m - (m-1)/m. A fixed point without a beta is
-    solved for each beta.
+    rate is m/(m+1), for a single sample and under best-of-N, at KL = log m - (m-1)/m.
 
-    Errors are about 1e-12. Raises ValueError for n < 1, a beta that is not positive and finite, and a density too
-    concentrated to be integrated.
+    ``transform``: a `Transform` or its name (`parse_transform`), such as "exp:10" or "bon_fp:4". "bon_fp" and "won_fp"
+    without a number take N = ``n``. A fixed point without a beta is solved for each beta.
+
+    Errors are about 1e-12. Raises ValueError for n < 1, another transform, a beta that is not positive and finite, and
+    a density too concentrated to be integrated.
     """
     _check_n(n)
-    optima = [_aligned(transform, beta) for beta in (betas.tolist() if isinstance(betas, Tensor) else betas)]
-    return _curve(n, optima)
+    phi = as_transform(transform, n)
+    return _curve(n, [_aligned(phi, beta) for beta in (betas.tolist() if isinstance(betas, Tensor) else betas)])
 
 
-def at_kl(transform: Transform, kls: Sequence[float], n: int) -> Curve:
+def at_kl(transform: Transform | str, kls: Sequence[float], n: int) -> Curve:
     """Compute the curve at given KLs: ``beta`` is solved for, with an error of the KL below 1e-9.
 
-    Raises ValueError as `alignment_curve`, for a KL that is not positive, and for one that the transform cannot reach.
+    ``transform`` is as in `alignment_curve`. Raises ValueError as `alignment_curve`, for a KL that is not positive, and
+    for one that the transform cannot reach.
     """
     _check_n(n)
-    return _curve(n, [_aligned(transform, _beta_for(transform, kl)) for kl in kls])
+    phi = as_transform(transform, n)
+    return _curve(n, [_aligned(phi, _beta_for(phi, kl)) for kl in kls])
 
 
 def suggest(n: int, kl: float, *, worst: bool = False) -> float:

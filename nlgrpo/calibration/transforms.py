@@ -270,6 +270,18 @@ def parse_transform(
     raise ValueError(f"transform {text!r} is not known; expected one of {', '.join(FORMS.values())}{custom}.{hint}")
 
 
+def as_transform(transform: Transform | str, n: int | None = None) -> Transform:
+    """Return ``transform``, or the transform of this name, as `parse_transform` does with the default ``n``.
+
+    Raises ValueError as `parse_transform`, and for another type.
+    """
+    if isinstance(transform, str):
+        return parse_transform(transform, n=n)
+    if not isinstance(transform, Transform):
+        raise ValueError(f"transform = {transform!r}: expected a Transform, or a name such as 'log' or 'exp:10'.")
+    return transform
+
+
 def _number(text: str, given: list[str], kind: Callable[[str], Any]) -> Any:
     """Convert the single argument in ``given``. Raises ValueError if there is not exactly one valid argument."""
     try:

@@ -177,7 +177,7 @@ def _suggest(n: int, kl: float, worst: bool, console: Console) -> None:
     for title in ("transform", "beta", f"{'worst' if worst else 'best'} of {n} wins"):
         table.add_column(title, justify="left" if title == "transform" else "right")
     for name in dict.fromkeys(names):
-        curve = at_kl(parse_transform(name, n=n), [kl], n)
+        curve = at_kl(name, [kl], n)
         won = float(getattr(curve, column))
         table.add_row(Text(name, style="bold" if name == names[0] else ""), f"{float(curve.beta):.4g}", f"{won:.4f}")
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)

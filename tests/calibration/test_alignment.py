@@ -268,6 +268,26 @@ def test_transforms_without_a_curve_are_refused():
         alignment_curve(Identity(), [1e-40], 4)
 
 
+@pytest.mark.parametrize("compute", [alignment_curve, at_kl])
+def test_curves_take_the_name_of_a_transform(compute):
+    for name in ("log", "exp:10", "bon_fp:4", "won_fp:3:0.1"):
+        of_object = compute(parse_transform(name), [0.5], 4)
+        np.testing.assert_array_equal(columns(compute(name, [0.5], 4)), columns(of_object))
+        assert torch.equal(compute(name, [0.5], 4).beta, of_object.beta)
+    np.testing.assert_array_equal(columns(compute("bon_fp", [0.5], 4)), columns(compute("bon_fp:4", [0.5], 4)))
+    for name, message in {
+        "bonfp": "'bonfp' is not known; expected one of identity, .*Did you mean 'bon_fp'",
+        "exp:ten": "expected 'exp:T' with numbers",
+        "mine.py:f": "is not known",
+        "": "is not known",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            compute(name, [0.5], 4)
+    for other in (None, 4, torch.exp, Identity, ["log"]):
+        with pytest.raises(ValueError, match="expected a Transform, or a name such as 'log'"):
+            compute(other, [0.5], 4)
+
+
 # --- at a given KL ----------------------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,19 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
     value = critic.make(Config(model=where, loss=case.loss, critic=case.critic), models_[0], ranks, compute)
     optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
     reference = models_[1].requires_grad_(False) if case.loss.has_reference else None
-    return Learner(models_[0], reference, optimizer, case.loss, OPTIM, ranks, 0.8, 9, MicroBatchLimit(case.micro, case.micro), 3, value)
+    return Learner(
+        models_[0],
+        reference,
+        optimizer,
+        case.loss,
+        OPTIM,
+        ranks,
+        0.8,
+        9,
+        MicroBatchLimit(case.micro, case.micro),
+        3,
+        value,
+    )
 
 
 def updated(root, case: Case, ranks: Ranks, **dtypes):
