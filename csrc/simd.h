@@ -24,6 +24,8 @@ namespace nlgrpo {
 
 using torch::stable::Tensor;
 
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));  // may be unaligned
+
 // exp(x) within 2 units in the last place, without branches and tables, so that loops over it vectorise.
 //
 //   exp(x) = 2^n exp(r),  n = round(x / ln 2),  r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2]

@@ -6,8 +6,11 @@
     linear_policy_loss   both: hidden states -> loss, with the gradient computed in the forward
     linearize            rewards of a group -> first variation of a rank-based objective
     ecdf                 empirical CDFs of many samples: ranks, cdf, argsort, sort, merge
-    decode_attention, rms_norm, swiglu   ops between the matrix products of a decoding step
-    branch_attention     decode_attention for rows that share prompts; `Branches` maps rows to prompts
+    packed_attention     causal attention over packed sequences; with `Segments`, they share prefixes
+    rms_norm, swiglu     ops between the matrix products of a transformer block
+    branch_attention     attention of a decoding step over a KV cache; `Branches` maps rows to the prompts they share
+    decode_block         a transformer block of a decoding step
+    sample_tokens        logits -> tokens and their log-probs
 
 ``reference.py`` defines each op in plain PyTorch. ``impl`` selects the implementation: "auto" or "torch" for all ops,
 "triton" for ops of a training step, "cpp" for ops that have a compiled CPU version.
@@ -45,25 +48,32 @@ if __name__ == "kernels":
     _leave_the_name()
 else:
     from . import ecdf
+    from .blocks import rms_norm, swiglu
     from .branches import Branches, branch_attention
-    from .decode import decode_attention, rms_norm, swiglu
+    from .decode import BlockWeights, decode_block, sample_tokens
     from .linear_policy_loss import linear_policy_loss
     from .linearize import linearize
     from .logprob import linear_logprob, token_logprob
+    from .packed_attention import packed_attention
     from .policy_loss import policy_loss, policy_loss_with_statistics
     from .reference import split_and_rotate
+    from .segments import Segments
 
     __all__ = [
+        "BlockWeights",
         "Branches",
+        "Segments",
         "branch_attention",
-        "decode_attention",
+        "decode_block",
         "ecdf",
         "linear_logprob",
         "linear_policy_loss",
         "linearize",
+        "packed_attention",
         "policy_loss",
         "policy_loss_with_statistics",
         "rms_norm",
+        "sample_tokens",
         "split_and_rotate",
         "swiglu",
         "token_logprob",

@@ -84,10 +84,12 @@ def branch_attention(
         q, k = rotate(q), rotate(k);   own[:, :, column : column + n] = (k, v)
         out = softmax(scale q k_c^T over the columns c that the token sees) v_c
 
-    It is `decode_attention` for rows that share prompts, whose keys and values are stored once. qkv (R n, H + 2 Hk, d),
-    row after row, and ``rope`` are as in `decode_attention`. ``own`` (R, 2 Hk, columns, d), keys before values, is
-    **modified in place**. ``prompts`` (P, 2 Hk, C, d): prompt p in its first ``branches.lengths[p]`` columns.
-    ``window``: maximum number of tokens that a token sees, itself included. Returns (R n, H, d). Not differentiable.
+    Keys and values of a prompt are stored once for all its rows. qkv (R n, H + 2 Hk, d), row after row: H = ``heads``
+    query heads, then Hk key heads, then Hk value heads, H a multiple of Hk. ``rope``: cos and sin, each (R n, r/2) with
+    r <= d, of the token's position (`reference.rotate`); None: no rotation. ``own`` (R, 2 Hk, columns, d), keys before
+    values, is **modified in place**. ``prompts`` (P, 2 Hk, C, d): prompt p in its first ``branches.lengths[p]``
+    columns. ``window``: maximum number of tokens that a token sees, itself included. Returns (R n, H, d). Not
+    differentiable.
 
     ``impl``: "auto", "cpp" (float32 on a CPU) or "torch". Raises ValueError for an ``impl`` that cannot run, and
     RuntimeError for shapes that do not match.
@@ -103,11 +105,21 @@ def branch_attention(
     own[:, :, column:end] = torch.cat((k, v), dim=1)
     q = (scale * q).unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (R, Hk, G n, d): the queries of a key head
     (keys, values), (own_keys, own_values) = (x.chunk(2, dim=1) for x in (prompts, own[:, :, :end]))
-    scores = torch.cat((branches.per_row(branches.per_prompt(q) @ keys.mT), q @ own_keys.mT), dim=-1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    by_prompt = branches.per_row(_scores(branches.per_prompt(q), keys))
+    scores = torch.cat((by_prompt, _scores(q, own_keys)), dim=-1)
     seen = branches.seen(column, n, prompts.shape[2], window)
     scores = scores.unflatten(2, (-1, n)).masked_fill(~seen, -torch.inf)
     probs = scores.softmax(-1).to(values.dtype).flatten(2, 3)
     prompt_probs, own_probs = probs.split((prompts.shape[2], end), dim=-1)
     out = branches.per_row(branches.per_prompt(prompt_probs) @ values) + own_probs @ own_values
     return out.unflatten(2, (-1, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """q keys^T, in float32 for narrow dtypes: rounded to 8 bits, a score of 10 would be off by 0.02."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return q @ keys.mT
+    if q.is_cuda:
+        out = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).mT, out_dtype=torch.float32)
+        return out.unflatten(0, q.shape[:2])
+    return q.float() @ keys.float().mT

@@ -1,62 +1,87 @@
-"""The small ops of a decoding step, fused into one call each: PyTorch needs several, which dominate a short step."""
+"""Ops of a decoding step: a whole transformer block, and the choice of the next tokens."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
+from .blocks import rms_norm, swiglu
+from .branches import Branches, branch_attention
 from .dispatch import use_cpp
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
-    """RMS norm x / sqrt(mean(x^2) + eps) * weight, the mean over the last dimension.
+class BlockWeights(NamedTuple):
+    """Weights of a transformer block of Llama's form: ``norm1`` and ``norm2`` (D,), the others (out, in).
 
-    x (T, D), weight (D,); the result is (T, D) of the dtype of ``x``. Differentiable; the compiled version runs only on
-    tensors that do not require a gradient. ``impl``: "auto", "cpp" (float32 on a CPU) or "torch".
+    ``qkv``: q, then k, then v heads, with the optional bias ``qkv_bias``. ``up``: gate, then up.
     """
-    if use_cpp(impl, "rms_norm", x, weight):
-        return torch.ops.nlgrpo.rms_norm(x, weight, eps)
-    return reference.rms_norm(x, weight, eps)
+
+    norm1: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    norm2: Tensor
+    up: Tensor
+    down: Tensor
 
 
-def swiglu(x: Tensor, *, impl: str = "auto") -> Tensor:
-    """SwiGLU gate / (1 + exp(-gate)) * up, (T, F), where ``x (T, 2F)`` contains gate, then up.
-
-    Differentiable; ``impl`` as for `rms_norm`.
-    """
-    if use_cpp(impl, "swiglu", x):
-        return torch.ops.nlgrpo.swiglu(x)
-    return reference.swiglu(x)
-
-
-def decode_attention(
-    qkv: Tensor,
+def decode_block(
+    x: Tensor,
+    weights: BlockWeights,
     rope: tuple[Tensor, Tensor] | None,
-    cache: Tensor,
+    own: Tensor,
     column: int,
+    prompts: Tensor,
+    branches: Branches,
     *,
+    eps: float,
     heads: int,
     scale: float,
-    first: Tensor | None = None,
     window: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Attention of one new token per row over a cache of keys and values, to which those of the token are written.
+    """Transformer block of Llama's form on n new tokens of each row of a KV cache.
 
-        q, k = rotate(q), rotate(k);   cache[:, :, column] = (k, v)
-        out = softmax(scale q k_c^T over the columns c in [max(first, column + 1 - window), column]) v_c
+        y = x + out(attention(qkv(rms_norm(x, norm1))))
+        z = y + down(swiglu(up(rms_norm(y, norm2))))
 
-    qkv (R, H + 2 Hk, d): H = ``heads`` query heads, then Hk key heads, then Hk value heads, H a multiple of Hk.
-    ``rope``: cos and sin, each (R, r/2) with r <= d, of the row's position (`reference.rotate`); None: no rotation.
-    ``cache`` (R, 2 Hk, columns, d), keys before values, is **modified in place**. ``first`` (R,) int64: first column
-    that a row sees, 0 by default; a row always sees its own. ``window``: maximum number of columns that a row sees,
-    its own included. Returns (R, H, d). Not differentiable.
+    x and the result are (R n, D), row after row. The attention is `branch_attention` with the other arguments; it
+    writes to ``own``. Not differentiable. ``impl``: "auto", "cpp" (float32 on a CPU) or "torch".
 
-    Raises ValueError for an ``impl`` that cannot run, and RuntimeError, before anything is written, for shapes that do
-    not match.
+    Raises ValueError for an ``impl`` that cannot run, and RuntimeError for shapes that do not match.
     """
-    if use_cpp(impl, "decode_attention", qkv, cache, *(rope or ())):
+    w = weights
+    if use_cpp(impl, "decode_block", x, own, prompts, *(t for t in weights if t is not None), *(rope or ())):
         cos, sin = rope or (None, None)
-        return torch.ops.nlgrpo.decode_attention(qkv, cos, sin, cache, column, first, window or 0, scale, heads)
-    return reference.decode_attention(qkv, rope, cache, column, heads=heads, scale=scale, first=first, window=window)
+        return torch.ops.nlgrpo.decode_block(
+            x, w.norm1, w.qkv, w.qkv_bias, w.out, w.norm2, w.up, w.down, eps, cos, sin, own, column, prompts,
+            branches.lengths, branches.prompt, window or 0, scale, heads,
+        )  # fmt: skip
+    qkv = F.linear(rms_norm(x, w.norm1, eps, impl=impl), w.qkv, w.qkv_bias).unflatten(1, (-1, own.shape[3]))
+    mixed = branch_attention(
+        qkv, rope, own, column, prompts, branches, heads=heads, scale=scale, window=window, impl=impl
+    )
+    y = x + F.linear(mixed.flatten(1), w.out)
+    return y + F.linear(swiglu(F.linear(rms_norm(y, w.norm2, eps, impl=impl), w.up), impl=impl), w.down)
+
+
+def sample_tokens(
+    logits: Tensor, noise: Tensor, *, temperature: float = 1.0, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Sample a token from each row of softmax(logits / temperature) by inversion.
+
+        token = first v with sum_{u <= v} p_u > noise sum_u p_u
+
+    logits (R, V); ``noise`` (R,) in float64, in [0, 1). Returns tokens (R,) and their log-probs (R,), in float32
+    (float64 for float64 logits). Sums are in float64. Logits that are not finite give a log-prob that is NaN. Not
+    differentiable. ``impl``: "auto", "cpp" (float32 on a CPU) or "torch".
+
+    Raises ValueError for an ``impl`` that cannot run, and RuntimeError for shapes that do not match.
+    """
+    if use_cpp(impl, "sample_tokens", logits) and noise.is_cpu:
+        return torch.ops.nlgrpo.sample_tokens(logits, noise, temperature)
+    return reference.sample_tokens(logits, noise, temperature)

@@ -86,12 +86,23 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def use_cpp(impl: str, op: str, *tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+def requires_grad(*tensors: Tensor) -> bool:
+    """Whether autograd records an op on ``tensors``."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def use_cpp(
+    impl: str,
+    op: str,
+    *tensors: Tensor,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    differentiable: bool = False,
+) -> bool:
     """Whether to run the compiled ``op`` on ``tensors``. "auto": if possible.
 
-    It needs tensors of ``dtypes`` on a CPU that do not require a gradient, and an install with the compiled ops. It
-    does not run inside ``torch.compile``, which fuses the plain version itself. Raises ValueError for an unknown
-    ``impl``, and for "cpp" if it cannot run.
+    It needs tensors of ``dtypes`` on a CPU, which do not require a gradient unless the op is ``differentiable``, and an
+    install with the compiled ops. It does not run inside ``torch.compile``, which fuses the plain version itself.
+    Raises ValueError for an unknown ``impl``, and for "cpp" if it cannot run.
     """
     if impl == "torch":
         return False
@@ -99,7 +110,7 @@ def use_cpp(impl: str, op: str, *tensors: Tensor, dtypes: tuple[torch.dtype, ...
         raise ValueError(f"impl={impl!r} is not known to {op}; expected 'auto', 'cpp' or 'torch'.")
     if torch.compiler.is_compiling():
         why = "inside torch.compile"
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    elif not differentiable and requires_grad(*tensors):
         why = "on tensors that require a gradient"
     elif not all(x.is_cpu and x.dtype in dtypes for x in tensors):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

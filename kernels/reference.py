@@ -201,26 +201,22 @@ def split_and_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, heads: int
     return q, k, v
 
 
-def decode_attention(
-    qkv: Tensor,
-    rope: tuple[Tensor, Tensor] | None,
-    cache: Tensor,
-    column: int,
-    *,
-    heads: int,
-    scale: float,
-    first: Tensor | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Write k, v of ``qkv (R, H + 2 Hk, d)`` to ``cache[:, :, column]`` and attend: see `decode.decode_attention`."""
-    q, k, v = split_and_rotate(qkv, rope, heads)
-    cache[:, :, column] = torch.cat((k, v), dim=1)
-    begin, end = 0 if window is None else max(0, column + 1 - window), column + 1
-    keys, values = cache[:, :, begin:end].chunk(2, dim=1)
-    mask = None
-    if first is not None:
-        seen = torch.arange(begin, end, device=first.device) >= first.clamp(max=column)[:, None]
-        mask = seen[:, None, None]  # (R, 1, 1, columns)
-    # The query heads that share a key head become queries of one head: the same result as repeated keys, but faster.
-    grouped = q.unflatten(1, (keys.shape[1], -1))
-    return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
+def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
+    """Sample tokens (R,) by inversion: the first token whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
+
+    The sum is in float64, so that no token of a large vocabulary is lost to rounding. ``noise`` is scaled by the total,
+    so that a sum below 1 cannot select an index beyond the vocabulary. NaN selects the last token.
+    """
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    threshold = noise[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=log_probs.shape[-1] - 1)
+
+
+def sample_tokens(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample tokens (R,) of softmax(logits / temperature), logits (R, V), and return them with their log-probs."""
+    logits = widen(logits)
+    if temperature != 1.0:
+        logits = logits / temperature
+    logp = logits.log_softmax(-1)
+    tokens = draw(logp, noise)
+    return tokens, logp.gather(-1, tokens[:, None])[:, 0]

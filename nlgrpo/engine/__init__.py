@@ -1,9 +1,9 @@
 """Generation engine: sampling of completions, value-guided decoding, and log-probs of given completions.
 
-`generation.generate` samples M completions per prompt with a KV cache; `sampling` has the filters and the noise;
-`transformers_backend` runs architectures that the decoder does not support; `guided_search` is value-guided decoding
-(IRO, SPI) with `chunked_decoding` and `branching_cache`; `rollouts/` scores and stores completions. May import every
-package below `training`. Read `generation.py` first.
+`generation.generate` samples M completions per prompt; `kv_cache` reads each prompt once for all its rows; `sampling`
+has the filters and the noise; `transformers_backend` runs architectures that the decoder does not support;
+`guided_search` is value-guided decoding (IRO, SPI) with `chunked_decoding`; `rollouts/` scores and stores completions.
+May import every package below `training`. Read `generation.py` first.
 """
 
 from nlgrpo.engine.generation import Rollout, generate

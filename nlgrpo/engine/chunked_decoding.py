@@ -7,48 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nlgrpo.engine.branching_cache import SharedCache
-from nlgrpo.engine.generation import Prefill, is_stop, not_finite, run_blocks, stop_tensor
-from nlgrpo.engine.sampling import Sampling, log_distribution, next_tokens, uniform_noise
+from nlgrpo.engine.generation import CachedDecoder, is_stop, not_finite, stop_tensor
+from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
-from nlgrpo.model.decoder import Decoder, Head
+from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.reward_model import score as score_head
-from nlgrpo.model.segments import Segments
 from nlgrpo.model.value_model import as_values, kind_of
-
-
-class Rows:
-    """Decoder with the KV cache of a search: its rows read new tokens and can be copied (branched)."""
-
-    def __init__(self, model: Decoder, head: Head = F.linear) -> None:
-        self.model, self.head = model, head
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Start with one row per prompt. Return the outputs (P, V) of the head at their last tokens."""
-        device, lengths = self.model.head_weight.device, [len(prompt) for prompt in prompts]
-        packed = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        positions, attend = Segments(lengths).positions(device), Prefill(lengths, device, self.model.head_weight.dtype)
-        last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        out = run_blocks(self.model, packed, positions, self.model.rope(positions), attend, last, self.head)
-        self.cache = SharedCache(attend.kv, lengths)
-        return out
-
-    def read(self, tokens: Tensor, select: Tensor) -> Tensor:
-        """Append n tokens (R, n) to the rows. Return the head's outputs (R, V) at each row's token ``select`` (R,)."""
-        rows, n = tokens.shape
-        positions = self.cache.positions(n)
-        chosen = torch.arange(rows, device=tokens.device) * n + select
-        rope = self.model.rope(positions)
-        out = run_blocks(self.model, tokens.flatten(), positions, rope, self.cache, chosen, self.head)
-        self.cache.advance(n)
-        return out
-
-    def branch(self, rows: Sequence[int], tokens: int) -> None:
-        """Replace the rows by copies of ``rows``, and allocate cache for ``tokens`` more tokens."""
-        self.cache.branch(torch.tensor(rows, device=self.model.head_weight.device), tokens)
 
 
 class ModelValue:
@@ -58,7 +24,7 @@ class ModelValue:
     """
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.model, self.rows, self.room = name, model, Rows(model, score_head), room
+        self.name, self.model, self.rows, self.room = name, model, CachedDecoder(model, score_head), room
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
@@ -104,7 +70,7 @@ class Policy:
     """Samples chunks of tokens from the frozen model, with a KV cache."""
 
     def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
-        self.rows, self.sampling, self.seed = Rows(model), sampling, seed
+        self.rows, self.sampling, self.seed = CachedDecoder(model), sampling, seed
         self.stops = stop_tensor(sampling, model.head_weight.device)
 
     def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
@@ -134,8 +100,7 @@ class Policy:
         place = torch.tensor(places, device=source.device)
         noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
         for t in range(tokens):
-            logp = log_distribution(logits, self.sampling)
-            token, logprob = next_tokens(logp, noise[:, t], likely)
+            token, logprob = next_tokens(logits, noise[:, t], self.sampling, likely)
             sampled.append(token)
             logprobs.append(logprob)
             done |= is_stop(token, self.stops)

@@ -1,24 +1,26 @@
 """Generation with a KV cache: M completions per prompt, from token ids to token ids.
 
-Each prompt is prefilled once, its keys and values are copied to its M rows, and finished rows leave the batch. The
-noise of a token depends only on (seed, prompt, sample, position), not on the batch or the number of ranks.
+Each prompt is prefilled and stored once, its M rows read it, and finished rows leave the batch. The noise of a token
+depends only on (seed, prompt, sample, position), not on the batch or the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
-from nlgrpo.kernels import decode_attention, split_and_rotate
+from nlgrpo.engine.kv_cache import KVCache
+from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
+from nlgrpo.kernels import Segments, split_and_rotate
 from nlgrpo.model.attention import PackedAttention, Rope
-from nlgrpo.model.decoder import Attend, Decoder, Head
-from nlgrpo.model.segments import Segments
+from nlgrpo.model.decoder import Block, Decoder, Head
+
+FIRST_COLUMNS = 32  # of the cache of a row; it doubles when it is full, because most rows finish before the limit
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def rollout_of(
     )
 
 
-class Prefill:
+class _Prefill:
     """Packed attention over prompts that stores the keys and values of each layer in ``kv``."""
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
@@ -145,69 +147,86 @@ class Prefill:
         self.kv: list[Tensor] = []  # per layer (T, 2 Hk, d)
 
     def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
-        q, k, v = split_and_rotate(qkv, rope, heads)
-        self.kv.append(torch.cat((k, v), dim=1))
-        return self.attend.attend(q, k, v, scale, window)
+        rotated = torch.cat(split_and_rotate(qkv, rope, heads), dim=1)
+        self.kv.append(rotated[:, heads:])
+        return self.attend(rotated, None, heads=heads, layer=layer, scale=scale, window=window)
 
 
-class _Cache:
-    """Keys and values of R rows. Prompts are padded on the left, so all rows write the same column.
+class CachedDecoder:
+    """Decoder with a KV cache: its rows read new tokens, and can be copied (branched).
 
-    ``kv (layers, R, 2 Hk, columns, d)``; ``first (R,)`` is the first column of each row's prompt, None if all are 0.
-    Because all rows share the column, each step writes one slice, and an attention window is a slice as well.
+    Calls ``block.forward`` instead of ``block``, so that the hooks of FSDP2 do not run.
     """
 
-    def __init__(self, kv: list[Tensor], lengths: list[int], samples: int, new_tokens: int) -> None:
-        self.column = max(lengths)  # where the next token goes
-        _, heads, d = kv[0].shape
-        rows = len(lengths) * samples
-        self.kv = kv[0].new_zeros(len(kv), rows, heads, self.column + new_tokens, d)
-        start = 0
-        for i, n in enumerate(lengths):
-            prompt = torch.stack([x[start : start + n] for x in kv]).transpose(1, 2)  # (layers, 2 Hk, n, d)
-            self.kv[:, i * samples : (i + 1) * samples, :, self.column - n : self.column] = prompt[:, None]
-            start += n
-        self.first = None
-        if min(lengths) < self.column:
-            self.first = self.column - torch.tensor(lengths, device=self.kv.device).repeat_interleave(samples)
+    def __init__(self, model: Decoder, head: Head = F.linear) -> None:
+        self.model, self.head = model, head
 
-    def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
-        cache = self.kv[layer]
-        return decode_attention(
-            qkv, rope, cache, self.column, heads=heads, scale=scale, first=self.first, window=window
-        )
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Start with one row per prompt. Return the outputs (P, V) of the head at their last tokens."""
+        model, lengths = self.model, [len(prompt) for prompt in prompts]
+        device, weight = model.head_weight.device, model.head_weight
+        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        positions = Segments(lengths).positions(device)
+        attend, rope = _Prefill(lengths, device, weight.dtype), model.rope(positions)
+        x = model.enter(tokens, positions)
+        for block in model.blocks:
+            x = block.forward(x, rope, attend)
+        self.cache = KVCache(attend.kv, lengths)
+        self.weights = [cast(Block, block).llama_weights() for block in model.blocks]
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        return self.head(model.norm(x[last]), weight)
 
-    def move(self, source: Tensor, target: Tensor, rows: int) -> None:
-        """Copy rows ``source`` over rows ``target`` and keep the first ``rows``."""
-        used = self.kv[:, :, :, : self.column]
-        used[:, target] = used[:, source]
-        self.kv = self.kv[:, :rows]
-        if self.first is not None:
-            self.first[target] = self.first[source]
-            self.first = self.first[:rows]
+    def read(self, tokens: Tensor, select: Tensor | None = None, rope_table: Rope = None) -> Tensor:
+        """Append n tokens (R, n) to the rows. Return the head's outputs (R, V) at each row's token ``select`` (R,).
+
+        ``select`` is not needed for n = 1. ``rope_table``: `Decoder.rope` of the positions 0, 1, .., to save time.
+        """
+        model, cache, n = self.model, self.cache, tokens.shape[1]
+        positions = cache.positions(n)
+        rope = model.rope(positions) if rope_table is None else (rope_table[0][positions], rope_table[1][positions])
+        x, shape = model.enter(tokens.flatten(), positions), model.shape
+        for layer, (block, weights) in enumerate(zip(model.blocks, self.weights, strict=True)):
+            if weights is None:
+                x = block.forward(x, rope, cache)
+            else:
+                x = cache.run_block(
+                    x, weights, rope, heads=shape.heads, layer=layer, scale=shape.scales[layer],
+                    window=shape.windows[layer], eps=shape.eps,
+                )  # fmt: skip
+        cache.advance(n)
+        if select is not None:
+            x = x[torch.arange(len(tokens), device=tokens.device) * n + select]
+        return self.head(model.norm(x), model.head_weight)
+
+    def branch(self, rows: Sequence[int] | Tensor, tokens: int) -> None:
+        """Replace the rows by copies of ``rows``, and allocate cache for ``tokens`` more tokens."""
+        self.cache.branch(torch.as_tensor(rows, device=self.model.head_weight.device), tokens)
 
 
 class _Rows:
-    """State of the unfinished rows: their indices among all R rows, noise, current tokens and positions."""
+    """State of the unfinished rows: their indices among all R rows, their noise, and whether they have finished."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], samples: int, noise: Tensor) -> None:
+    def __init__(self, noise: Tensor) -> None:
         self.number = torch.arange(len(noise), device=noise.device)
         self.noise = noise
-        self.position = torch.tensor([len(p) for p in prompts], device=noise.device).repeat_interleave(samples)
-        self.token = torch.zeros_like(self.number)
         self.done = torch.zeros_like(self.number, dtype=torch.bool)
 
-    def drop_finished(self, cache: _Cache) -> None:
-        """Remove finished rows once they are 1/8 of all rows: the last unfinished rows move to their places."""
+    def drop_finished(self, *others: Tensor, cache: KVCache) -> list[Tensor]:
+        """Remove finished rows once they are 1/8 of all rows: the last unfinished rows move to their places.
+
+        Returns ``others`` (R, ..) with their remaining rows.
+        """
         unfinished = int((~self.done).sum())
         if unfinished > len(self.done) * 7 // 8:
-            return
+            return list(others)
         target = self.done[:unfinished].nonzero()[:, 0]
         source = unfinished + (~self.done[unfinished:]).nonzero()[:, 0]
-        cache.move(source, target, unfinished)
-        for name, x in vars(self).items():
+        cache.drop(source, target, unfinished)
+        for x in (*vars(self).values(), *others):
             x[target] = x[source]
+        for name, x in vars(self).items():
             setattr(self, name, x[:unfinished])
+        return [x[:unfinished] for x in others]
 
 
 def _decode(
@@ -220,60 +239,31 @@ def _decode(
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens with their log-probs, (R, L), for the R = P * samples rows; undefined after a stop id."""
     device, limit = model.head_weight.device, sampling.max_new_tokens
-    keys = torch.tensor(list(index), device=device).repeat_interleave(samples)
-    sample = torch.arange(samples, device=device).repeat(len(prompts))
-    rows = _Rows(prompts, samples, uniform_noise(seed, keys, sample, torch.arange(limit, device=device)))
-    logits, cache = _prefill(model, prompts, samples, limit)
-    tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(len(keys), limit, dtype=torch.float32, device=device)
-    table, stops = model.rope(torch.arange(cache.column + limit, device=device)), stop_tensor(sampling, device)
+    prompt = torch.arange(len(prompts), device=device).repeat_interleave(samples)
+    keys, sample = torch.tensor(list(index), device=device)[prompt], torch.arange(samples, device=device)
+    noise = uniform_noise(seed, keys, sample.repeat(len(prompts)), torch.arange(limit, device=device))
+    decoder, rows = CachedDecoder(model), _Rows(noise)
+    logits = decoder.begin(prompts)[prompt]
+    decoder.branch(prompt, min(limit, FIRST_COLUMNS))
+    cache = decoder.cache
+    tokens = torch.zeros(len(prompt), limit, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(len(prompt), limit, dtype=torch.float32, device=device)
+    rope_table = model.rope(torch.arange(max(map(len, prompts)) + limit, device=device))
+    stops = stop_tensor(sampling, device)
     check_every = 1 if device.type == "cpu" else 16  # counting the finished rows synchronizes with a GPU
     for t in range(limit):
-        log_probs = log_distribution(logits, sampling)
-        rows.token = draw(log_probs, rows.noise[:, t])
-        tokens[rows.number, t] = rows.token
-        logprobs[rows.number, t] = log_probs.gather(-1, rows.token[:, None])[:, 0].float()
-        rows.done |= is_stop(rows.token, stops)
+        token, logprob = next_tokens(logits, rows.noise[:, t], sampling)
+        tokens[rows.number, t] = token
+        logprobs[rows.number, t] = logprob.float()
+        rows.done |= is_stop(token, stops)
         if (t + 1) % check_every == 0:
-            rows.drop_finished(cache)
+            (token,) = rows.drop_finished(token, cache=cache)
         if t + 1 == limit or len(rows.done) == 0:
             return tokens[:, : t + 1], logprobs[:, : t + 1]
-        rope = None if table is None else (table[0][rows.position], table[1][rows.position])
-        logits = run_blocks(model, rows.token, rows.position, rope, cache)
-        cache.column += 1
-        rows.position += 1
+        if cache.room == 0:
+            cache.grow(min(limit - t, cache.column))
+        logits = decoder.read(token[:, None], rope_table=rope_table)
     raise AssertionError("the loop returns at its limit")
-
-
-def _prefill(model: Decoder, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> tuple[Tensor, _Cache]:
-    """Run the prompts through the model. Return the logits (R, V) of the first new tokens and the cache of all rows."""
-    weight, lengths = model.head_weight, [len(p) for p in prompts]
-    packed = torch.tensor([token for prompt in prompts for token in prompt], device=weight.device)
-    positions = Segments(lengths).positions(weight.device)
-    attend = Prefill(lengths, weight.device, weight.dtype)
-    last = torch.tensor(lengths, device=weight.device).cumsum(0) - 1
-    logits = run_blocks(model, packed, positions, model.rope(positions), attend, last)
-    return logits.repeat_interleave(samples, dim=0), _Cache(attend.kv, lengths, samples, new_tokens)
-
-
-def run_blocks(
-    model: Decoder,
-    tokens: Tensor,
-    positions: Tensor,
-    rope: Rope,
-    attend: Attend,
-    select: Tensor | None = None,
-    head: Head = F.linear,
-) -> Tensor:
-    """Return the logits of the selected tokens, or the outputs of another ``head``.
-
-    Calls ``block.forward`` instead of ``block``, so that the hooks of FSDP2 do not run.
-    """
-    x = model.enter(tokens, positions)
-    for block in model.blocks:
-        x = block.forward(x, rope, attend)
-    x = model.norm(x if select is None else x[select])
-    return head(x, model.head_weight)
 
 
 def stop_tensor(sampling: Sampling, device: torch.device) -> Tensor:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nlgrpo.kernels import sample_tokens
+from nlgrpo.kernels.reference import draw
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -67,22 +70,16 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
-    """Sample tokens (R,) by inversion: the first token whose cumulative probability exceeds ``noise (R,)`` in [0, 1).
-
-    The sum is in float64, so that no token of a large vocabulary is lost to rounding. ``noise`` is scaled by the total,
-    so that a sum below 1 cannot select an index beyond the vocabulary. NaN selects the last token.
-    """
-    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
-    threshold = noise[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=log_probs.shape[-1] - 1)
-
-
-def next_tokens(logp: Tensor, noise: Tensor, ranks: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return tokens and log-probs, (R,), under ``logp`` (R, V): sampled with ``noise`` (R,), or those of ``ranks``.
+def next_tokens(
+    logits: Tensor, noise: Tensor, sampling: Sampling, ranks: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and their log-probs, (R,), under ``sampling``: drawn with ``noise`` (R,), or those of ``ranks``.
 
     Rank 0 is the most likely token; ties are ordered by token id. If fewer tokens are possible, the log-prob is -inf.
     """
+    if ranks is None and not sampling.filtered:
+        return sample_tokens(logits, noise, temperature=sampling.temperature)
+    logp = log_distribution(logits, sampling)
     if ranks is None:
         tokens = draw(logp, noise)[:, None]
         return tokens[:, 0], logp.gather(1, tokens)[:, 0]

@@ -15,7 +15,7 @@ from transformers import logging as transformers_logging
 
 from nlgrpo.engine import generation
 from nlgrpo.engine.generation import Rollout, check_prompts, rollout_of
-from nlgrpo.engine.sampling import Sampling, log_distribution, next_tokens, uniform_noise
+from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.model import decoder
 from nlgrpo.model.architectures import UnknownModel, shape_of
 from nlgrpo.model.decoder import Decoder
@@ -137,8 +137,7 @@ class _TokenSampler(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logp = log_distribution(scores, self.sampling)
-        token, logprob = next_tokens(logp, self.noise[:, len(self.tokens)], self.likely)
+        token, logprob = next_tokens(scores, self.noise[:, len(self.tokens)], self.sampling, self.likely)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)

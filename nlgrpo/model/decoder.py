@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from nlgrpo.kernels import rms_norm, swiglu
+from nlgrpo.kernels import BlockWeights, Segments, rms_norm, swiglu
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
-from nlgrpo.model.segments import Segments
 
 Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> any result
 Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
@@ -78,6 +77,15 @@ class Block(nn.Module):
         scale, window = shape.scales[self.layer], shape.windows[self.layer]
         mixed = attend(qkv, rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
         return self.out(mixed.flatten(1))
+
+    def llama_weights(self) -> BlockWeights | None:
+        """Weights for `kernels.decode_block`; None if the block does not have Llama's form."""
+        shape = self.shape
+        gated = shape.gated and shape.activation == "silu" and not shape.mlp_bias
+        if shape.parallel or shape.norm != "rms" or shape.qk_norm or shape.out_bias or not gated:
+            return None
+        norms, qkv = (self.norm1.weight, self.norm2.weight), self.qkv
+        return BlockWeights(norms[0], qkv.weight, qkv.bias, self.out.weight, norms[1], self.up.weight, self.down.weight)
 
     def mlp(self, x: Tensor) -> Tensor:
         hidden = self.up(x)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nlgrpo.model.segments import Segments
+from nlgrpo.kernels import Segments
 
 
 @dataclass(frozen=True)

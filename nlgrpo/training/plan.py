@@ -33,6 +33,7 @@ def memory(run: Run) -> dict[str, float]:
     rows = max(cfg.rollout.samples, min(cfg.rollout.max_rows, cfg.rollout.prompts * cfg.rollout.samples // world))
     prompt = max(map(len, run.prompts.ids))
     columns = min(shape.context, prompt + cfg.rollout.max_new_tokens)
+    cached = rows // cfg.rollout.samples * prompt + rows * (columns - prompt)  # tokens
     group, limit = prompt + cfg.rollout.samples * (columns - prompt), run.micro_batch_limit
     largest = max(limit.tokens, columns, min(limit.group, group))  # micro-batch
     tokens = min(largest, cfg.rollout.prompts // world * group)
@@ -43,7 +44,7 @@ def memory(run: Run) -> dict[str, float]:
         "reference": count * compute / world if cfg.loss.has_reference else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
-        "KV cache": 2 * shape.layers * rows * shape.kv_heads * shape.head_dim * columns * compute,
+        "KV cache": 2 * shape.layers * cached * shape.kv_heads * shape.head_dim * compute,
         "activations": tokens * shape.width * shape.layers * per_layer * compute,
         "logits": 3 * min(tokens * shape.vocab * 4, BLOCK_BYTES[run.ranks.device.type]),
     }

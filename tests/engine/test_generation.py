@@ -10,6 +10,7 @@ from test_decoder import CASES, random_model
 from transformers.generation import logits_process
 
 from nlgrpo.engine.generation import generate
+from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import decoder
@@ -47,6 +48,29 @@ def test_log_probs_equal_the_trainers(model, temperature):
         assert ended or len(ids) == 30
         assert out.tokens[p, j, len(ids) :].eq(0).all()
         assert out.logprobs[p, j, len(ids) :].eq(0).all()
+
+
+def test_a_prompt_is_cached_once_and_columns_grow_for_unfinished_rows(model, monkeypatch):
+    """Before the first doubling, P n + 32 R columns; when all rows reach the limit, P n + new R."""
+    sizes, grow = [], KVCache.grow
+
+    def counted(cache, tokens):
+        sizes.append((len(cache.prompt), cache.column, cache.nbytes))
+        grow(cache, tokens)
+        sizes.append((len(cache.prompt), cache.column + tokens, cache.nbytes))
+
+    monkeypatch.setattr(KVCache, "grow", counted)
+    shape = model.shape
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
+    for stops in ((), tuple(range(20, 40))):
+        sizes.clear()
+        out = generate(model, PROMPTS, 6, Sampling(max_new_tokens=45, stop_ids=stops), seed=3)
+        assert sizes == [
+            (rows, columns, token * (len(PROMPTS) * max(map(len, PROMPTS)) + rows * columns))
+            for rows, columns, _ in sizes
+        ]
+        assert [columns for _, columns, _ in sizes] == ([32, 45] if out.lengths.max() > 32 else [])
+    assert out.finished.any()
 
 
 def test_samples_do_not_depend_on_the_batch(model):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_decoder import random_model
 
-from nlgrpo.engine import chunked_decoding
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import CHOICE, Search, search, select
@@ -155,13 +154,11 @@ def test_a_chunk_is_read_once(tmp_path, monkeypatch, likeliest):
     """Value models read all chunks; the policy does not read the last tokens of chunks that are not beams."""
     policy, value = policy_of("llama", tmp_path), value_of("gpt2", tmp_path, 1)
     how = Search(1, 4, 1, diverse=False, likeliest=True) if likeliest else Search(2, 3, 4)
-    read, run = {id(policy): [], id(value): []}, chunked_decoding.run_blocks
-
-    def counted(model, x, *args, **kwargs):
-        read[id(model)].append(x.numel())
-        return run(model, x, *args, **kwargs)
-
-    monkeypatch.setattr(chunked_decoding, "run_blocks", counted)
+    read = {id(policy): [], id(value): []}
+    for model in (policy, value):
+        enter = model.enter
+        counted = lambda tokens, *args, m=model, e=enter: read[id(m)].append(tokens.numel()) or e(tokens, *args)  # noqa: E731
+        monkeypatch.setattr(model, "enter", counted)
     search(policy, PROMPTS, how, Sampling(max_new_tokens=12), [(ModelValue("value", value, 12), 1.0)], seed=1)
     P, prompts, rounds = len(PROMPTS), sum(map(len, PROMPTS)), 12 // how.chunk
     assert read[id(value)] == [prompts] + [P * how.candidates * how.chunk] * (rounds - 1)

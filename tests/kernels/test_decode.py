@@ -1,194 +1,158 @@
 """Compiled and plain ops of a decoding step compared with float64."""
 
-import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from nlgrpo import kernels
-from nlgrpo.kernels import extension
+from nlgrpo.kernels import BlockWeights, Branches, extension
 
 IMPLS = ["torch", "cpp"] if extension.available() or os.environ.get("NLGRPO_BUILD_EXT") == "1" else ["torch"]
 
 
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def assert_as_good_as_torch(ours, plain, truth):
-    """The largest error is at most that of plain PyTorch in float32, plus a few roundings."""
-    assert ours.dtype == torch.float32
-    assert ours.shape == truth.shape
-    room = 4e-7 * float(truth.abs().max())
-    assert float((ours - truth).abs().max()) <= float((plain - truth).abs().max()) + room
+# --- a block ----------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, D, WIDTH, FFN, LENGTHS, PROMPT, COLUMN = 4, 2, 8, 24, 40, (5, 2), (1, 0, 1), 3
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("rows", "width"), [(1, 5), (7, 64), (48, 128), (3, 1), (300, 1021)])
-def test_rms_norm(impl, rows, width):
-    x, weight = 3 * normal(rows, width), normal(width, seed=1)
-    truth = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    assert_as_good_as_torch(kernels.rms_norm(x, weight, 1e-5, impl=impl), plain, truth)
-    strided = kernels.rms_norm(x.t().contiguous().t(), weight.repeat_interleave(2)[::2], 1e-5, impl=impl)
-    assert_as_good_as_torch(strided, plain, truth)
+def block(tokens=1, *, bias=True, dtype=torch.float32):
+    """Arguments of `decode_block` that change, and its options."""
+    rows, heads = len(PROMPT), HEADS + 2 * KV_HEADS
+    sizes = {"norm1": (WIDTH,), "qkv": (heads * D, WIDTH), "qkv_bias": (heads * D,), "out": (WIDTH, HEADS * D)}
+    sizes |= {"norm2": (WIDTH,), "up": (2 * FFN, WIDTH), "down": (WIDTH, FFN)}
+    weights = {name: 0.3 * normal(*size, seed=i, dtype=dtype) for i, (name, size) in enumerate(sizes.items())}
+    angle = normal(rows * tokens, D // 2, seed=20, dtype=dtype)
+    given = {
+        "x": normal(rows * tokens, WIDTH, seed=21, dtype=dtype),
+        "weights": BlockWeights(**weights | {} if bias else weights | {"qkv_bias": None}),
+        "rope": (angle.cos(), angle.sin()),
+        "own": normal(rows, 2 * KV_HEADS, COLUMN + tokens + 2, D, seed=22, dtype=dtype),
+        "column": COLUMN,
+        "prompts": normal(len(LENGTHS), 2 * KV_HEADS, max(LENGTHS), D, seed=23, dtype=dtype),
+        "branches": Branches(torch.tensor(LENGTHS), torch.tensor(PROMPT)),
+    }
+    return given, {"eps": 1e-5, "heads": HEADS, "scale": 0.4}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("rows", "width"), [(1, 5), (7, 64), (48, 344), (300, 1021)])
-def test_swiglu(impl, rows, width):
-    x = 4 * normal(rows, 2 * width)
-    gate, up = x.double().chunk(2, -1)
-    plain = torch.nn.functional.silu(x[:, :width]) * x[:, width:]
-    assert_as_good_as_torch(kernels.swiglu(x, impl=impl), plain, gate * torch.sigmoid(gate) * up)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_swiglu_at_the_ends_of_the_exponential(impl):
-    gate = torch.tensor([[-1e30, -200.0, -90.0, -87.0, 0.0, 87.0, 90.0, 1e30, math.nan]])
-    out = kernels.swiglu(torch.cat((gate, torch.ones_like(gate)), -1), impl=impl)[0]
-    assert out[:4].abs().max() < 1e-7
-    assert out[4:8].tolist() == gate[0, 4:8].tolist()
-    assert out[8].isnan()
-
-
-def case(rows, heads, kv_heads, d, columns, rotary, seed=0):
-    """qkv, rope, and a cache that is a view of a larger tensor and has unused columns."""
-    angle = 3 * normal(rows, rotary // 2, seed=seed + 1)
-    rope = (angle.cos(), angle.sin()) if rotary else None
-    cache = normal(2, rows + 1, 2 * kv_heads, columns + 3, d, seed=seed + 2)[1, :rows, :, 1:]
-    return normal(rows, heads + 2 * kv_heads, d, seed=seed), rope, cache
-
-
-def by_hand(qkv, rope, cache, column, *, heads, scale, first, window):
-    """Compute the result and the updated cache row by row and head by head in float64."""
-    qkv, cache = qkv.double(), cache.double().clone()
-    rows, kv_heads = len(qkv), cache.shape[1] // 2
-    if rope is not None:
-        half = rope[0].shape[1]
-        turn = torch.complex(rope[0].double(), rope[1].double())[:, None]
-        rotated = torch.complex(qkv[..., :half], qkv[..., half : 2 * half]) * turn
-        qk = torch.cat((rotated.real, rotated.imag, qkv[..., 2 * half :]), -1)
-        qkv = torch.cat((qk[:, : heads + kv_heads], qkv[:, heads + kv_heads :]), 1)
-    cache[:, :, column] = qkv[:, heads:]
-    out = qkv.new_zeros(rows, heads, qkv.shape[2])
-    for r in range(rows):
-        begin = max(0 if first is None else int(first[r]), 0 if window is None else column + 1 - window)
-        for h in range(heads):
-            g = h * kv_heads // heads
-            keys, values = cache[r, g, begin : column + 1], cache[r, kv_heads + g, begin : column + 1]
-            out[r, h] = (scale * keys @ qkv[r, h]).softmax(0) @ values
-    return out, cache
+def by_hand(x, weights, rope, own, column, prompts, branches, *, eps, heads, scale, window):
+    """The block in one formula per line; its attention is tested in `test_branches`."""
+    norm = lambda y, weight: y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * weight  # noqa: E731
+    qkv = norm(x, weights.norm1) @ weights.qkv.T + (0 if weights.qkv_bias is None else weights.qkv_bias)
+    cache = own, column, prompts, branches
+    options = {"heads": heads, "scale": scale, "window": window, "impl": "torch"}
+    mixed = kernels.branch_attention(qkv.unflatten(1, (-1, own.shape[3])), rope, *cache, **options)
+    y = x + mixed.flatten(1) @ weights.out.T
+    gate, up = (norm(y, weights.norm2) @ weights.up.T).chunk(2, -1)
+    return y + (gate * torch.sigmoid(gate) * up) @ weights.down.T
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "d", "rotary"),
-    [(1, 1, 1, 5, 4), (7, 6, 3, 16, 16), (48, 6, 1, 16, 4), (3, 6, 2, 64, 64), (7, 4, 4, 80, 20), (2, 2, 2, 128, 0)],
-)
-@pytest.mark.parametrize("window", [None, 1, 6])
-def test_decode_attention(impl, rows, heads, kv_heads, d, rotary, window):
-    column = 21
-    qkv, rope, cache = case(rows, heads, kv_heads, d, column, rotary)
-    firsts = torch.randint(0, column + 1, (rows,), generator=torch.Generator().manual_seed(3))
-    for first in (None, firsts):
-        options = {"heads": heads, "scale": d**-0.5, "first": first, "window": window}
-        truth, after = by_hand(qkv, rope, cache, column, **options)
-        plain = kernels.decode_attention(qkv, rope, cache.clone(), column, impl="torch", **options)
-        written = cache.clone()
-        ours = kernels.decode_attention(qkv, rope, written, column, impl=impl, **options)
-        assert_as_good_as_torch(ours, plain, truth)
-        torch.testing.assert_close(written.double(), after, atol=1e-6, rtol=0)
-        untouched = torch.arange(written.shape[2]) != column
-        assert torch.equal(written[:, :, untouched], cache[:, :, untouched])
-        strided = torch.zeros(rows, 2 * kv_heads, 64, d)[:, :, 5 : 5 + written.shape[2]]  # a view that is not dense
-        strided.copy_(cache)
-        again = kernels.decode_attention(qkv, rope, strided, column, impl=impl, **options)
-        assert torch.equal(again, ours) or impl == "torch"
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("window", [None, 4])
+def test_decode_block(impl, tokens, bias, window):
+    given, options = block(tokens, bias=bias)
+    exact, _ = block(tokens, bias=bias)
+    double = lambda x: x.double() if isinstance(x, torch.Tensor) else x  # noqa: E731
+    exact = {name: double(x) for name, x in exact.items()}
+    exact["weights"] = BlockWeights(*map(double, exact["weights"]))
+    exact["rope"] = tuple(map(double, exact["rope"]))
+    truth = by_hand(**exact, **options, window=window)
+    with torch.inference_mode():
+        ours = kernels.decode_block(**given, **options, window=window, impl=impl)
+    torch.testing.assert_close(ours.double(), truth, atol=3e-6, rtol=0)
+    torch.testing.assert_close(given["own"].double(), exact["own"], atol=3e-6, rtol=0)
 
 
 @pytest.mark.skipif("cpp" not in IMPLS, reason="this install has no compiled ops (no compiler when it was built)")
-class TestCompiled:
-    def test_the_first_column_and_no_rows(self):
-        qkv, rope, cache = case(4, 4, 2, 16, 0, 16)
-        out = kernels.decode_attention(qkv, rope, cache, 0, heads=4, scale=0.25, impl="cpp")
-        torch.testing.assert_close(out, qkv[:, 6:].repeat_interleave(2, 1))  # one column: its value
-        none = kernels.decode_attention(qkv[:0], None, cache[:0], 0, heads=4, scale=0.25, impl="cpp")
-        assert none.shape == (0, 4, 16)
-        assert kernels.rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-5, impl="cpp").shape == (0, 8)
-
-    def test_the_number_of_threads_does_not_change_a_bit(self):
-        qkv, rope, cache = case(48, 8, 4, 64, 200, 64)
-        x = normal(400, 1000)
-        before, results = torch.get_num_threads(), []
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                out = kernels.decode_attention(qkv, rope, cache, 199, heads=8, scale=0.125, impl="cpp")
-                results.append((out, kernels.swiglu(x, impl="cpp"), kernels.rms_norm(x, x[0], 1e-5, impl="cpp")))
-        finally:
-            torch.set_num_threads(before)
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+class TestCompiledBlock:
+    def test_other_dtypes_and_gradients_use_torch(self):
+        given, options = block(dtype=torch.float64)
+        assert kernels.decode_block(**given, **options).dtype == torch.float64
+        with pytest.raises(ValueError, match="float32 on a CPU"):
+            kernels.decode_block(**given, **options, impl="cpp")
+        given, options = block()
+        given["weights"].down.requires_grad_()
+        with pytest.raises(ValueError, match="require a gradient"):
+            kernels.decode_block(**given, **options, impl="cpp")
+        with torch.no_grad():
+            kernels.decode_block(**given, **options, impl="cpp")
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"column": 30}, "column 30 is outside"),
-            ({"column": -1}, "column -1 is outside"),
-            ({"heads": 3}, "heads"),
-            ({"heads": 0}, "heads"),
-            ({"window": -2}, "window"),
-            ({"first": torch.zeros(4, dtype=torch.int32)}, "first must be"),
-            ({"first": torch.zeros(3, dtype=torch.int64)}, "first must be"),
-            ({"rope": (torch.ones(4, 8), torch.ones(4, 7))}, "cos and sin"),
-            ({"rope": (torch.ones(4, 9), torch.ones(4, 9))}, "cos and sin"),
-            ({"cache": torch.zeros(4, 4, 22, 15)}, "cache must be"),
-            ({"cache": torch.zeros(4, 4, 16, 22).transpose(2, 3)}, "contiguous along"),
-            ({"qkv": torch.zeros(4, 8)}, "qkv must have 3 dimensions"),
+            ({"column": 9}, "column 9 is outside"),
+            ({"own": torch.zeros(3, 4, 6)}, "own must have 4 dimensions"),
+            ({"own": torch.zeros(2, 4, 6, D)}, "cache must be"),
+            ({"own": torch.zeros(3, 2, 6, D)}, "qkv_weight must have"),
+            ({"x": torch.zeros(WIDTH)}, "x must have 2 dimensions"),
+            ({"x": torch.zeros(3, WIDTH + 1)}, "weight must have 25 elements"),
+            ({"branches": Branches(torch.tensor(LENGTHS), torch.tensor((0, 1, 2)))}, r"prompt\[2\] is 2"),
         ],
     )
-    def test_invalid_arguments_are_refused_before_the_cache_is_written(self, change, message):
-        qkv, rope, cache = case(4, 4, 2, 16, 21, 16)
-        given = {"qkv": qkv, "rope": rope, "cache": cache, "column": 21, "heads": 4, "scale": 0.25} | change
-        before = cache.clone()
+    def test_shapes_that_do_not_match_are_refused(self, change, message):
+        given, options = block()
         with pytest.raises(RuntimeError, match=message):
-            kernels.decode_attention(**given, impl="cpp")
-        assert torch.equal(cache, before)
-
-    def test_unsupported_tensors_use_torch(self):
-        x, weight = normal(4, 8), torch.ones(8)
-        for y in (x.double(), x.bfloat16()):
-            assert kernels.rms_norm(y, weight.to(y), 1e-5).dtype == kernels.swiglu(y).dtype == y.dtype
-            with pytest.raises(ValueError, match="float32 on a CPU"):
-                kernels.swiglu(y, impl="cpp")
-        with pytest.raises(ValueError, match="gradient"):
-            kernels.swiglu(x.clone().requires_grad_(), impl="cpp")
-        leaf = x.clone().requires_grad_()
-        kernels.swiglu(leaf).sum().backward()
-        assert leaf.grad is not None
-        with pytest.raises(RuntimeError, match="must be float32"):
-            torch.ops.nlgrpo.swiglu(x.double())
-        with pytest.raises(RuntimeError, match="even number"):
-            torch.ops.nlgrpo.swiglu(x[:, :7])
-        with pytest.raises(RuntimeError, match="weight must have 8"):
-            torch.ops.nlgrpo.rms_norm(x, weight[:3], 1e-5)
+            kernels.decode_block(**given | change, **options, impl="cpp")
 
 
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="'auto', 'cpp' or 'torch'"):
-        kernels.swiglu(torch.ones(2, 2), impl="triton")
+# --- the next tokens --------------------------------------------------------------------------------------------------
 
 
-def test_without_the_compiled_ops():
-    code = (
-        "import torch; from nlgrpo import kernels; x = torch.ones(2, 4); print(kernels.swiglu(x).shape)\n"
-        "try: kernels.swiglu(x, impl='cpp')\nexcept ValueError as e: print(e)"
-    )
-    env = os.environ | {"NLGRPO_EXT": "0"}
-    shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert "torch.Size([2, 2])" in shown
-    assert "no compiled ops" in shown
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (5, 3), (40, 64), (30, 65), (20, 2048), (3, 50_257)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampled_tokens_invert_the_cumulative_distribution(impl, rows, vocabulary, temperature):
+    logits, noise = 3 * normal(rows, vocabulary), torch.rand(rows, generator=torch.Generator().manual_seed(1)).double()
+    noise[0] = 0
+    tokens, logprob = kernels.sample_tokens(logits, noise, temperature=temperature, impl=impl)
+    logp = (logits.double() / temperature).log_softmax(-1)
+    through = logp.exp().cumsum(-1)
+    up_to = through.gather(1, tokens[:, None])[:, 0]
+    before = up_to - logp.exp().gather(1, tokens[:, None])[:, 0]
+    assert (before <= noise + 2e-7).all()
+    assert (noise < up_to + 2e-7).all()
+    atol = 2e-5 if impl == "torch" else 4e-6  # torch.log_softmax adds a large vocabulary one by one
+    torch.testing.assert_close(logprob.double(), logp.gather(1, tokens[:, None])[:, 0], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_impossible_tokens_are_never_sampled(impl):
+    """Noise of 0 and just below 1 takes the first and the last possible token."""
+    logits = torch.full((2, 300), -torch.inf)
+    logits[:, 70:80] = normal(10)
+    noise = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    assert kernels.sample_tokens(logits, noise, impl=impl)[0].tolist() == [70, 79]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, "all -inf"])
+def test_logits_that_are_not_finite_give_a_log_prob_that_is_nan(impl, wrong):
+    logits = normal(3, 100)
+    logits[1] = -torch.inf if wrong == "all -inf" else logits[1]
+    if wrong != "all -inf":
+        logits[1, 5] = wrong
+    tokens, logprob = kernels.sample_tokens(logits, torch.full((3,), 0.5, dtype=torch.float64), impl=impl)
+    assert logprob.isnan().tolist() == [False, True, False]
+    assert 0 <= tokens[1] < 100
+
+
+@pytest.mark.skipif("cpp" not in IMPLS, reason="this install has no compiled ops (no compiler when it was built)")
+def test_compiled_sampling_refuses_what_it_cannot_read():
+    logits, noise = normal(3, 8), torch.zeros(3, dtype=torch.float64)
+    assert kernels.sample_tokens(logits[:0], noise[:0], impl="cpp")[0].shape == (0,)
+    assert kernels.sample_tokens(logits.double(), noise)[1].dtype == torch.float64
+    for x, u, temperature, message in (
+        (logits, noise.float(), 1.0, "noise must be"),
+        (logits, noise[:2], 1.0, "noise must be"),
+        (logits[:, :0], noise, 1.0, "at least one column"),
+        (logits[0], noise, 1.0, "logits must have 2 dimensions"),
+        (logits, noise, 0.0, "temperature must be positive"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            kernels.sample_tokens(x, u, temperature=temperature, impl="cpp")

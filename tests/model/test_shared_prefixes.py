@@ -8,12 +8,11 @@ import torch
 from helpers import run_ranks
 from test_decoder import CASES, random_model
 
-from nlgrpo.kernels import linear_logprob
-from nlgrpo.model import attention, decoder
+from nlgrpo.kernels import Segments, linear_logprob, packed_attention_torch
+from nlgrpo.model import decoder
 from nlgrpo.model.fsdp import shard
 from nlgrpo.model.packing import empty_micro_batch, pack, pack_pairs
 from nlgrpo.model.reward_model import score, scores, with_score_head
-from nlgrpo.model.segments import Segments
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.bradley_terry import bradley_terry_loss
 
@@ -49,8 +48,8 @@ def logprobs_and_gradients(model, batches, shape):
     for batch in batches:
         logprob, _ = model(batch.tokens, batch.segments, batch.select, partial(linear_logprob, targets=batch.targets))
         (logprob * batch.pick(cotangent)).sum().backward()
-        out[batch.row, batch.offset] = logprob.detach()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+        out[batch.row, batch.offset] = logprob.detach().double()
+    gradients = {name: p.grad.double() for name, p in model.named_parameters()}
     model.zero_grad()
     return out, gradients
 
@@ -65,23 +64,28 @@ def alone(prompts, completions):
     return [batch for r in range(len(prompts)) for batch in pack(prompts, completions, [r], 10**6)]
 
 
-def compare(seed, max_tokens):
-    """Compare shared with separate computation for one random configuration."""
+def compare(seed, max_tokens, dtype=torch.float64, tolerance=1e-11):
+    """Compare shared computation with separate computation in float64 for one random configuration."""
     case = FAMILY_CASES[seed % len(FAMILY_CASES)]
     model = build(case, seed)
     prompts, completions = groups(seed)
     shape = (len(prompts), max(map(len, completions)))
     truth = logprobs_and_gradients(model, alone(prompts, completions), shape)
+    model = model.to(dtype)
     model.activation_checkpointing = seed % 2 == 0
     batches = pack(prompts, completions, range(len(prompts)), max_tokens)
     assert any(batch.segments.shared for batch in batches)
     ours = logprobs_and_gradients(model, batches, shape)
-    assert_close([ours[0], *ours[1].values()], [truth[0], *truth[1].values()])
+    assert_close([ours[0], *ours[1].values()], [truth[0], *truth[1].values()], tolerance)
 
 
+SINGLE = {"dtype": torch.float32, "tolerance": 3e-5}  # runs the compiled attention
+
+
+@pytest.mark.parametrize("precision", [{}, SINGLE], ids=["float64", "float32"])
 @pytest.mark.parametrize("seed", range(CONFIGURATIONS))
-def test_random_configurations(seed):
-    compare(seed, (45, 80, 10**6)[seed % 3])
+def test_random_configurations(seed, precision):
+    compare(seed, (45, 80, 10**6)[seed % 3], **precision)
 
 
 def test_every_case_is_among_them():
@@ -89,8 +93,11 @@ def test_every_case_is_among_them():
 
 
 def _ignore_prompts(patch):
-    cross = attention._cross_parts
-    patch.setattr(attention, "_cross_parts", lambda start, n, suffixes, *rest: cross(start, n, suffixes, *rest)[1:])
+    cross = packed_attention_torch._cross_parts
+    patch.setattr(packed_attention_torch, "_cross_parts", lambda start, n, *rest: cross(start, n, *rest)[1:])
+    table = Segments.tensor.func
+    alone = torch.tensor([1, 0]), torch.tensor([0, -1])
+    patch.setattr(Segments, "tensor", property(lambda self: table(self) * alone[0] + alone[1]))
 
 
 def _add_parts_without_weights(patch):
@@ -108,13 +115,21 @@ def _read_another_prompt(patch):
 
 
 @pytest.mark.parametrize(
-    "fault", [_ignore_prompts, _add_parts_without_weights, _start_positions_too_early, _read_another_prompt]
+    ("fault", "precisions"),
+    [
+        (_ignore_prompts, ({}, SINGLE)),
+        (_start_positions_too_early, ({}, SINGLE)),
+        (_add_parts_without_weights, ({},)),
+        (_read_another_prompt, ({},)),
+    ],
 )
-def test_planted_faults_are_found(fault, monkeypatch):
-    compare(5, 10**6)
+def test_planted_faults_are_found(fault, precisions, monkeypatch):
+    for precision in precisions:
+        compare(5, 10**6, **precision)
     fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        compare(5, 10**6)
+    for precision in precisions:
+        with pytest.raises(AssertionError):
+            compare(5, 10**6, **precision)
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2-window", "qwen3", "neox", "gpt2"])

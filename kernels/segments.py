@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,11 @@ class Segments:
         """Segments as they are, or the segments of sequences with these ``lengths`` and without shared prefixes."""
         return lengths if isinstance(lengths, Segments) else cls(lengths)
 
+    @property
+    def key_lengths(self) -> list[int]:
+        """Number of keys of each segment: those of its prefix and its own."""
+        return [offset + length for offset, length in zip(self.offsets, self.lengths, strict=True)]
+
     def is_suffix(self, segment: int) -> bool:
         return self.prefixes[segment] is not None
 
@@ -58,6 +64,12 @@ class Segments:
     def offsets(self) -> list[int]:
         """Position of the first token of each segment in its sequence: the length of its prefix, or 0."""
         return [0 if prefix is None else self.lengths[prefix] for prefix in self.prefixes]
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """Length and prefix (-1: none) of each segment, (S, 2) int64, for the compiled op."""
+        prefixes = [-1 if prefix is None else prefix for prefix in self.prefixes]
+        return torch.tensor([self.lengths, prefixes], dtype=torch.int64).T.contiguous()
 
     def groups(self) -> list[Group]:
         groups: list[Group] = []

@@ -1,6 +1,7 @@
-// Cached decoding: rotate q and k of new tokens, write k and v to the cache, attend. The keys of a row may be in two
-// caches: that of its prompt, which many rows share, and its own.
-#include "simd.h"
+// Cached decoding: rotate q and k of new tokens, write k and v to the cache, attend. The keys of a row are in two caches:
+// that of its prompt, which many rows share, and its own.
+#include "ops.h"
+#include "rotary.h"
 
 #include <algorithm>
 #include <cmath>
@@ -26,8 +27,7 @@ struct Step {
   float* out;      // (R n, heads, dim)
   int64_t window;  // maximum number of positions that a token sees, 0: all
   float scale;
-  const int64_t* first = nullptr;                       // (R), first column of `own` that each row sees; null: 0
-  Cache<const float> prompts = {};                      // (P, ..), not used if `prompt` is null
+  Cache<const float> prompts = {};                      // (P, ..)
   const int64_t *prompt = nullptr, *lengths = nullptr;  // (R) prompt of each row; (P) columns of each prompt
 };
 
@@ -37,22 +37,11 @@ struct Span {
   int64_t stride, columns;
 };
 
-// (a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated part. All elements are multiplied by
-// `factor`.
-NLGRPO_INLINE void rotate(const float* x, const Step& s, int64_t row, float factor, float* to, int64_t dim) {
-  const float *cos = s.cos + row * s.half, *sin = s.sin + row * s.half;
-  for (int64_t j = 0; j < s.half; j++) {
-    const float a = x[j], b = x[j + s.half];
-    to[j] = (a * cos[j] - b * sin[j]) * factor;
-    to[j + s.half] = (b * cos[j] + a * sin[j]) * factor;
-  }
-  for (int64_t j = 2 * s.half; j < dim; j++) {
-    to[j] = x[j] * factor;
-  }
+NLGRPO_INLINE void rotate_token(const float* x, const Step& s, int64_t token, float factor, float* to, int64_t dim) {
+  rotate(x, s.cos + token * s.half, s.sin + token * s.half, s.half, factor, to, dim);
 }
 
 typedef float Four __attribute__((vector_size(16)));
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));  // may be unaligned
 
 // score_c = q k_c, for four columns at a time, whose vectors of partial sums are reduced together. Reducing each one
 // separately, as `omp simd reduction` does, takes longer than the products of a short head.
@@ -84,33 +73,55 @@ NLGRPO_INLINE void multiply_keys(const float* q, const float* keys, int64_t stri
   }
 }
 
-// sum_j += sum_c score_c v_cj for `width` consecutive j. The sums stay in registers.
+// sum_j += sum_c score_c v_cj for `width` consecutive j, over four columns.
 template <int64_t width>
-NLGRPO_INLINE void add_values(const float* score, const float* values, int64_t stride, int64_t columns, float* sum) {
-  int64_t c = 0;
-  for (; c + 4 <= columns; c += 4) {
-    const float *v0 = values + c * stride, *v1 = v0 + stride, *v2 = v1 + stride, *v3 = v2 + stride;
-    const float s0 = score[c], s1 = score[c + 1], s2 = score[c + 2], s3 = score[c + 3];
+NLGRPO_INLINE void add_four(const float* score, const float* const* value, float* sum) {
+  const float *v0 = value[0], *v1 = value[1], *v2 = value[2], *v3 = value[3];
+  const float s0 = score[0], s1 = score[1], s2 = score[2], s3 = score[3];
 #pragma omp simd
-    for (int64_t j = 0; j < width; j++) {
-      sum[j] += (s0 * v0[j] + s1 * v1[j]) + (s2 * v2[j] + s3 * v3[j]);
-    }
-  }
-  for (; c < columns; c++) {
-#pragma omp simd
-    for (int64_t j = 0; j < width; j++) {
-      sum[j] += score[c] * values[c * stride + j];
-    }
+  for (int64_t j = 0; j < width; j++) {
+    sum[j] += (s0 * v0[j] + s1 * v1[j]) + (s2 * v2[j] + s3 * v3[j]);
   }
 }
 
-// out_j = factor sum_c score_c v_cj over the columns of both spans, for j in [from, from + width).
+// out_j = factor sum_c score_c v_cj over the columns of both spans, for j in [from, from + width). The sums stay in
+// registers. Columns are added in fours, also across the end of the prompt, so that the sum does not depend on where a
+// sequence is divided.
 template <int64_t width>
 NLGRPO_INLINE void mix_values(const float* score, const Span& prompt, const Span& own, int64_t from, float factor,
                               float* out) {
   float sum[width] = {};
-  add_values<width>(score, prompt.values + from, prompt.stride, prompt.columns, sum);
-  add_values<width>(score + prompt.columns, own.values + from, own.stride, own.columns, sum);
+  const auto column = [&](int64_t c) __attribute__((always_inline)) {
+    return from + (c < prompt.columns ? prompt.values + c * prompt.stride
+                                      : own.values + (c - prompt.columns) * own.stride);
+  };
+  const auto add = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    for (int64_t c = begin; c < end; c += 4) {
+      const float* const four[] = {column(c), column(c + 1), column(c + 2), column(c + 3)};
+      add_four<width>(score + c, four, sum);
+    }
+  };
+  const int64_t columns = prompt.columns + own.columns, whole = columns / 4 * 4;
+  const int64_t shared = prompt.columns / 4 * 4;
+  for (int64_t c = 0; c < shared; c += 4) {
+    const float* v = prompt.values + c * prompt.stride + from;
+    const float* const four[] = {v, v + prompt.stride, v + 2 * prompt.stride, v + 3 * prompt.stride};
+    add_four<width>(score + c, four, sum);
+  }
+  const int64_t border = std::min(whole, shared < prompt.columns ? shared + 4 : shared);
+  add(shared, border);
+  for (int64_t c = border; c < whole; c += 4) {
+    const float* v = own.values + (c - prompt.columns) * own.stride + from;
+    const float* const four[] = {v, v + own.stride, v + 2 * own.stride, v + 3 * own.stride};
+    add_four<width>(score + c, four, sum);
+  }
+  for (int64_t c = whole; c < columns; c++) {
+    const float* v = column(c);
+#pragma omp simd
+    for (int64_t j = 0; j < width; j++) {
+      sum[j] += score[c] * v[j];
+    }
+  }
   for (int64_t j = 0; j < width; j++) {
     out[from + j] = sum[j] * factor;
   }
@@ -161,20 +172,19 @@ NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scr
   for (int64_t t = 0; t < s.tokens; t++) {
     const int64_t token = row * s.tokens + t;
     const float* k = s.qkv + token * width + (s.heads + head) * dim;
-    rotate(k, s, token, 1.0f, keys + t * s.own.column_stride, dim);
+    rotate_token(k, s, token, 1.0f, keys + t * s.own.column_stride, dim);
     std::copy_n(k + s.kv_heads * dim, dim, values + t * s.own.column_stride);
   }
-  const int64_t source = s.prompt ? s.prompt[row] : 0, length = s.prompt ? s.lengths[source] : 0;
+  const int64_t source = s.prompt[row], length = s.lengths[source];
   float *query = scratch, *score = scratch + dim;
   for (int64_t t = 0; t < s.tokens; t++) {
     const int64_t token = row * s.tokens + t, column = s.column + t;
     const int64_t oldest = s.window == 0 ? 0 : std::max<int64_t>(0, length + column + 1 - s.window);
-    // A token always sees its own column, also if `first` is larger.
-    const int64_t begin = std::min(std::max({oldest - length, s.first ? s.first[row] : 0, int64_t{0}}), column);
+    const int64_t begin = std::max<int64_t>(oldest - length, 0);
     const Span prompt = columns(s.prompts, source, head, s.kv_heads, std::min(oldest, length), length);
     const Span own = columns(s.own, row, head, s.kv_heads, begin, column + 1);
     for (int64_t h = head * group; h < (head + 1) * group; h++) {
-      rotate(s.qkv + token * width + h * dim, s, token, s.scale, query, dim);
+      rotate_token(s.qkv + token * width + h * dim, s, token, s.scale, query, dim);
       attend(query, prompt, own, score, s.out + (token * s.heads + h) * dim, dim);
     }
   }
@@ -189,7 +199,7 @@ NLGRPO_INLINE void key_heads(const Step& s, int64_t begin, int64_t end, float* s
 
 }  // namespace
 
-NLGRPO_CLONES void decode_key_heads(const Step& s, int64_t begin, int64_t end, float* scratch) {
+NLGRPO_CLONES void branch_key_heads(const Step& s, int64_t begin, int64_t end, float* scratch) {
   switch (s.dim) {
     case 16:
       return key_heads<16>(s, begin, end, scratch);
@@ -289,24 +299,11 @@ void run(const Step& step, int64_t rows, int64_t longest) {
   const int64_t work = 2 * seen * step.dim * (step.heads / step.kv_heads) * step.tokens;
   torch::stable::parallel_for(0, rows * step.kv_heads, grain(work), [&step, columns](int64_t begin, int64_t end) {
     std::vector<float> scratch(static_cast<size_t>(step.dim + columns));
-    decode_key_heads(step, begin, end, scratch.data());
+    branch_key_heads(step, begin, end, scratch.data());
   });
 }
 
 }  // namespace
-
-Tensor decode_attention(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                        Tensor cache, int64_t column, const std::optional<Tensor>& first, int64_t window, double scale,
-                        int64_t heads) {
-  Prepared p = prepare(qkv, cos, sin, cache, column, 1, window, scale, heads);
-  const auto from = contiguous(first);
-  if (from.has_value()) {
-    check_index(*from, "first", cache.size(0));
-    p.step.first = from->const_data_ptr<int64_t>();
-  }
-  run(p.step, cache.size(0), 0);
-  return p.out;
-}
 
 Tensor branch_attention(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                         Tensor own, int64_t column, const Tensor& prompts, const Tensor& lengths, const Tensor& prompt,
@@ -329,7 +326,6 @@ Tensor branch_attention(const Tensor& qkv, const std::optional<Tensor>& cos, con
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {
-  m.impl("decode_attention", TORCH_BOX(&decode_attention));
   m.impl("branch_attention", TORCH_BOX(&branch_attention));
 }
 

@@ -1,0 +1,55 @@
+// A transformer block of a decoding step. Few rows make the time of a call from Python longer than that of its work.
+#include "ops.h"
+
+#include <array>
+
+namespace nlgrpo {
+namespace {
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  STD_TORCH_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION) == 0,
+                  "aten::linear failed");
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// x + y, in the memory of y.
+Tensor add(const Tensor& x, Tensor y) {
+  const Tensor from = torch::stable::contiguous(x);
+  const float* a = from.const_data_ptr<float>();
+  float* b = y.mutable_data_ptr<float>();
+  torch::stable::parallel_for(0, y.numel(), grain(1), [=](int64_t begin, int64_t end) {
+#pragma omp simd
+    for (int64_t i = begin; i < end; i++) {
+      b[i] = a[i] + b[i];
+    }
+  });
+  return y;
+}
+
+}  // namespace
+
+// x (R n, D) -> (R n, D), where own, column, prompts, lengths and prompt are as in `branch_attention`.
+Tensor decode_block(const Tensor& x, const Tensor& norm1, const Tensor& qkv_weight,
+                    const std::optional<Tensor>& qkv_bias, const Tensor& out_weight, const Tensor& norm2,
+                    const Tensor& up, const Tensor& down, double eps, const std::optional<Tensor>& cos,
+                    const std::optional<Tensor>& sin, Tensor own, int64_t column, const Tensor& prompts,
+                    const Tensor& lengths, const Tensor& prompt, int64_t window, double scale, int64_t heads) {
+  check_float(x, "x", 2);
+  check_float(own, "own", 4);
+  const int64_t tokens = x.size(0), dim = own.size(3);
+  const Tensor qkv = linear(rms_norm(x, norm1, eps), qkv_weight, qkv_bias);
+  STD_TORCH_CHECK(qkv.size(1) == (heads + own.size(1)) * dim, "qkv_weight must have ", (heads + own.size(1)) * dim,
+                  " rows, got ", qkv.size(1));
+  const Tensor mixed = branch_attention(torch::stable::view(qkv, {tokens, heads + own.size(1), dim}), cos, sin, own,
+                                        column, prompts, lengths, prompt, window, scale, heads);
+  const Tensor y = add(x, linear(torch::stable::view(mixed, {tokens, heads * dim}), out_weight, std::nullopt));
+  return add(y, linear(swiglu(linear(rms_norm(y, norm2, eps), up, std::nullopt)), down, std::nullopt));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {
+  m.impl("decode_block", TORCH_BOX(&decode_block));
+}
+
+}  // namespace nlgrpo
