@@ -1,17 +1,21 @@
 """Time a whole training step against TRL's GRPOTrainer, on a CPU.
 
-    python bench/bench_step.py [--quick] [--save]
+    python bench/bench_step.py [--quick] [--prompt-tokens 12 224 1024] [--samples 8 32] [--save]
 
 Both sides train the same random Llama (1.05 million parameters, float32) on 6 prompts x 8 completions of up to 128
 tokens, 50 on average, with the same loss (dapo, one optimizer step per rollout), the same reward and the same sampling
 (temperature 1, no filters). They take turns, each time in a new process. The time of a step is from the end of the step
 before to its own end: data, generation, reward, reference, loss, backward, optimizer, logging. Needs TRL, which
 ``pip install nlgrpo[test]`` installs.
+
+Each phase of our step is printed beside its floor: the time of its bare matrix products, without attention, measured in
+the same process after the steps. Their shapes are read from the profile of one more step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -20,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +36,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-PROMPTS, SAMPLES, LIMIT, VOCAB = 6, 8, 128, 2048
+PROMPTS, LIMIT, VOCAB = 6, 128, 2048
+CONTEXT = 4096
 PAD, EOS, BOS = 0, 1, 2
 STOP_PROBABILITY = 0.018  # at every token; E[length] = (1 - (1 - p)^128) / p = 50
 LEARNING_RATE = 1e-6  # small, so that the lengths do not change
 SIDES = ("ours", "trl")
-TARGET = 3.0
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
 # --- model and data of both sides -------------------------------------------------------------------------------------
@@ -46,7 +52,7 @@ def random_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=256, tie_word_embeddings=True,
+        num_key_value_heads=8, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
         pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
@@ -79,14 +85,15 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def write_inputs(folder: Path) -> None:
-    """Write the model with transformers, and prompts of 8 to 16 tokens."""
+def write_inputs(folder: Path, prompt_tokens: int) -> None:
+    """Write the model with transformers, and prompts of about ``prompt_tokens`` tokens: 12 +- 4, 224 +- 32."""
     model = random_llama()
     set_stop_probability(model)
     model.save_pretrained(folder / "model")
     word_tokenizer().save_pretrained(folder / "model")
-    rng = random.Random(0)
-    prompts = [" ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(rng.randint(8, 16))) for _ in range(600)]
+    rng, spread = random.Random(0), min(prompt_tokens - 1, max(4, prompt_tokens // 7))
+    lengths = [rng.randint(prompt_tokens - spread, prompt_tokens + spread) for _ in range(600)]
+    prompts = [" ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(length)) for length in lengths]
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
 
@@ -101,6 +108,7 @@ class Record:
     ends: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # tokens of each step's completions
     laps: list[dict[str, float]] = field(default_factory=list)  # times of the parts of our steps
+    floors: dict[str, float] = field(default_factory=dict)  # times of the matrix products of these parts
     before: int = 0  # resident bytes at the start of the first step
     peak: int = 0
 
@@ -122,6 +130,7 @@ class Record:
             "seconds": seconds[warmup:],
             "tokens": self.tokens[warmup:],
             "laps": self.laps[warmup:],
+            "floors": self.floors,
             "peak_mib": self.peak / MIB,
             "added_mib": (self.peak - self.before) / MIB,
             "threads": torch.get_num_threads(),
@@ -137,24 +146,52 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | Non
     return [len(ids) / LIMIT for ids in completion_ids]
 
 
-def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
+def phases_of(events: list[Any]) -> dict[str, Counter[tuple[Any, ...]]]:
+    """Count the matrix products (rows, depth, columns) of each phase of a profiled step."""
+    found: dict[str, Counter[tuple[Any, ...]]] = {}
+    products: Counter[tuple[Any, ...]] = Counter()
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if event.name in PRODUCTS:
+            (rows, depth), (_, columns) = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
+            products[rows, depth, columns] += 1
+        elif event.name.startswith("phase "):
+            found[event.name.removeprefix("phase ")], products = products, Counter()
+    return found
+
+
+def seconds_of(products: Counter[tuple[Any, ...]]) -> float:
+    """Measure the time of matrix products: of each shape the median of 5 calls, times its number."""
+    total = 0.0
+    for (rows, depth, columns), count in products.items():
+        a, b, out = torch.randn(rows, depth), torch.randn(depth, columns), torch.empty(rows, columns)
+        times = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            torch.mm(a, b, out=out)
+            times.append(time.perf_counter() - begin)
+        total += count * statistics.median(times[1:])
+    return total
+
+
+def run_ours(folder: Path, args: argparse.Namespace) -> None:
     from nlgrpo.config.schema import Config, from_dict
     from nlgrpo.runtime import distributed
-    from nlgrpo.runtime.timing import StopSignal
+    from nlgrpo.runtime.timing import Clock, StopSignal
     from nlgrpo.train import train
     from nlgrpo.training.build import build
     from nlgrpo.training.run import open_folder
 
+    steps = args.warmup + args.steps
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"source": str(folder / "prompts.jsonl")},
-        "rollout": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": LIMIT},
+        "rollout": {"prompts": PROMPTS, "samples": args.samples[0], "max_new_tokens": LIMIT},
         "rewards": {"length": {"function": f"{__name__}:length_reward", "objective": "mean"}},
-        "loss": {"normalization": "dapo", "beta": beta, "kl_importance": False},
+        "loss": {"normalization": "dapo", "beta": args.beta, "kl_importance": False},
         "optim": {"lr": LEARNING_RATE},
         "train": {
-            "steps": steps,
-            "seed": seed,
+            "steps": steps + 1,  # the last one is profiled
+            "seed": args.seed,
             "out": str(folder / "ours"),
             "restart": True,
             "checkpoint_every": 0,
@@ -167,20 +204,35 @@ def run_ours(folder: Path, beta: float, steps: int, seed: int) -> None:
         run = build(from_dict(settings, Config()), ranks)
         open_folder(run)
         learner = run.learner()
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+        lap = Clock.lap
+
+        def marked_lap(clock: Clock, name: str) -> None:
+            lap(clock, name)
+            with torch.profiler.record_function(f"phase {name}"):
+                pass
+
         with run.logger() as log:
             write = log.log
 
             def log_and_record(step: int, metrics: Mapping[str, float]) -> None:
                 write(step, metrics)
-                RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
-                RECORD.end_step()
+                if step < steps:
+                    RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
+                    RECORD.end_step()
+                if step == steps - 1:
+                    setattr(Clock, "lap", marked_lap)  # noqa: B010
+                    profile.start()
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
             train(run, learner, StopSignal(), log)
+            profile.stop()
+        RECORD.tokens.pop()
+        RECORD.floors = {name: seconds_of(products) for name, products in phases_of(profile.events()).items()}
 
 
-def run_trl(folder: Path, beta: float, steps: int, seed: int) -> None:
+def run_trl(folder: Path, args: argparse.Namespace) -> None:
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -192,20 +244,22 @@ def run_trl(folder: Path, beta: float, steps: int, seed: int) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             RECORD.end_step()
 
-    # One generation, one forward and backward, and one optimizer step for the 48 completions; no recomputation, logging
+    # One generation, one forward and backward, and one optimizer step for all completions; no recomputation, logging
     # or saving.
-    args = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, seed=seed,
-        max_steps=steps, per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
+    samples = args.samples[0]
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        seed=args.seed,
+        max_steps=args.warmup + args.steps, per_device_train_batch_size=PROMPTS * samples, num_generations=samples,
         gradient_accumulation_steps=1, num_iterations=1, max_completion_length=LIMIT,
         temperature=1.0, top_k=0, top_p=1.0, loss_type="dapo",
-        scale_rewards="none", beta=beta, use_bias_correction_kl=False, epsilon=0.2, learning_rate=LEARNING_RATE,
+        scale_rewards="none", beta=args.beta, use_bias_correction_kl=False, epsilon=0.2, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_strategy="no", save_strategy="no",
         report_to="none", disable_tqdm=True, dataloader_num_workers=0, dataloader_pin_memory=False,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     trainer = GRPOTrainer(
-        str(folder / "model"), reward_funcs=length_reward, args=args, callbacks=[Watch()],
+        str(folder / "model"), reward_funcs=length_reward, args=config, callbacks=[Watch()],
         train_dataset=load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train",
                                    cache_dir=str(folder / "cache")),
     )  # fmt: skip
@@ -214,17 +268,29 @@ def run_trl(folder: Path, beta: float, steps: int, seed: int) -> None:
 
 def child(side: str, folder: Path, args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    {"ours": run_ours, "trl": run_trl}[side](folder, args.beta, args.warmup + args.steps, args.seed)
+    {"ours": run_ours, "trl": run_trl}[side](folder, args)
     print(json.dumps(RECORD.result(args.warmup)))
 
 
 # --- both sides in turns ----------------------------------------------------------------------------------------------
 
 
-def measure(side: str, folder: Path, beta: float, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    prompt_tokens: int
+    samples: int
+    beta: float
+
+    def steps(self, most: int) -> int:
+        """Number of measured steps: fewer if they take long."""
+        return max(1, most // max(1, self.prompt_tokens * self.samples // 800))
+
+
+def measure(side: str, folder: Path, case: Case, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run one side in a new process; exit with its error output if it fails."""
-    command = [sys.executable, __file__, "--child", side, "--folder", str(folder), "--beta", str(beta)]
-    for name, value in {"warmup": args.warmup, "steps": args.steps, "threads": args.threads, "seed": seed}.items():
+    command = [sys.executable, __file__, "--child", side, "--folder", str(folder), "--beta", str(case.beta)]
+    numbers = {"warmup": args.warmup, "steps": case.steps(args.steps), "threads": args.threads, "seed": seed}
+    for name, value in (numbers | {"samples": case.samples}).items():
         command += [f"--{name}", str(value)]
     environment = {
         "OMP_NUM_THREADS": str(args.threads),
@@ -234,18 +300,18 @@ def measure(side: str, folder: Path, beta: float, args: argparse.Namespace, seed
     }
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     if done.returncode:
-        sys.exit(f"{side}, beta {beta}: the process ended with status {done.returncode}\n{done.stderr[-4000:]}")
+        sys.exit(f"{side}, {case}: the process ended with status {done.returncode}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
+def summary(rounds: list[dict[str, Any]], completions: int) -> dict[str, float]:
     """Medians over all steps of all rounds, and the largest peak."""
     seconds = [s for r in rounds for s in r["seconds"]]
     tokens = [t for r in rounds for t in r["tokens"]]
     return {
         "seconds": round(statistics.median(seconds), 4),
         "tokens_per_s": round(statistics.median(t / s for t, s in zip(tokens, seconds, strict=True)), 1),
-        "mean_length": round(statistics.mean(tokens) / (PROMPTS * SAMPLES), 2),
+        "mean_length": round(statistics.mean(tokens) / completions, 2),
         "peak_mib": round(max(r["peak_mib"] for r in rounds), 1),
         "added_mib": round(max(r["added_mib"] for r in rounds), 1),
         "steps": len(seconds),
@@ -258,37 +324,56 @@ def phases(rounds: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(statistics.median(lap[name] for lap in laps), 4) for name in laps[0]}
 
 
-def compare(folder: Path, beta: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all rounds at one beta. ``rounds``: the ratio of seconds in each round, which shows the noise."""
-    rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+def floors(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds of the matrix products of each part of our steps."""
+    return {name: round(statistics.median(r["floors"][name] for r in rounds), 4) for name in rounds[0]["floors"]}
+
+
+def compare(folder: Path, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all rounds of one case. ``rounds``: the ratio of seconds in each round, which shows the noise."""
+    rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in args.sides}
     for number in range(args.rounds):
-        for side in SIDES:
-            rounds[side].append(measure(side, folder, beta, args, seed=number))
-    ours, trl = (summary(rounds[side]) for side in SIDES)
+        for side in args.sides:
+            rounds[side].append(measure(side, folder, case, args, seed=number))
+    result = asdict(case) | {side: summary(rounds[side], PROMPTS * case.samples) for side in args.sides}
+    if "ours" in rounds:
+        result |= {"phases": phases(rounds["ours"]), "floors": floors(rounds["ours"])}
+    if len(rounds) == 1:
+        return result
+    ours, trl = result["ours"], result["trl"]
     medians = [[statistics.median(r["seconds"]) for r in rounds[side]] for side in SIDES]
-    return {
-        "beta": beta,
-        "ours": ours,
-        "trl": trl,
+    return result | {
         "ratio": round(trl["seconds"] / ours["seconds"], 2),
         "ratio_tokens_per_s": round(ours["tokens_per_s"] / trl["tokens_per_s"], 2),
-        "ratio_peak": round(trl["peak_mib"] / ours["peak_mib"], 2),
+        "ratio_peak": round(ours["peak_mib"] / trl["peak_mib"], 3),
         "rounds": [round(theirs / mine, 2) for mine, theirs in zip(*medians, strict=True)],
-        "phases": phases(rounds["ours"]),
     }
 
 
 def show(row: dict[str, Any]) -> None:
     """Print a line per side and one for the parts of our step."""
-    for side, note in (("ours", ""), ("trl", f"   x{row['ratio']:.2f} ({min(row['rounds'])} to {max(row['rounds'])})")):
+    title = f"prompts {row['prompt_tokens']:<5d} M {row['samples']:<3d} beta {row['beta']:<5g}"
+    for side in SIDES:
+        if side not in row:
+            continue
+        note = ""
+        if side == "trl" and "ratio" in row:
+            note = (
+                f"   x{row['ratio']:.2f} ({min(row['rounds'])} to {max(row['rounds'])}), memory {row['ratio_peak']:.2f}"
+            )
         s = row[side]
         print(
-            f"beta {row['beta']:<5g} {side:5s} {s['seconds']:7.3f} s/step  {s['tokens_per_s']:8,.0f} tok/s  "
+            f"{title} {side:5s} {s['seconds']:7.3f} s/step  {s['tokens_per_s']:8,.0f} tok/s  "
             f"peak {s['peak_mib']:5.0f} MiB ({s['added_mib']:+.0f} in training)  "
             f"{s['mean_length']:5.1f} tokens per completion{note}"
         )
-    parts = "  ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in row["phases"].items())
-    print(f"           ours, ms: {parts}", flush=True)
+    if "phases" in row:
+        parts = ", ".join(
+            f"{name} {1000 * seconds:.0f}" + (f" (floor {1000 * floor:.0f})" if (floor := row["floors"][name]) else "")
+            for name, seconds in row["phases"].items()
+        )
+        total, floor = sum(row["phases"].values()), sum(row["floors"].values())
+        print(f"           ours, ms: {parts}; share of the floor {floor / total:.0%}", flush=True)
 
 
 def main() -> None:
@@ -296,19 +381,19 @@ def main() -> None:
     if args.child:
         return child(args.child, args.folder, args)
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_inputs(folder)
-        parameters = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
-        print(f"{parameters / 1e6:.2f}M Llama, {PROMPTS} x {SAMPLES} completions of up to {LIMIT} tokens, float32")
-        rows = []
-        for beta in args.betas:
-            rows.append(compare(folder, beta, args))
-            show(rows[-1])
+    rows = []
+    for prompt_tokens in args.prompt_tokens:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_inputs(folder, prompt_tokens)
+            parameters = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
+            for samples, beta in itertools.product(args.samples, args.betas):
+                rows.append(compare(folder, Case(prompt_tokens, samples, beta), args))
+                show(rows[-1])
     facts = machine("transformers", "trl")
     print(
-        f"{one_line(facts, args.threads)}, trl {facts['trl']}, median of {rows[0]['ours']['steps']} steps in "
-        f"{args.rounds} processes per side, in turns; target x{TARGET:g}"
+        f"{parameters / 1e6:.2f}M Llama, {PROMPTS} prompts, completions of up to {LIMIT} tokens, float32; "
+        f"{one_line(facts, args.threads)}, trl {facts['trl']}, medians of {args.rounds} processes per side, in turns"
     )
     result = {"bench": "step", "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
     if args.save:
@@ -328,9 +413,21 @@ def at_least(least: int) -> Any:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least(1), default=3, help="processes per side (default: 3)")
-    parser.add_argument("--steps", type=at_least(1), default=12, help="measured steps per process (default: 12)")
+    parser.add_argument(
+        "--steps",
+        type=at_least(1),
+        default=12,
+        help="measured steps per process (default: 12), fewer with long prompts",
+    )
     parser.add_argument("--warmup", type=at_least(0), default=3, help="unmeasured steps before them (default: 3)")
     parser.add_argument("--threads", type=at_least(1), default=2, help="threads of torch (default: 2)")
+    parser.add_argument(
+        "--prompt-tokens", type=at_least(1), nargs="+", default=[12, 224], help="mean lengths (default: 12 224)"
+    )
+    parser.add_argument(
+        "--samples", type=at_least(2), nargs="+", default=[8], help="completions per prompt (default: 8)"
+    )
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES), help="default: both")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.04], help="KL weights (default: 0 0.04)")
     parser.add_argument("--quick", action="store_true", help="1 round of 1 + 3 steps, to check that it works")
     parser.add_argument("--save", action="store_true", help="write bench/results/cpu/bench_step.json")
