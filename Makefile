@@ -11,7 +11,8 @@ RUN    := $(VENV)/bin/
 
 # The compiled ops with sanitizer checks, separate from the installed ones, and the tests that call compiled ops.
 SANITIZED       := build/sanitized/nlgrpo/kernels/_sanitized.abi3.so
-SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_decode.py $(wildcard tests/kernels/test_ecdf*.py) \
+SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/kernels/test_branches.py \
+	tests/kernels/test_decode.py tests/kernels/test_packed_attention.py $(wildcard tests/kernels/test_ecdf*.py) \
 	$(wildcard tests/calibration/test_ecdf*.py) tests/kernels/test_linearize.py tests/engine/test_generation.py \
 	tests/commands/test_cli.py \
 	tests/config/test_schema.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \

@@ -217,28 +217,16 @@ namespace {
 // Check the shapes of qkv (R n, H + 2 Hk, d), cos and sin (R n, r / 2), and cache (R, 2 Hk, columns, d).
 void check(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& cache,
            int64_t column, int64_t tokens, int64_t window, int64_t heads) {
-  check_float(qkv, "qkv", 3);
   check_float(cache, "cache", 4);
-  const int64_t all = qkv.size(0), rows = cache.size(0), dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
-  STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads + 2 * kv_heads == qkv.size(1),
-                  "qkv must have heads + 2 kv_heads heads, with heads = ", heads, " a multiple of kv_heads, got ",
-                  qkv.size(1));
-  STD_TORCH_CHECK(all == rows * tokens && cache.size(1) == 2 * kv_heads && cache.size(3) == dim, "cache must be (",
-                  tokens == 0 ? 0 : all / tokens, ", ", 2 * kv_heads, ", columns, ", dim, "), got (", rows, ", ",
-                  cache.size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
+  const int64_t kv_heads = check_heads(qkv, cos, sin, heads), all = qkv.size(0), rows = cache.size(0);
+  STD_TORCH_CHECK(all == rows * tokens && cache.size(1) == 2 * kv_heads && cache.size(3) == qkv.size(2),
+                  "cache must be (", tokens == 0 ? 0 : all / tokens, ", ", 2 * kv_heads, ", columns, ", qkv.size(2),
+                  "), got (", rows, ", ", cache.size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
   STD_TORCH_CHECK(cache.stride(3) == 1, "cache must be contiguous along its last dimension");
   const int64_t last = column + std::max<int64_t>(tokens, 1) - 1;
   STD_TORCH_CHECK(column >= 0 && last < cache.size(2), "column ", column < 0 ? column : last,
                   " is outside the cache, which has columns = ", cache.size(2));
-  STD_TORCH_CHECK(window >= 0, "window must be 0 (none) or positive, got ", window);
-  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin must both be given, or neither");
-  if (cos.has_value()) {
-    check_float(*cos, "cos", 2);
-    check_float(*sin, "sin", 2);
-    STD_TORCH_CHECK(cos->size(0) == all && sin->size(0) == all && cos->size(1) == sin->size(1) &&
-                        2 * cos->size(1) <= dim,
-                    "cos and sin must be (", all, ", r / 2) with r at most ", dim);
-  }
+  check_window(window);
 }
 
 // Check that x contains `size` integers; with a bound, that they are in [0, bound].
@@ -250,10 +238,6 @@ void check_index(const Tensor& x, const char* name, int64_t size, std::optional<
   for (int64_t i = 0; bound.has_value() && i < size; i++) {
     STD_TORCH_CHECK(at[i] >= 0 && at[i] <= *bound, name, "[", i, "] is ", at[i], "; allowed is 0 to ", *bound);
   }
-}
-
-std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {
-  return x.has_value() ? std::optional(torch::stable::contiguous(*x)) : x;
 }
 
 // A step and the tensors that its pointers refer to.

@@ -315,27 +315,13 @@ struct Prepared {
 
 Prepared prepare(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t window,
                  double scale, int64_t heads) {
-  check_float(qkv, "qkv", 3);
-  const int64_t dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
-  STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads + 2 * kv_heads == qkv.size(1),
-                  "qkv must have heads + 2 kv_heads heads, with heads = ", heads, " a multiple of kv_heads, got ",
-                  qkv.size(1));
-  STD_TORCH_CHECK(window >= 0, "window must be 0 (none) or positive, got ", window);
-  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin must both be given, or neither");
-  Prepared p{.qkv = torch::stable::contiguous(qkv), .cos = {}, .sin = {}, .in = {}};
-  if (cos.has_value()) {
-    check_float(*cos, "cos", 2);
-    check_float(*sin, "sin", 2);
-    STD_TORCH_CHECK(cos->size(0) == qkv.size(0) && sin->size(0) == qkv.size(0) && cos->size(1) == sin->size(1) &&
-                        2 * cos->size(1) <= dim,
-                    "cos and sin must be (", qkv.size(0), ", r / 2) with r at most ", dim);
-    p.cos = torch::stable::contiguous(*cos);
-    p.sin = torch::stable::contiguous(*sin);
-  }
+  const int64_t kv_heads = check_heads(qkv, cos, sin, heads);
+  check_window(window);
+  Prepared p{.qkv = torch::stable::contiguous(qkv), .cos = contiguous(cos), .sin = contiguous(sin), .in = {}};
   p.in = {
       .heads = heads,
       .kv_heads = kv_heads,
-      .dim = dim,
+      .dim = qkv.size(2),
       .half = cos.has_value() ? cos->size(1) : 0,
       .qkv = p.qkv.const_data_ptr<float>(),
       .cos = cos.has_value() ? p.cos->const_data_ptr<float>() : nullptr,

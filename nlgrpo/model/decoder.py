@@ -84,8 +84,15 @@ class Block(nn.Module):
         gated = shape.gated and shape.activation == "silu" and not shape.mlp_bias
         if shape.parallel or shape.norm != "rms" or shape.qk_norm or shape.out_bias or not gated:
             return None
-        norms, qkv = (self.norm1.weight, self.norm2.weight), self.qkv
-        return BlockWeights(norms[0], qkv.weight, qkv.bias, self.out.weight, norms[1], self.up.weight, self.down.weight)
+        return BlockWeights(
+            norm1=self.norm1.weight,
+            qkv=self.qkv.weight,
+            qkv_bias=self.qkv.bias,
+            out=self.out.weight,
+            norm2=self.norm2.weight,
+            up=self.up.weight,
+            down=self.down.weight,
+        )
 
     def mlp(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
