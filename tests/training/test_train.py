@@ -156,7 +156,7 @@ STATEFUL = {
 KILLS = {
     "in the first step": ("nlgrpo.training.learner:clip_gradients", 2),
     "in the update of step 3": ("nlgrpo.training.learner:clip_gradients", 14),
-    "while sampling in step 5": ("nlgrpo.engine.generation:_prefill", 6),
+    "while sampling in step 5": ("nlgrpo.engine.generation:CachedDecoder.begin", 6),
     "when the tensors are written": ("torch.distributed.checkpoint:save", 2),
     "before the manifest": ("nlgrpo.runtime.checkpoint:_write_manifest", 2),
     "before the rename": ("nlgrpo.runtime.checkpoint:_publish", 2),
