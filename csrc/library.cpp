@@ -19,6 +19,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nlgrpo, m) {
   m.def(
       "packed_attention_backward(Tensor grad, Tensor qkv, Tensor? cos, Tensor? sin, Tensor out, Tensor lse, "
       "Tensor segments, int window, float scale, int heads) -> Tensor");
+  m.def("logits_statistics(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "logits_gradient(Tensor logits, Tensor targets, Tensor kept, Tensor entropy, Tensor grad_logprob, "
+      "Tensor? grad_entropy, float temperature, Tensor(a!) out) -> ()");
   m.def("sample_tokens(Tensor logits, Tensor noise, float temperature) -> (Tensor, Tensor)");
   m.def("ecdf_first_nan(Tensor x) -> int");
   m.def("ecdf_ranks(Tensor samples, Tensor? offsets, Tensor? weights, int side, bool double_result) -> Tensor");

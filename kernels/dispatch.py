@@ -23,14 +23,14 @@ def choose(
     *tensors: Tensor,
     limit: tuple[str, int, int] | None = None,
     float64: bool = False,
-    cpp: bool = False,
+    cpp: tuple[torch.dtype, ...] = (),
 ) -> str:
     """Return the implementation of ``op`` for the requested ``impl`` and ``tensors``: "torch", "triton" or "cpp".
 
-    "auto" is "triton" on a GPU with Triton installed, and, if the op has a compiled version (``cpp``), "cpp" on a CPU
-    with the compiled ops. Raises ValueError for an unknown ``impl``, and for one that cannot run: "triton" without
-    Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's interpreter, or
-    above a ``limit`` (name, size, largest); "cpp" off the CPU or without the compiled ops.
+    "auto" is "triton" on a GPU with Triton installed, and "cpp" on a CPU with the compiled ops, if the op has a compiled
+    version for these dtypes (``cpp``). Raises ValueError for an unknown ``impl``, and for one that cannot run: "triton"
+    without Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's
+    interpreter, or above a ``limit`` (name, size, largest); "cpp" as `use_cpp`.
     """
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
     if impl not in known:
@@ -39,9 +39,10 @@ def choose(
         return "torch"
     on_cpu = all(x.is_cpu for x in tensors)
     if cpp and (impl == "cpp" or (impl == "auto" and on_cpu)):
-        if on_cpu and extension.available():
+        problem = _no_cpp(tensors, cpp)
+        if problem is None:
             return "cpp"
-        why = "in this install, which has no compiled ops" if on_cpu else "off the CPU"
+        why = problem
     elif not float64 and any(x.dtype == torch.float64 for x in tensors):
         why = "in float64"
     elif limit is not None and limit[1] > limit[2]:
@@ -71,7 +72,8 @@ def interpreted() -> bool:
 
 
 def implementation(name: str, impl: str) -> ModuleType:
-    """Import the module ``name_impl``, where ``name`` is "epilogue" or "policy_loss"."""
+    """Import the module ``name_impl``, where ``name`` is "epilogue" or "policy_loss" (which has no version in C++)."""
+    impl = "torch" if (name, impl) == ("policy_loss", "cpp") else impl
     return importlib.import_module(f".{name}_{impl}", __package__)
 
 
@@ -112,13 +114,19 @@ def use_cpp(
         why = "inside torch.compile"
     elif not differentiable and requires_grad(*tensors):
         why = "on tensors that require a gradient"
-    elif not all(x.is_cpu and x.dtype in dtypes for x in tensors):
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        why = f"for these tensors, as not all are {names} on a CPU"
-    elif not extension.available():
-        why = "in this install, which has no compiled ops"
     else:
-        return True
+        problem = _no_cpp(tensors, dtypes)
+        if problem is None:
+            return True
+        why = problem
     if impl == "cpp":
         raise ValueError(f"impl='cpp': {op} cannot run {why}; use impl='auto' or 'torch'.")
     return False
+
+
+def _no_cpp(tensors: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Return why a compiled op of ``dtypes`` cannot run on ``tensors``, or None if it can."""
+    if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"for these tensors, as not all are {names} on a CPU"
+    return None if extension.available() else "in this install, which has no compiled ops"

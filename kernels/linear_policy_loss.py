@@ -88,7 +88,7 @@ def linear_policy_loss(
     loss, logprob, entropy, sums, *_ = _op(
         hidden, weight, bias, targets, old_logprob, advantages, token_weights / largest, ref_logprob,
         *scalars(settings), kl, surrogate, scalar(temperature), emulate_bf16_logits,
-        choose(impl, "linear_policy_loss", hidden), wanted,
+        choose(impl, "linear_policy_loss", hidden, cpp=(torch.float32,)), wanted,
     )  # fmt: skip
     return PolicyLoss(loss * largest, logprob.detach(), entropy.detach(), named(sums, settings, ref_logprob))
 

@@ -40,7 +40,8 @@ def linearize(rewards: Tensor, weights: Tensor, *, impl: str = "auto") -> Tensor
         raise ValueError(f"reward of group {group}, sample {sample} is NaN; drop the sample or the group first.")
     rewards = reference.widen(rewards)
     weights = weights.to(rewards)
-    chosen = choose(impl, "linearize", rewards, limit=("M", rewards.shape[1], LARGEST), float64=True, cpp=True)
+    limit = ("M", rewards.shape[1], LARGEST)
+    chosen = choose(impl, "linearize", rewards, limit=limit, float64=True, cpp=(torch.float32, torch.float64))
     if chosen == "torch":
         return reference.linearize(rewards, weights)
     return _linearize_op(rewards, weights, chosen)

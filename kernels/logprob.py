@@ -51,7 +51,7 @@ def linear_logprob(
     a target are NaN.
     """
     hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
-    impl = choose(impl, "linear_logprob", hidden)
+    impl = choose(impl, "linear_logprob", hidden, cpp=(torch.float32,))
     return _linear_op(hidden, weight, bias, targets, scalar(temperature), emulate_bf16_logits, impl)[:2]
 
 
@@ -65,7 +65,7 @@ def token_logprob(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, 
     if not logits.shape[1]:
         raise ValueError(f"expected logits (T, V) with V >= 1, got {shape(logits)}.")
     check_targets(targets, logits, temperature)
-    impl = choose(impl, "token_logprob", logits)
+    impl = choose(impl, "token_logprob", logits, cpp=(torch.float32,))
     return _token_op(logits, targets, scalar(temperature), impl)[:2]
 
 

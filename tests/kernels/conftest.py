@@ -1,7 +1,11 @@
 """Fixtures for the tests of the ops."""
 
+import os
+
 import pytest
 import torch
+
+from nlgrpo.kernels import extension
 
 
 @pytest.fixture(autouse=True)
@@ -14,9 +18,15 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "triton", "cpp"])
 def impl(request):
     """Implementation of an op; `device` skips combinations that cannot run."""
     if request.param == "triton":
         pytest.importorskip("triton")
+    if request.param == "cpp":
+        arguments = request.node.callspec.params
+        if arguments.get("device", "cpu") != "cpu" or arguments.get("dtype", torch.float32) != torch.float32:
+            pytest.skip("the compiled ops take float32 on a CPU")
+        if not extension.available() and os.environ.get("NLGRPO_BUILD_EXT") != "1":
+            pytest.skip("this install has no compiled ops")
     return request.param

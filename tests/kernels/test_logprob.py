@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributions import Categorical
 
 from nlgrpo import kernels
+from nlgrpo.kernels import extension
 from nlgrpo.kernels import head as module
 from nlgrpo.kernels import reference
 
@@ -175,8 +176,8 @@ def test_no_tokens(impl, device):
 def test_rows_beyond_2_to_the_31_elements(impl, device, monkeypatch):
     """Three rows 2^30 + 8 elements apart. Memory is used only for the pages of the rows."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    V, apart = 5000, 2**30 + 8
-    logits = torch.empty(2 * apart + V, dtype=torch.float16, device=device).as_strided((3, V), (apart, 1))
+    V, apart, dtype = 5000, 2**30 + 8, torch.float32 if impl == "cpp" else torch.float16
+    logits = torch.empty(2 * apart + V, dtype=dtype, device=device).as_strided((3, V), (apart, 1))
     assert 2 * logits.stride(0) > 2**31
     logits.copy_(torch.randn(3, V, generator=torch.Generator().manual_seed(0)))
     targets = torch.tensor([1, 2, 4999], device=device)
@@ -344,3 +345,39 @@ def test_tensors_on_different_devices_are_refused():
         kernels.linear_logprob(hidden, weight.to("meta"), targets)
     with pytest.raises(ValueError, match="expected targets on cpu, as the first argument, got meta"):
         kernels.token_logprob(hidden, targets.to("meta"))
+
+
+def test_the_compiled_ops_refuse_what_they_cannot_run():
+    hidden, weight, _, targets = head(5, 4, 9, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"impl='cpp': linear_logprob cannot run for these tensors, as not all are fl"):
+        kernels.linear_logprob(hidden, weight, targets, impl="cpp")
+    with pytest.raises(ValueError, match="linear_policy_loss cannot run for these tensors"):
+        kernels.linear_policy_loss(hidden, weight, targets, None, torch.ones(5), impl="cpp")
+
+
+@pytest.mark.skipif(not extension.available(), reason="this install has no compiled ops")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.ones(3)}, "logits must have 2 dimensions, got 1"),
+        ({"logits": torch.ones(3, 5, dtype=torch.float64)}, "logits must be float32"),
+        ({"logits": torch.ones(3, 0)}, "at least one column"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets must be \(3,\), int64, on the CPU"),
+        ({"targets": torch.tensor([0, 5, 1])}, r"targets\[1\] = 5 is not in \[0, 5\)"),
+        ({"targets": torch.tensor([0, 0, -100])}, r"targets\[2\] = -100 is not in"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0"),
+        ({"kept": torch.ones(2, 2)}, r"kept must be \(2, 3\), got \(2, 2\)"),
+        ({"entropy": torch.ones(4)}, r"entropy must have one element per row of logits \(3\), got 4"),
+        ({"grad_logprob": torch.ones(4)}, "grad_logprob must have one element per row"),
+        ({"grad_entropy": torch.ones(4)}, "grad_entropy must have one element per row"),
+        ({"out": torch.ones(3, 4)}, r"out must be \(3, 5\), contiguous"),
+        ({"out": torch.ones(5, 3).T}, r"out must be \(3, 5\), contiguous"),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused_by_the_compiled_op(change, message):
+    rows = torch.ones(3)
+    good = {"logits": torch.ones(3, 5), "targets": torch.zeros(3, dtype=torch.int64), "kept": torch.ones(2, 3)}
+    good |= {"entropy": rows, "grad_logprob": rows, "grad_entropy": rows, "temperature": 1.0, "out": torch.ones(3, 5)}
+    torch.ops.nlgrpo.logits_gradient(**good)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.nlgrpo.logits_gradient(**{**good, **change})

@@ -15,6 +15,12 @@ KINDS = ["none", "k1", "k2", "k3", "k3_iw"]
 SURROGATES = ["ppo", "cispo", "reinforce"]
 
 
+@pytest.fixture(params=["torch", "triton"])
+def impl(request):
+    """Implementations of an op that has no compiled version."""
+    return request.param
+
+
 def tokens(T, device, seed=0):
     """Log-probs with ratios below, inside and above the clip range, and above the clamp at e^20."""
     g = torch.Generator().manual_seed(seed)
