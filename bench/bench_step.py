@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -32,70 +31,20 @@ from typing import Any
 
 import torch
 from common import MIB, machine, one_line, peak_resident, resident, save
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from random_models import LIMIT, random_llama, random_prompts, save_model, save_prompts
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-PROMPTS, LIMIT, VOCAB = 6, 128, 2048
-CONTEXT = 4096
-PAD, EOS, BOS = 0, 1, 2
-STOP_PROBABILITY = 0.018  # at every token; E[length] = (1 - (1 - p)^128) / p = 50
+PROMPTS, VOCAB = 6, 2048
 LEARNING_RATE = 1e-6  # small, so that the lengths do not change
 SIDES = ("ours", "trl")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
-# --- model and data of both sides -------------------------------------------------------------------------------------
-
-
-def random_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=BOS
-    )
-    return model
-
-
-@torch.no_grad()
-def set_stop_probability(model: LlamaForCausalLM) -> None:
-    """Make EOS have the probability STOP_PROBABILITY at every token; the other logits are about 0.
-
-    A Llama has no bias. One coordinate, which is the same in all embeddings and so about the same in all last hidden
-    states, replaces it: the EOS row of the (tied) head is nonzero at this coordinate only.
-    """
-    embedding = model.model.embed_tokens.weight
-    embedding[:, 0] = 1.0
-    constant = model.model(torch.randint(3, VOCAB, (16, 64))).last_hidden_state[..., 0].mean()
-    odds = STOP_PROBABILITY / (1 - STOP_PROBABILITY)
-    embedding[EOS] = 0.0
-    embedding[EOS, 0] = 1.0 + torch.tensor(odds * (VOCAB - 1)).log() / constant
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer in which the words w0, w1, .. are the tokens 0, 1, .."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": f"w{PAD}", "eos_token": f"w{EOS}", "bos_token": f"w{BOS}"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
-
-
 def write_inputs(folder: Path, prompt_tokens: int) -> None:
-    """Write the model with transformers, and prompts of about ``prompt_tokens`` tokens: 12 +- 4, 224 +- 32."""
-    model = random_llama()
-    set_stop_probability(model)
-    model.save_pretrained(folder / "model")
-    word_tokenizer().save_pretrained(folder / "model")
-    rng, spread = random.Random(0), min(prompt_tokens - 1, max(4, prompt_tokens // 7))
-    lengths = [rng.randint(prompt_tokens - spread, prompt_tokens + spread) for _ in range(600)]
-    prompts = [" ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(length)) for length in lengths]
-    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+    model = random_llama(VOCAB, width=128, ffn=344, layers=4, heads=8)
+    save_model(model, folder / "model")
+    save_prompts(random_prompts(600, prompt_tokens, VOCAB), folder / "prompts.jsonl")
 
 
 # --- one side, in its own process -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -29,6 +30,7 @@ struct Step {
   float scale;
   Cache<const float> prompts = {};                      // (P, ..)
   const int64_t *prompt = nullptr, *lengths = nullptr;  // (R) prompt of each row; (P) columns of each prompt
+  const int64_t *order = nullptr, *starts = nullptr;    // (R) rows by prompt; (P + 1) where those of each prompt start
 };
 
 // Consecutive columns that a query sees.
@@ -147,6 +149,9 @@ NLGRPO_INLINE void attend(const float* q, const Span& prompt, const Span& own, f
   for (; j + 64 <= dim; j += 64) {
     mix_values<64>(score, prompt, own, j, 1 / sum, out);
   }
+  for (; j + 32 <= dim; j += 32) {
+    mix_values<32>(score, prompt, own, j, 1 / sum, out);
+  }
   for (; j + 16 <= dim; j += 16) {
     mix_values<16>(score, prompt, own, j, 1 / sum, out);
   }
@@ -190,10 +195,40 @@ NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scr
   }
 }
 
+// A key head of a row.
+struct Task {
+  int64_t row, head;
+};
+
+// Task i, in an order in which the rows of a prompt read a head of it one after another, from the processor's cache.
+// `prompt` is that of task i or an earlier one.
+NLGRPO_INLINE Task task(const Step& s, int64_t i, int64_t& prompt) {
+  while (i >= s.starts[prompt + 1] * s.kv_heads) {
+    prompt++;
+  }
+  const int64_t first = s.starts[prompt], rows = s.starts[prompt + 1] - first, here = i - first * s.kv_heads;
+  return {s.order[first + here % rows], here / rows};
+}
+
+// Fetch the row's own keys and values, which are too far apart for the processor to expect them.
+NLGRPO_INLINE void prefetch(const Step& s, Task t) {
+  const float* keys = s.own.at + t.row * s.own.row_stride + t.head * s.own.head_stride;
+  for (const float* from : {keys, keys + s.kv_heads * s.own.head_stride}) {
+    for (int64_t i = 0; i < s.column * s.own.column_stride; i += 16) {
+      __builtin_prefetch(from + i, 0, 2);
+    }
+  }
+}
+
 template <int64_t dim>
 NLGRPO_INLINE void key_heads(const Step& s, int64_t begin, int64_t end, float* scratch) {
+  int64_t prompt = 0;
   for (int64_t i = begin; i < end; i++) {
-    key_head(s, i / s.kv_heads, i % s.kv_heads, scratch, dim ? dim : s.dim);
+    const Task now = task(s, i, prompt);
+    if (i + 1 < end) {
+      prefetch(s, task(s, i + 1, prompt));
+    }
+    key_head(s, now.row, now.head, scratch, dim ? dim : s.dim);
   }
 }
 
@@ -203,6 +238,8 @@ NLGRPO_CLONES void branch_key_heads(const Step& s, int64_t begin, int64_t end, f
   switch (s.dim) {
     case 16:
       return key_heads<16>(s, begin, end, scratch);
+    case 32:
+      return key_heads<32>(s, begin, end, scratch);
     case 64:
       return key_heads<64>(s, begin, end, scratch);
     case 128:
@@ -239,6 +276,23 @@ void check_index(const Tensor& x, const char* name, int64_t size, std::optional<
     STD_TORCH_CHECK(at[i] >= 0 && at[i] <= *bound, name, "[", i, "] is ", at[i], "; allowed is 0 to ", *bound);
   }
 }
+
+// Rows (R) in the order of their prompts, and where the rows of each of P prompts start (P + 1).
+struct RowsByPrompt {
+  RowsByPrompt(const int64_t* prompt, int64_t rows, int64_t prompts)
+      : order(static_cast<size_t>(rows)), starts(static_cast<size_t>(prompts + 1)) {
+    for (int64_t row = 0; row < rows; row++) {
+      starts[prompt[row] + 1]++;
+    }
+    std::partial_sum(starts.begin(), starts.end(), starts.begin());
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t row = 0; row < rows; row++) {
+      order[next[prompt[row]]++] = row;
+    }
+  }
+
+  std::vector<int64_t> order, starts;
+};
 
 // A step and the tensors that its pointers refer to.
 struct Prepared {
@@ -305,6 +359,9 @@ Tensor branch_attention(const Tensor& qkv, const std::optional<Tensor>& cos, con
   p.step.prompts = {prompts.const_data_ptr<float>(), prompts.stride(0), prompts.stride(1), prompts.stride(2)};
   p.step.prompt = of.const_data_ptr<int64_t>();
   p.step.lengths = counts.const_data_ptr<int64_t>();
+  const RowsByPrompt sorted(p.step.prompt, rows, prompts.size(0));
+  p.step.order = sorted.order.data();
+  p.step.starts = sorted.starts.data();
   run(p.step, rows, prompts.size(2));
   return p.out;
 }

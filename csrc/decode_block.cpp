@@ -1,18 +1,8 @@
 // A transformer block of a decoding step. Few rows make the time of a call from Python longer than that of its work.
 #include "ops.h"
 
-#include <array>
-
 namespace nlgrpo {
 namespace {
-
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
-                                    torch::stable::detail::from(bias)};
-  STD_TORCH_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION) == 0,
-                  "aten::linear failed");
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 // x + y, in the memory of y.
 Tensor add(const Tensor& x, Tensor y) {

@@ -8,6 +8,7 @@
     ecdf                 empirical CDFs of many samples: ranks, cdf, argsort, sort, merge
     packed_attention     causal attention over packed sequences; with `Segments`, they share prefixes
     rms_norm, swiglu     ops between the matrix products of a transformer block
+    linear               the linear layer, by the fastest library or, for a few rows, a compiled op
     branch_attention     attention of a decoding step over a KV cache; `Branches` maps rows to the prompts they share
     decode_block         a transformer block of a decoding step
     sample_tokens        logits -> tokens and their log-probs
@@ -51,6 +52,7 @@ else:
     from .blocks import rms_norm, swiglu
     from .branches import Branches, branch_attention
     from .decode import BlockWeights, decode_block, sample_tokens
+    from .linear import linear
     from .linear_policy_loss import linear_policy_loss
     from .linearize import linearize
     from .logprob import linear_logprob, token_logprob
@@ -66,6 +68,7 @@ else:
         "branch_attention",
         "decode_block",
         "ecdf",
+        "linear",
         "linear_logprob",
         "linear_policy_loss",
         "linearize",

@@ -27,9 +27,9 @@ def choose(
 ) -> str:
     """Return the implementation of ``op`` for the requested ``impl`` and ``tensors``: "torch", "triton" or "cpp".
 
-    "auto" is "triton" on a GPU with Triton installed, and "cpp" on a CPU with the compiled ops, if the op has a compiled
-    version for these dtypes (``cpp``). Raises ValueError for an unknown ``impl``, and for one that cannot run: "triton"
-    without Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's
+    "auto" is "triton" on a GPU with Triton installed, and "cpp" on a CPU with the compiled ops, if the op has a
+    compiled version for these dtypes (``cpp``). Raises ValueError for an unknown ``impl``, and for one that cannot run:
+    "triton" without Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's
     interpreter, or above a ``limit`` (name, size, largest); "cpp" as `use_cpp`.
     """
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .linear import linear, times_weight
 from .sharded import gathered
 
 IGNORE = -100
@@ -87,7 +87,7 @@ def _check_range(targets: Tensor, vocabulary: int) -> None:
 
 def block_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, emulate_bf16: bool) -> Tensor:
     """Return the logits (n, V) of a block of hidden states. ``emulate_bf16``: rounded to bfloat16."""
-    out = F.linear(hidden, weight, bias)
+    out = linear(hidden, weight, bias)
     return out.bfloat16().to(out.dtype) if emulate_bf16 else out
 
 
@@ -111,7 +111,7 @@ class Gradients:
     def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add a block whose logits have the gradient ``grad (n, V)``."""
         if self.wanted[0]:
-            self.hidden[rows] = grad @ weight
+            self.hidden[rows] = times_weight(grad, weight)
         if self.wanted[1]:
             _add_product(self.weight, grad.T, hidden, beta=0 if self.empty else 1)
         if self.wanted[2]:

@@ -28,6 +28,9 @@ class ModelConfig:
     """Compute dtype. auto: bfloat16 on a GPU (with float32 master weights), float32 on a CPU."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    compile: bool = False
+    """Compile the blocks with torch.compile, except their attention. On a CPU it saves no time: its ops are compiled
+    already."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
-from nlgrpo.kernels import Segments, split_and_rotate
+from nlgrpo.kernels import Segments, linear, split_and_rotate
 from nlgrpo.model.attention import PackedAttention, Rope
 from nlgrpo.model.decoder import Block, Decoder, Head
 
@@ -158,7 +158,7 @@ class CachedDecoder:
     Calls ``block.forward`` instead of ``block``, so that the hooks of FSDP2 do not run.
     """
 
-    def __init__(self, model: Decoder, head: Head = F.linear) -> None:
+    def __init__(self, model: Decoder, head: Head = linear) -> None:
         self.model, self.head = model, head
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:

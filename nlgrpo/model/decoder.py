@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from nlgrpo.kernels import BlockWeights, Segments, rms_norm, swiglu
+from nlgrpo.kernels import BlockWeights, Segments, linear, rms_norm, swiglu
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
@@ -40,6 +40,13 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """Linear layer by `kernels.linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 def make_norm(shape: Shape) -> nn.Module:
     return RMSNorm(shape.width, shape.eps) if shape.norm == "rms" else nn.LayerNorm(shape.width, shape.eps)
 
@@ -52,31 +59,35 @@ class Block(nn.Module):
         self.shape, self.layer = shape, layer
         d, heads = shape.head_dim, shape.heads + 2 * shape.kv_heads
         self.norm1 = make_norm(shape)
-        self.qkv = nn.Linear(shape.width, heads * d, bias=shape.qkv_bias)
+        self.qkv = Linear(shape.width, heads * d, bias=shape.qkv_bias)
         if shape.qk_norm:
             self.q_norm = nn.Parameter(torch.ones(d))
             self.k_norm = nn.Parameter(torch.ones(d))
-        self.out = nn.Linear(shape.heads * d, shape.width, bias=shape.out_bias)
+        self.out = Linear(shape.heads * d, shape.width, bias=shape.out_bias)
         self.norm2 = make_norm(shape)
-        self.up = nn.Linear(shape.width, shape.ffn * (2 if shape.gated else 1), bias=shape.mlp_bias)
-        self.down = nn.Linear(shape.ffn, shape.width, bias=shape.mlp_bias)
+        self.up = Linear(shape.width, shape.ffn * (2 if shape.gated else 1), bias=shape.mlp_bias)
+        self.down = Linear(shape.ffn, shape.width, bias=shape.mlp_bias)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        if self.shape.parallel:
-            return x + self.attention(self.norm1(x), rope, attend) + self.mlp(self.norm2(x))
-        x = x + self.attention(self.norm1(x), rope, attend)
-        return x + self.mlp(self.norm2(x))
-
-    def attention(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         shape = self.shape
-        qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
+        scale, window = shape.scales[self.layer], shape.windows[self.layer]
+        mixed = attend(self.heads(x), rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
+        return self.add(x, mixed)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Queries, keys and values (T, H + 2 Hk, d) before the rotation."""
+        shape = self.shape
+        qkv = self.qkv(self.norm1(x)).view(len(x), -1, shape.head_dim)
         if shape.qk_norm:
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
             weight = torch.cat((self.q_norm.expand(shape.heads, -1), self.k_norm.expand(shape.kv_heads, -1)))
             qkv = torch.cat((F.rms_norm(qk, (shape.head_dim,), eps=shape.eps) * weight, v), dim=1)
-        scale, window = shape.scales[self.layer], shape.windows[self.layer]
-        mixed = attend(qkv, rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
-        return self.out(mixed.flatten(1))
+        return qkv
+
+    def add(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add the attention's output, from ``mixed`` (T, H, d), and that of the feed-forward to ``x`` (T, D)."""
+        attended = x + self.out(mixed.flatten(1))
+        return attended + self.mlp(self.norm2(x if self.shape.parallel else attended))
 
     def llama_weights(self) -> BlockWeights | None:
         """Weights for `kernels.decode_block`; None if the block does not have Llama's form."""
@@ -136,6 +147,21 @@ class Decoder(nn.Module):
         """Weight (V, D) of the language-model head; the embedding if it is tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
+    def configure(
+        self, activation_checkpointing: bool = False, compiled: bool = False, backend: str = "inductor"
+    ) -> None:
+        """Set how the blocks run.
+
+        ``activation_checkpointing``: recompute each block in the backward pass instead of keeping its activations.
+        ``compiled``: compile what is before and after the attention with ``torch.compile``, for any number of tokens.
+        All blocks share these two graphs, because neither depends on the layer.
+        """
+        self.activation_checkpointing = activation_checkpointing
+        for module in self.blocks if compiled else ():
+            block = cast(Block, module)
+            block.heads = torch.compile(block.heads, dynamic=True, backend=backend)  # type: ignore[method-assign]
+            block.add = torch.compile(block.add, dynamic=True, backend=backend)  # type: ignore[method-assign]
+
     def rope(self, positions: Tensor) -> Rope:
         """cos and sin (T, r/2) of ``positions (T,)``, computed in float32 like transformers; None if learned."""
         if self.positions is not None:
@@ -180,7 +206,7 @@ class Decoder(nn.Module):
         attend = PackedAttention(segments, tokens.device, self.embed.weight.dtype)
         hidden = self.hidden(tokens, segments.positions(tokens.device), attend)
         if head is None:
-            return F.linear(hidden, self.head_weight)
+            return linear(hidden, self.head_weight)
         return head(hidden if select is None else hidden[select], self.head_weight)
 
 

@@ -146,7 +146,7 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Cr
     model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device)
     if not trained:
         _zero(reward_model.head_of(model))
-    model.activation_checkpointing = cfg.model.activation_checkpointing
+    model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     return Critic(cfg.critic, shard(model, ranks, compute), ranks)
 
 

@@ -36,7 +36,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.AdamW:
     """Build AdamW without weight decay on norms and biases. Groups of the critic have the key "critic"."""
     groups = _groups(model, optim) + [group | {"critic": True} for group in _groups(critic, optim)]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]:

@@ -32,8 +32,8 @@ from nlgrpo.training.reference_rewards import ReferenceRewards
 
 # Keys that may change when a run resumes: its length, and what it saves and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
-        "train.restart", "train.out", "train.micro_batch_tokens", "rollout.max_rows", "evaluation.prompts",
-        "evaluation.samples", "evaluation.ns")  # fmt: skip
+        "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
+        "evaluation.prompts", "evaluation.samples", "evaluation.ns")  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
 WRITTEN = (
@@ -184,11 +184,11 @@ class Run:
         sharded = partial(shard, ranks=self.ranks, compute=self.compute)
         model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
         check_finite(model, self.ranks, f" in {self.source}, before any training")
-        model.activation_checkpointing = cfg.model.activation_checkpointing
+        model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
         reference = None
         if cfg.loss.has_reference:
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
-            reference.requires_grad_(False)
+            reference.requires_grad_(False).configure(compiled=cfg.model.compile)
         value = critic.make(cfg, model, self.ranks, self.compute)
         return Learner(
             model=model,

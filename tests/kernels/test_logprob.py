@@ -8,9 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributions import Categorical
 
 from nlgrpo import kernels
-from nlgrpo.kernels import extension
+from nlgrpo.kernels import extension, reference
 from nlgrpo.kernels import head as module
-from nlgrpo.kernels import reference
 
 IGNORE = -100
 SECOND_DERIVATIVE = r"no autograd formula|does not require grad"  # error messages of torch

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import decoder
@@ -291,3 +292,28 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
         model(tokens, LENGTHS, picked, partial(linear_logprob, targets=tokens))[0].sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("case", ["llama-tied-bias", "mistral-window", "qwen2", "qwen3", "neox", "gpt2-scales"])
+def test_compiled_blocks_change_nothing_and_share_two_graphs(tmp_path, case):
+    """Also for other numbers of tokens, with activation checkpointing, and without gradients."""
+    random_model(case).save_pretrained(tmp_path)
+    plain, compiled = (decoder.load(tmp_path, dtype=torch.float64) for _ in range(2))
+    torch.compiler.reset()
+    counters.clear()
+    compiled.configure(compiled=True, backend="aot_eager")
+    for lengths in ([17, 1, 40, 2], [5, 9], [30]):
+        tokens = tokens_for(99)[: sum(lengths)]
+        results = []
+        for model in (plain, compiled):
+            model.activation_checkpointing = lengths == [5, 9]
+            model.zero_grad()
+            logits = model(tokens, lengths)
+            logits.square().mean().backward()
+            results.append([logits.detach(), *(p.grad for p in model.parameters())])
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-13)
+    assert counters["stats"]["unique_graphs"] == 2
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens, lengths), plain(tokens, lengths), rtol=1e-11, atol=1e-13)
+    assert counters["stats"]["unique_graphs"] == 4
+    assert list(compiled.state_dict()) == list(plain.state_dict())

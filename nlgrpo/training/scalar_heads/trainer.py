@@ -42,7 +42,7 @@ from nlgrpo.training.learner import learning_rate, make_optimizer
 
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
-        "train.micro_batch_tokens", "evaluation.every")  # fmt: skip
+        "train.micro_batch_tokens", "model.compile", "evaluation.every")  # fmt: skip
 
 
 class Evaluated(Protocol):
@@ -244,7 +244,7 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
     path, compute = cfg.model.path, compute_dtype(cfg.model.dtype, ranks.device)
     stored = torch.float32 if compute == torch.bfloat16 else compute
     model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=stored, device=ranks.device)
-    model.activation_checkpointing = cfg.model.activation_checkpointing
+    model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     model = fsdp.shard(model, ranks, compute)
     return {
         "config": cfg,
