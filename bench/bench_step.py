@@ -9,7 +9,7 @@ before to its own end: data, generation, reward, reference, loss, backward, opti
 ``pip install nlgrpo[test]`` installs.
 
 Each phase of our step is printed beside its floor: the time of its bare matrix products, without attention, measured in
-the same process after the steps. Their shapes are read from the profile of one more step.
+the same process after the steps, by the same ops. Their shapes are read from the profile of one more step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from transformers.utils import logging
 PROMPTS, VOCAB = 6, 2048
 LEARNING_RATE = 1e-6  # small, so that the lengths do not change
 SIDES = ("ours", "trl")
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
+LIBRARY = ("aten::mm", "aten::addmm", "aten::addmm_")
+COMPILED = {"nlgrpo::linear": [1], "nlgrpo::decode_block": [2, 4, 6, 7]}  # the arguments that are weights (out, in)
 
 
 def write_inputs(folder: Path, prompt_tokens: int) -> None:
@@ -95,28 +96,43 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float | Non
     return [len(ids) / LIMIT for ids in completion_ids]
 
 
-def phases_of(events: list[Any]) -> dict[str, Counter[tuple[Any, ...]]]:
-    """Count the matrix products (rows, depth, columns) of each phase of a profiled step."""
-    found: dict[str, Counter[tuple[Any, ...]]] = {}
-    products: Counter[tuple[Any, ...]] = Counter()
+Products = Counter[tuple[str, int, int, int]]  # (op, rows, depth, columns)
+
+
+def phases_of(events: list[Any]) -> dict[str, Products]:
+    """Count the matrix products of each phase of a profiled step."""
+    found: dict[str, Products] = {}
+    products: Products = Counter()
+    inside = 0.0  # end of the latest op of ours, whose library calls are not counted again
     for event in sorted(events, key=lambda event: event.time_range.start):
-        if event.name in PRODUCTS:
+        if event.name in COMPILED:
+            inside = event.time_range.end
+            rows, _ = event.input_shapes[0]
+            for columns, depth in (event.input_shapes[i] for i in COMPILED[event.name]):
+                products["linear", rows, depth, columns] += 1
+        elif event.name in LIBRARY and event.time_range.start >= inside:
             (rows, depth), (_, columns) = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
-            products[rows, depth, columns] += 1
+            products["mm", rows, depth, columns] += 1
         elif event.name.startswith("phase "):
             found[event.name.removeprefix("phase ")], products = products, Counter()
     return found
 
 
-def seconds_of(products: Counter[tuple[Any, ...]]) -> float:
+def seconds_of(products: Products) -> float:
     """Measure the time of matrix products: of each shape the median of 5 calls, times its number."""
+    from nlgrpo.kernels import linear
+
     total = 0.0
-    for (rows, depth, columns), count in products.items():
-        a, b, out = torch.randn(rows, depth), torch.randn(depth, columns), torch.empty(rows, columns)
+    for (op, rows, depth, columns), count in products.items():
+        a, b = torch.randn(rows, depth), torch.randn(depth, columns)
+        weight, out = b.mT.contiguous(), torch.empty(rows, columns)
         times = []
         for _ in range(6):
             begin = time.perf_counter()
-            torch.mm(a, b, out=out)
+            if op == "mm":
+                torch.mm(a, b, out=out)
+            else:
+                linear(a, weight)
             times.append(time.perf_counter() - begin)
         total += count * statistics.median(times[1:])
     return total

@@ -1,7 +1,6 @@
 // y = x weight^T + bias for the few rows of a decoding step, where the time is that of reading the weights.
 #include "ops.h"
 
-#include <algorithm>
 #include <array>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
@@ -20,24 +19,26 @@ Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-}  // namespace
-
-#ifdef NLGRPO_AVX512
-namespace {
-
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4")
-
-constexpr int64_t LANES = 16;
-constexpr int COLUMNS = 4;         // of y in a tile
-constexpr int ROWS = 6;            // their 24 sums, 4 vectors of weights and 1 of x fit into the 32 registers
-constexpr int64_t MOST_ROWS = 96;  // rows of x that are multiplied before the next ones, so that they stay in the cache
+constexpr int COLUMNS = 4;  // of y in a tile
 
 struct Product {
   const float *x, *weight, *bias;  // (rows, depth), (columns, depth), (columns) or null
   float* y;                        // (rows, columns)
   int64_t rows, depth, columns;
 };
+
+#ifdef NLGRPO_AVX512
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4")
+
+constexpr int64_t LANES = 16;
+constexpr int ROWS = 6;            // of y in a tile: its 24 sums, 4 vectors of weights and 1 of x fit into 32 registers
+constexpr int64_t MOST_ROWS = 96;  // rows of x that are multiplied before the next ones, so that they stay in the cache
+
+// Not std::min: an instance of it for AVX-512 must not be shared with code for other processors.
+NLGRPO_INLINE constexpr int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
 
 // Sums of halves of a and of b, side by side; then of quarters, of pairs, and of single lanes. After all four, a lane
 // is the sum of one vector, and every sum is added in the same order, whatever the other rows are.
@@ -99,13 +100,13 @@ NLGRPO_INLINE void tile(const Product& p, int64_t row, int64_t column, const flo
     __m512 by_row[COLUMNS];  // four lanes for each of four rows
 #pragma GCC unroll 4
     for (int j = 0; j < COLUMNS; j++) {
-      const int last = ROWS - 1;  // rows beyond `rows` are 0
-      by_row[j] = fold4(fold8(sum[first][j], sum[std::min(first + 1, last)][j]),
-                        fold8(sum[std::min(first + 2, last)][j], sum[std::min(first + 3, last)][j]));
+      const int last = ROWS - 1;  // rows beyond the tile are not stored
+      by_row[j] = fold4(fold8(sum[first][j], sum[least(first + 1, last)][j]),
+                        fold8(sum[least(first + 2, last)][j], sum[least(first + 3, last)][j]));
     }
     const __m512 result = fold1(fold2(by_row[0], by_row[1]), fold2(by_row[2], by_row[3]));
-    for (int i = first; i < std::min(first + 4, rows); i++) {
-      for (int64_t j = 0; j < std::min<int64_t>(COLUMNS, p.columns - column); j++) {
+    for (int i = first; i < least(first + 4, rows); i++) {
+      for (int64_t j = 0; j < least(COLUMNS, p.columns - column); j++) {
         const float offset = p.bias ? p.bias[column + j] : 0.0f;
         p.y[(row + i) * p.columns + column + j] = result[4 * (i - first) + j] + offset;
       }
@@ -115,15 +116,15 @@ NLGRPO_INLINE void tile(const Product& p, int64_t row, int64_t column, const flo
 
 void multiply_columns(const Product& p, int64_t begin, int64_t end) {
   for (int64_t first = 0; first < p.rows; first += MOST_ROWS) {
-    const int64_t last = std::min(first + MOST_ROWS, p.rows);
-    for (int64_t column = begin * COLUMNS; column < std::min(end * COLUMNS, p.columns); column += COLUMNS) {
+    const int64_t last = least(first + MOST_ROWS, p.rows);
+    for (int64_t column = begin * COLUMNS; column < least(end * COLUMNS, p.columns); column += COLUMNS) {
       const float* w[COLUMNS];
       for (int j = 0; j < COLUMNS; j++) {  // repeats the last column if fewer
-        w[j] = p.weight + std::min(column + j, p.columns - 1) * p.depth;
+        w[j] = p.weight + least(column + j, p.columns - 1) * p.depth;
       }
       const float* next = w[COLUMNS - 1] + p.depth;
       for (int64_t row = first; row < last; row += ROWS) {
-        switch (std::min<int64_t>(last - row, ROWS)) {
+        switch (least(last - row, ROWS)) {
           case 6:
             tile<6>(p, row, column, w, next);
             break;
@@ -155,25 +156,16 @@ bool has_avx512() {
   return found;
 }
 
-}  // namespace
 #else
-namespace {
-
-struct Product {
-  const float *x, *weight, *bias;
-  float* y;
-  int64_t rows, depth, columns;
-};
-constexpr int COLUMNS = 4;
 
 void multiply_columns(const Product&, int64_t, int64_t) {}
 
 bool has_avx512() {
   return false;
 }
+#endif
 
 }  // namespace
-#endif
 
 // x (R, K), weight (N, K), bias (N) -> (R, N)
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
