@@ -362,7 +362,7 @@ def main() -> None:
     )
     result = {"bench": "step", "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
     if args.save:
-        print(f"saved {save('bench_step', result)}")
+        print(f"saved {save(args.save, result)}")
     print(json.dumps(result))
 
 
@@ -395,7 +395,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES), help="default: both")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.04], help="KL weights (default: 0 0.04)")
     parser.add_argument("--quick", action="store_true", help="1 round of 1 + 3 steps, to check that it works")
-    parser.add_argument("--save", action="store_true", help="write bench/results/cpu/bench_step.json")
+    parser.add_argument(
+        "--save", nargs="?", const="bench_step", metavar="NAME", help="write bench/results/cpu/NAME.json (bench_step)"
+    )
     parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--beta", type=float, default=0.0, help=argparse.SUPPRESS)

@@ -344,6 +344,7 @@ def test_opcheck(surrogate):
 @pytest.mark.slow
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_few_compilations_serve_all_lengths_and_settings(impl, surrogate):
+    torch.compiler.reset()  # the compilations of other parameters count towards the limit of the function
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter)
