@@ -2,9 +2,10 @@
 
     python bench/bench_engine.py [--quick] [--sides ours transformers vllm] [--vllm ENV/bin/python] [--save]
 
-All sides sample completions of up to 128 tokens, 50 on average, with their log-probs, from the same random Llama in
-float32 (temperature 1, no filters). They take turns, each time in a new process, and get other prompts in each batch.
-Throughput is the number of sampled tokens, without those after EOS, divided by the time of a batch.
+All sides sample completions of up to 128 tokens, 50 on average, from the same random Llama in float32 (temperature 1,
+no filters); ours and vLLM return their log-probs too. They take turns, each time in a new process, and get other
+prompts in each batch. Throughput is the number of sampled tokens, without those after EOS, divided by the time of a
+batch.
 
 vLLM needs an environment of its own, whose Python ``--vllm`` names (without it, this side is left out):
 

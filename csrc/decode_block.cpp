@@ -29,13 +29,13 @@ Tensor decode_block(const Tensor& x, const Tensor& norm1, const Tensor& qkv_weig
   check_float(x, "x", 2);
   check_float(own, "own", 4);
   const int64_t tokens = x.size(0), dim = own.size(3);
-  const Tensor qkv = linear(rms_norm(x, norm1, eps), qkv_weight, qkv_bias);
+  const Tensor qkv = fastest_linear(rms_norm(x, norm1, eps), qkv_weight, qkv_bias);
   STD_TORCH_CHECK(qkv.size(1) == (heads + own.size(1)) * dim, "qkv_weight must have ", (heads + own.size(1)) * dim,
                   " rows, got ", qkv.size(1));
   const Tensor mixed = branch_attention(torch::stable::view(qkv, {tokens, heads + own.size(1), dim}), cos, sin, own,
                                         column, prompts, lengths, prompt, window, scale, heads);
-  const Tensor y = add(x, linear(torch::stable::view(mixed, {tokens, heads * dim}), out_weight, std::nullopt));
-  return add(y, linear(swiglu(linear(rms_norm(y, norm2, eps), up, std::nullopt)), down, std::nullopt));
+  const Tensor y = add(x, fastest_linear(torch::stable::view(mixed, {tokens, heads * dim}), out_weight, std::nullopt));
+  return add(y, fastest_linear(swiglu(fastest_linear(rms_norm(y, norm2, eps), up, std::nullopt)), down, std::nullopt));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {

@@ -6,6 +6,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nlgrpo, m) {
   m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor x) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("other_avx512() -> bool");
   m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
   m.def(
       "branch_attention(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) own, int column, Tensor prompts, "

@@ -19,7 +19,8 @@ Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-constexpr int COLUMNS = 4;  // of y in a tile
+constexpr int COLUMNS = 4;        // of y in a tile
+constexpr int64_t FEW_ROWS = 64;  // the same in kernels/linear.py
 
 struct Product {
   const float *x, *weight, *bias;  // (rows, depth), (columns, depth), (columns) or null
@@ -151,8 +152,12 @@ void multiply_columns(const Product& p, int64_t begin, int64_t end) {
 #pragma GCC pop_options
 
 bool has_avx512() {
-  static const bool found = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
+  static const bool found = __builtin_cpu_supports("x86-64-v4");
+  return found;
+}
+
+bool by_intel() {
+  static const bool found = __builtin_cpu_is("intel");
   return found;
 }
 
@@ -163,9 +168,18 @@ void multiply_columns(const Product&, int64_t, int64_t) {}
 bool has_avx512() {
   return false;
 }
+
+bool by_intel() {
+  return false;
+}
 #endif
 
 }  // namespace
+
+// Whether the processor has AVX-512 and was not made by Intel. MKL runs AVX2 code there.
+bool other_avx512() {
+  return has_avx512() && !by_intel();
+}
 
 // x (R, K), weight (N, K), bias (N) -> (R, N)
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -198,8 +212,17 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return out;
 }
 
+// `linear`, or that of the library where it is faster.
+Tensor fastest_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return x.size(0) <= FEW_ROWS || other_avx512() ? linear(x, weight, bias) : library_linear(x, weight, bias);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CompositeExplicitAutograd, m) {
+  m.impl("other_avx512", TORCH_BOX(&other_avx512));
 }
 
 }  // namespace nlgrpo

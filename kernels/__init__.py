@@ -8,7 +8,7 @@
     ecdf                 empirical CDFs of many samples: ranks, cdf, argsort, sort, merge
     packed_attention     causal attention over packed sequences; with `Segments`, they share prefixes
     rms_norm, swiglu     ops between the matrix products of a transformer block
-    linear               the linear layer, by the fastest library or, for a few rows, a compiled op
+    linear               the linear layer, compiled where PyTorch's is slow
     branch_attention     attention of a decoding step over a KV cache; `Branches` maps rows to the prompts they share
     decode_block         a transformer block of a decoding step
     sample_tokens        logits -> tokens and their log-probs

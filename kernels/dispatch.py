@@ -30,7 +30,8 @@ def choose(
     "auto" is "triton" on a GPU with Triton installed, and "cpp" on a CPU with the compiled ops, if the op has a
     compiled version for these dtypes (``cpp``). Raises ValueError for an unknown ``impl``, and for one that cannot run:
     "triton" without Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's
-    interpreter, or above a ``limit`` (name, size, largest); "cpp" as `use_cpp`.
+    interpreter, or above a ``limit`` (name, size, largest); "cpp" for other dtypes, off the CPU, or without the
+    compiled ops.
     """
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
     if impl not in known:

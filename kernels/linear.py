@@ -1,12 +1,12 @@
-"""Matrix products with a weight in float32 on a CPU, compiled where the library that PyTorch calls is slow.
+"""The linear layer in float32 on a CPU, compiled where MKL, which PyTorch calls, is slow.
 
-That is for a few rows, and on processors with AVX-512 that Intel did not make: there MKL uses half of its width.
+MKL is slow for few rows. On processors with AVX-512 that Intel did not make, it is slow for any number of rows, because
+it uses half of their width.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,60 +14,66 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import extension
 from .dispatch import requires_grad, use_cpp
 
-FEW_ROWS = 64  # up to here the compiled op is faster than MKL on any processor with AVX-512
+FEW_ROWS = 64  # up to here the compiled version is faster on any processor with AVX-512; the same in csrc/linear.cpp
+MOST_DEPTH = 4096  # for more rows: a deeper product does not stay in the cache
+ROWS_PER_TRANSPOSE = 512  # with fewer, transposing the weight takes longer than the product saves
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """Linear layer x weight^T + bias. Equals ``torch.nn.functional.linear`` up to rounding.
 
-    x (T, D), weight (N, D), bias (N,); the result is (T, N). Differentiable, with the compiled version once. That
-    version reads the weights at the speed of the memory, and a row of its result does not depend on the other rows, bit
-    for bit. It needs AVX-512, and is ``F.linear`` without.
+    x (T, D), weight (N, D), bias (N,); the result is (T, N). Differentiable, with the compiled version once. For few
+    rows, that version takes about as long as reading the weights. A row of its result does not depend on the other
+    rows, bit for bit. It needs AVX-512, and is ``F.linear`` without.
 
-    ``impl``: "auto", "cpp" (float32 on a CPU) or "torch". "auto" takes the compiled version where it is faster. Raises
-    ValueError for an ``impl`` that cannot run, and RuntimeError for shapes that do not match.
+    ``impl``: "auto", "cpp" (float32 on a CPU) or "torch". "auto" is "cpp" where that is faster: for up to 64 rows
+    without a gradient, and for any number on processors with AVX-512 that Intel did not make. Raises ValueError for an
+    ``impl`` that cannot run, and RuntimeError for shapes that do not match.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not use_cpp(_faster(impl, x), "linear", *given, differentiable=True):
+    if impl == "auto" and not _faster(*given):
+        impl = "torch"
+    if not use_cpp(impl, "linear", *given, differentiable=True):
         return F.linear(x, weight, bias)
     if requires_grad(*given):
-        return cast(Tensor, _Linear.apply(x, weight, bias, impl))
+        return cast(Tensor, _Linear.apply(x, weight, bias))
     return torch.ops.nlgrpo.linear(x, weight, bias)
 
 
+def _faster(x: Tensor, weight: Tensor, *bias: Tensor) -> bool:
+    """Whether the compiled version is the faster one, and may run."""
+    if x.ndim != 2 or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    few = len(x) <= FEW_ROWS and not requires_grad(x, weight, *bias)
+    return few or (x.shape[1] <= MOST_DEPTH and mkl_is_slow())
+
+
 def times_weight(grad: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
-    """Matrix product of grad (T, N) and weight (N, D): the gradient of `linear` with respect to x. No gradient."""
-    if use_cpp(_faster(impl, grad), "linear", grad, weight, differentiable=True):
+    """Matrix product of grad (T, N) and weight (N, D): the gradient of `linear` with respect to x. No gradient.
+
+    The compiled version needs a transposed copy of the weight. "auto" runs it for many rows where MKL is slow.
+    """
+    worthwhile = len(grad) >= ROWS_PER_TRANSPOSE and grad.shape[1] <= MOST_DEPTH
+    if impl == "auto" and not (worthwhile and mkl_is_slow()):
+        impl = "torch"
+    if use_cpp(impl, "linear", grad, weight, differentiable=True):
         return torch.ops.nlgrpo.linear(grad, weight.mT.contiguous(), None)
     return grad @ weight
 
 
-def _faster(impl: str, x: Tensor) -> str:
-    """Return "torch" for "auto" where the compiled version is slower or cannot run."""
-    if impl != "auto":
-        return impl
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return "torch"
-    few = x.ndim == 2 and len(x) <= FEW_ROWS and not requires_grad(x)
-    return "auto" if few or mkl_is_slow() else "torch"
-
-
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Whether this processor has AVX-512 and was not made by Intel, so that MKL does not use it."""
-    info = Path("/proc/cpuinfo")
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not info.is_file():
-        return False
-    return torch.backends.mkl.is_available() and "GenuineIntel" not in info.read_text("utf-8")
+    """Whether the op is compiled for this processor's AVX-512, and MKL does not use it."""
+    return extension.available() and torch.backends.mkl.is_available() and torch.ops.nlgrpo.other_avx512()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, impl: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.impl = impl
         return cast(Tensor, torch.ops.nlgrpo.linear(x, weight, bias))
 
     @staticmethod
@@ -76,8 +82,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         return (
-            times_weight(grad, weight, impl=ctx.impl) if wanted[0] else None,
+            times_weight(grad, weight) if wanted[0] else None,
             grad.mT @ x if wanted[1] else None,
             grad.sum(0) if wanted[2] else None,
-            None,
         )

@@ -7,6 +7,7 @@ passed in (``attend``), so training (packed, differentiable), prefill and cached
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +52,18 @@ def make_norm(shape: Shape) -> nn.Module:
     return RMSNorm(shape.width, shape.eps) if shape.norm == "rms" else nn.LayerNorm(shape.width, shape.eps)
 
 
+@functools.cache
+def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True, backend=backend)
+
+
 class Block(nn.Module):
     """Transformer layer with fused projections: ``qkv`` is the q, then k, then v heads, ``up`` is gate, then up."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.shape, self.layer = shape, layer
+        self.backend: str | None = None  # of torch.compile
         d, heads = shape.head_dim, shape.heads + 2 * shape.kv_heads
         self.norm1 = make_norm(shape)
         self.qkv = Linear(shape.width, heads * d, bias=shape.qkv_bias)
@@ -70,9 +77,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         shape = self.shape
+        heads, add = Block.heads, Block.add
+        if self.backend is not None and not torch.is_inference_mode_enabled():  # which is generation
+            heads, add = _compiled(Block.heads, self.backend), _compiled(Block.add, self.backend)
         scale, window = shape.scales[self.layer], shape.windows[self.layer]
-        mixed = attend(self.heads(x), rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
-        return self.add(x, mixed)
+        mixed = attend(heads(self, x), rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
+        return add(self, x, mixed)
 
     def heads(self, x: Tensor) -> Tensor:
         """Queries, keys and values (T, H + 2 Hk, d) before the rotation."""
@@ -153,14 +163,12 @@ class Decoder(nn.Module):
         """Set how the blocks run.
 
         ``activation_checkpointing``: recompute each block in the backward pass instead of keeping its activations.
-        ``compiled``: compile what is before and after the attention with ``torch.compile``, for any number of tokens.
-        All blocks share these two graphs, because neither depends on the layer.
+        ``compiled``: compile what is before and after the attention with ``torch.compile``, for any number of tokens,
+        except in generation. All blocks share these two graphs, because neither depends on the layer.
         """
         self.activation_checkpointing = activation_checkpointing
-        for module in self.blocks if compiled else ():
-            block = cast(Block, module)
-            block.heads = torch.compile(block.heads, dynamic=True, backend=backend)  # type: ignore[method-assign]
-            block.add = torch.compile(block.add, dynamic=True, backend=backend)  # type: ignore[method-assign]
+        for block in self.blocks:
+            cast(Block, block).backend = backend if compiled else None
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and sin (T, r/2) of ``positions (T,)``, computed in float32 like transformers; None if learned."""

@@ -417,7 +417,7 @@ def _restore_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, A
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)  # a compiled step refers to this tensor
-            elif key != "params":
+            elif key not in ("params", "fused", "foreach"):  # the last two are how this version computes a step
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from nlgrpo import kernels
 from nlgrpo.kernels import extension
-from nlgrpo.kernels.linear import FEW_ROWS, times_weight
+from nlgrpo.kernels.linear import FEW_ROWS, MOST_DEPTH, ROWS_PER_TRANSPOSE, times_weight
 
 module = importlib.import_module("nlgrpo.kernels.linear")  # the name in the package is that of the function
 COMPILED = extension.available() or os.environ.get("NLGRPO_BUILD_EXT") == "1"
@@ -109,17 +109,38 @@ def test_the_choice(monkeypatch):
     monkeypatch.setattr(torch.ops.nlgrpo, "linear", called)
     few, weight, _ = inputs(FEW_ROWS, 8, 8)
     many = inputs(FEW_ROWS + 1, 8, 8)[0]
-    for slow, expected in ((False, [FEW_ROWS]), (True, [FEW_ROWS, FEW_ROWS + 1, FEW_ROWS])):
+    deep = inputs(FEW_ROWS + 1, MOST_DEPTH + 1, 1)
+    for slow, expected in ((False, [FEW_ROWS]), (True, [FEW_ROWS, FEW_ROWS + 1, FEW_ROWS, FEW_ROWS])):
         monkeypatch.setattr(module, "mkl_is_slow", lambda slow=slow: slow)
         calls.clear()
         kernels.linear(few, weight)
         kernels.linear(many, weight)
         kernels.linear(few.clone().requires_grad_(), weight)
+        kernels.linear(few, weight.clone().requires_grad_())
+        kernels.linear(*deep)
+        assert kernels.linear(few[None], weight).shape == (1, FEW_ROWS, 8)
         kernels.linear(few.double(), weight.double())
         kernels.linear(few.bfloat16(), weight.bfloat16())
         with torch.autocast("cpu", torch.bfloat16):
             assert kernels.linear(few, weight).dtype == torch.bfloat16
         assert calls == expected
+
+
+@pytest.mark.skipif(not COMPILED, reason="this install has no compiled ops")
+@pytest.mark.parametrize(
+    ("rows", "columns", "slow", "copies"),
+    [(ROWS_PER_TRANSPOSE, 8, True, 1), (ROWS_PER_TRANSPOSE, 8, False, 0), (ROWS_PER_TRANSPOSE - 1, 8, True, 0),
+     (ROWS_PER_TRANSPOSE, MOST_DEPTH + 1, True, 0)],
+)  # fmt: skip
+def test_a_weight_is_transposed_for_many_rows_and_few_columns_only(monkeypatch, rows, columns, slow, copies):
+    """A vocabulary of 151,936 would be a copy of half a gigabyte per block of 64 tokens."""
+    calls = []
+    op = torch.ops.nlgrpo.linear
+    monkeypatch.setattr(torch.ops.nlgrpo, "linear", lambda *given: calls.append(0) or op(*given))
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: slow)
+    grad, weight = torch.ones(rows, columns), torch.ones(columns, 3)
+    assert (times_weight(grad, weight) == columns).all()
+    assert len(calls) == copies
 
 
 def test_torch_compile_sees_one_graph():

@@ -1,5 +1,6 @@
 """The decoder compared with transformers: every family, packed sequences of different lengths, loading and saving."""
 
+import copy
 import json
 import shutil
 from functools import partial
@@ -315,5 +316,14 @@ def test_compiled_blocks_change_nothing_and_share_two_graphs(tmp_path, case):
     assert counters["stats"]["unique_graphs"] == 2
     with torch.no_grad():
         torch.testing.assert_close(compiled(tokens, lengths), plain(tokens, lengths), rtol=1e-11, atol=1e-13)
+    assert counters["stats"]["unique_graphs"] == 4
+    with torch.inference_mode():  # generation is not compiled
+        compiled(tokens, lengths)
+    copied = copy.deepcopy(compiled)
+    with torch.no_grad():
+        copied.blocks[0].up.weight.zero_()
+        assert not torch.allclose(copied(tokens, lengths), compiled(tokens, lengths))
+    compiled.configure()
+    torch.testing.assert_close(compiled(tokens, lengths), plain(tokens, lengths), rtol=0, atol=0)
     assert counters["stats"]["unique_graphs"] == 4
     assert list(compiled.state_dict()) == list(plain.state_dict())

@@ -153,6 +153,21 @@ def test_other_optimisers_are_restored(tmp_path, build):
     assert everything(other, other_optimizer) == everything(model, optimizer)
 
 
+def test_an_older_checkpoint_resumes_with_the_fused_optimizer(tmp_path):
+    model, other = Toy(), Toy()
+    optimizer, fused = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters(), fused=True)
+    model(torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    save(tmp_path, 1, model, optimizer)
+    load(tmp_path, other, fused)
+    assert fused.param_groups[0]["fused"]
+    for network, its in ((model, optimizer), (other, fused)):
+        its.zero_grad()
+        network(torch.ones(4, 5)).square().mean().backward()
+        its.step()
+    torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
+
+
 def test_tied_weights_and_wrappers_are_restored(tmp_path):
     def tied():
         model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
