@@ -28,6 +28,7 @@ ALIASES = {
     "nlgrpo.aggregation": "nlgrpo.objectives.aggregation",
     "nlgrpo.diversity": "nlgrpo.objectives.diversity",
     "nlgrpo.ecdf": "nlgrpo.calibration.ecdf",
+    "nlgrpo.inference": "nlgrpo.engine.inference",
     "nlgrpo.variational": "nlgrpo.calibration.variational",
 }
 

@@ -24,6 +24,10 @@ COMMANDS = {
         "nlgrpo.commands.generate:generate",
         'Sample completions from a model: nlgrpo generate "Once upon a time" --samples 4',
     ),
+    "serve": (
+        "nlgrpo.commands.serve:main",
+        "Serve a model over OpenAI's protocol: nlgrpo serve --model DIR --procedure bon:4 --choose REWARD",
+    ),
     "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
     "report": (
         "nlgrpo.commands.report:write_report",

@@ -40,6 +40,7 @@ PAGES = {
     "evaluation": ("Evaluation", ["nlgrpo.evaluation"]),
     "kernels": ("Kernels", ["nlgrpo.kernels"]),
     "model-engine": ("Model and engine", ["nlgrpo.model", "nlgrpo.engine"]),
+    "inference": ("Inference-time procedures", ["nlgrpo.engine.inference", "nlgrpo.engine.serving"]),
     "rollouts-rewards": ("Rollouts, rewards, data", ["nlgrpo.engine.rollouts", "nlgrpo.rewards", "nlgrpo.data"]),
     "training": ("Training", ["nlgrpo.training", "nlgrpo.training.scalar_heads", "nlgrpo.training.sweeps"]),
     "integrations": ("Integrations", ["nlgrpo.integrations"]),

@@ -16,11 +16,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from nlgrpo.calibration import rewind
 from nlgrpo.config import recipes, schema, validate
 from nlgrpo.config.overrides import override
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
-from nlgrpo.evaluation import results, rewind
+from nlgrpo.evaluation import results
 from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate, is_run, path_of
 from nlgrpo.objectives.registry import parse
 from nlgrpo.runtime import distributed, user_code

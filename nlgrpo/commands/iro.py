@@ -28,7 +28,7 @@ from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.inference import guides
 from nlgrpo.engine.rollouts.collect import refuse_pairwise
 from nlgrpo.model import reward_model
 from nlgrpo.runtime import atomic_files, distributed
@@ -108,7 +108,7 @@ def plan(loop: Loop) -> Table:
         )
     initial = options.value.path or loop.cfg.model.path
     context = trainer.max_length(initial, None)
-    by_text = guided_responses.note(reward_model.locate(initial)[0], job.sampler.tokenizer)
+    by_text = guides.note(reward_model.locate(initial)[0], job.sampler.tokenizer)
     longest = max(map(len, job.prompts.ids)) + limit
     if longest > context and not by_text:
         raise ValueError(

@@ -1,8 +1,14 @@
-"""Token ids of texts for sequence classifiers."""
+"""Between texts and token ids: texts for sequence classifiers, and completions as texts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8  # number of a prompt's last tokens that are decoded together with its completion
+BROKEN = "\ufffd"  # replacement character: the tokens end within a character
 
 
 def ids_to_score(
@@ -21,3 +27,32 @@ def ids_to_score(
         ).input_ids
     )
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+
+def as_answer(prompt: str | list[dict[str, Any]], text: str) -> str | list[dict[str, str]]:
+    """Format a completion as TRL does for reward functions: a text, or the assistant message of a conversation."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> list[str]:
+    """Decode completions (ids) as continuations of their prompts (ids), without special tokens.
+
+    Tokenizers like SentencePiece drop the space at the start of a text, but a completion does not start a text.
+    Therefore the end of the prompt is decoded together with the completion, and its text is removed.
+    """
+    if not completions:
+        return []  # batch_decode([]) returns a text
+    ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
+    broken = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
+    ends = [list(prompt) if cut else end for prompt, end, cut in zip(prompts, ends, broken, strict=True)]
+    before = tokenizer.batch_decode(ends, skip_special_tokens=True)
+    rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
+    continued = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
+    # Use the completion's own text if that of the prompt changes: it ends within a character, or with a removed space.
+    return [
+        text[len(start) :] if text.startswith(start) else separate
+        for start, text, separate in zip(before, continued, alone, strict=True)
+    ]

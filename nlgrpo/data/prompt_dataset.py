@@ -361,12 +361,13 @@ def _parse(template: str, column: str) -> list[tuple[str, str | None]]:
 # --- Tokens: from a prompt to ids -------------------------------------------------------------------------------------
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Tokenize prompts like `load`: with the tokens that the tokenizer adds before a text, without EOS after it.
 
-    Raises ValueError for an empty text if the tokenizer has no BOS token.
+    Raises ValueError for an empty text if the tokenizer has no BOS token, and for a conversation if it has no chat
+    template.
     """
-    return _encode(tokenizer, [_Example(f"prompt {i}", text, {}) for i, text in enumerate(texts, 1)], None)
+    return _encode(tokenizer, [_Example(f"prompt {i}", prompt, {}) for i, prompt in enumerate(prompts, 1)], None)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, examples: list[_Example], add_bos: bool | None) -> list[list[int]]:

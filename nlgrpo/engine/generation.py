@@ -51,11 +51,13 @@ def generate(
     seed: int = 0,
     index: Sequence[int] | None = None,
     max_rows: int = 256,
+    first_sample: int = 0,
 ) -> Rollout:
     """Sample ``samples`` completions of each prompt.
 
     ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
-    same completions. ``max_rows`` limits the rows that are decoded together, and thus the size of the cache; the
+    same completions. ``first_sample``: number of the first one; 2 with ``samples=3`` returns the samples 2, 3, 4 of
+    each prompt. ``max_rows`` limits the rows that are decoded together, and thus the size of the cache; the
     samples of one prompt are never divided. The model must not be sharded (see ``fsdp.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
@@ -68,7 +70,7 @@ def generate(
     chunk = max(1, max_rows // samples)
     with torch.inference_mode():
         parts = [
-            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk])
+            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk], first_sample)
             for i in range(0, len(prompts), chunk)
         ]
     return rollout_of(prompts, parts, samples, sampling, model.head_weight.device)
@@ -236,11 +238,13 @@ def _decode(
     sampling: Sampling,
     seed: int,
     index: Sequence[int],
+    first_sample: int,
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens with their log-probs, (R, L), for the R = P * samples rows; undefined after a stop id."""
     device, limit = model.head_weight.device, sampling.max_new_tokens
     prompt = torch.arange(len(prompts), device=device).repeat_interleave(samples)
-    keys, sample = torch.tensor(list(index), device=device)[prompt], torch.arange(samples, device=device)
+    keys = torch.tensor(list(index), device=device)[prompt]
+    sample = torch.arange(first_sample, first_sample + samples, device=device)
     noise = uniform_noise(seed, keys, sample.repeat(len(prompts)), torch.arange(limit, device=device))
     decoder, rows = CachedDecoder(model), _Rows(noise)
     logits = decoder.begin(prompts)[prompt]

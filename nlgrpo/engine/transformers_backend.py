@@ -112,6 +112,7 @@ class TransformersModel(nn.Module):
         seed: int = 0,
         index: Sequence[int] | None = None,
         max_rows: int = 256,
+        first_sample: int = 0,
     ) -> Rollout:
         """Sample completions; arguments, result and errors as in `engine.generate`."""
         check_prompts(self.shape, prompts, sampling)
@@ -122,7 +123,7 @@ class TransformersModel(nn.Module):
         for start in range(0, len(keys), max_rows):
             batch = keys[start : start + max_rows]
             key = torch.tensor([index[p] for p, _ in batch], device=self.device)
-            sample = torch.tensor([m for _, m in batch], device=self.device)
+            sample = torch.tensor([first_sample + m for _, m in batch], device=self.device)
             noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
             parts.append(self.extend([prompts[p] for p, _ in batch], noise, sampling))
         return rollout_of(prompts, parts, samples, sampling, self.device)

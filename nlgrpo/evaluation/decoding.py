@@ -21,7 +21,9 @@ from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine import guided_search, transformers_backend
 from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
 from nlgrpo.engine.guided_search import Candidate, Search, Value
-from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.inference import guides
+from nlgrpo.engine.inference.choosing import Chooser
+from nlgrpo.engine.rollouts import convert
 from nlgrpo.engine.rollouts.collect import Provenance, Scorer, refuse_pairwise, scorers
 from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import Sampler
@@ -117,7 +119,7 @@ class Comparison:
     @cached_property
     def digests(self) -> list[str]:
         """Digests of the value models."""
-        return [guided_responses.digest_of_value(path) for path in self.paths]
+        return [guides.digest_of_value(path) for path in self.paths]
 
     def file(self, method: DecodingMethod) -> Path:
         """Results file of a method. Equal methods, such as "iro" and "iro:3" with three value models, share it."""
@@ -128,8 +130,8 @@ class Comparison:
 
     def describe_value(self, i: int) -> str:
         """Description of value model ``i`` and its beta."""
-        folder = guided_responses.folder_of(self.paths[i])
-        note = guided_responses.note(folder, self.sampler.tokenizer)
+        folder = guides.folder_of(self.paths[i])
+        note = guides.note(folder, self.sampler.tokenizer)
         missing = " (its rollouts are missing: it may be trained on these prompts)"
         return f"{self.paths[i]} / {self.betas[i]:g}{note}{missing * (value_dataset.learned_from(folder) is None)}"
 
@@ -138,17 +140,13 @@ class Comparison:
             return [(RewardOfPrefixes(self, method.weight), 1.0)]
         sampler, device = self.sampler, self.queue.ranks.device
         paths, betas = [self.paths[i] for i in method.values], [self.betas[i] for i in method.values]
-        return guided_responses.load_values(
-            paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device
-        )
+        return guides.load_values(paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device)
 
     def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
         """Return weighted sums of the rewards, (P, samples); NaN if one abstains. Raises ValueError if one fails."""
         sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in self.scorers])
         try:
-            scored = sampler.score(
-                batch, guided_responses.padded(batch.ids, completions, samples), first_prompt=batch.index[0]
-            )
+            scored = sampler.score(batch, convert.padded(batch.ids, completions, samples), first_prompt=batch.index[0])
         except RewardError as error:
             raise ValueError(str(error)) from error
         return torch.stack([self.cfg.rewards[name].weight * x for name, x in scored.values.items()]).sum(0)
@@ -176,7 +174,7 @@ class RewardOfPrefixes(Prefixes):
 
 def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) -> PromptSet:
     """Return the held-out prompts that neither runs nor value models are trained on. Raises ValueError if none."""
-    learned = set[str]().union(*(value_dataset.learned_from(guided_responses.folder_of(path)) or () for path in values))
+    learned = set[str]().union(*(value_dataset.learned_from(guides.folder_of(path)) or () for path in values))
     different = held_out.distinct(training.ids)
     unseen = different.only([i for i, ids in enumerate(different.ids) if digest_of_prompt(ids) not in learned])
     if not len(unseen):
@@ -200,7 +198,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     reward_functions.check_columns(weighted, held_out.names)
     reward_scorers = scorers(cfg.rewards, objectives, weighted)
     refuse_pairwise(reward_scorers)
-    learned = guided_responses.read_guide(options.guide[0]) if len(options.guide) == 1 else None
+    learned = guides.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
     if len(betas) != len(paths):
@@ -247,7 +245,7 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
     )  # fmt: skip
     answers = _by_reward(c, found) if by_reward else _by_chooser(c, found)
     seconds, peak_bytes = perf_counter() - began, peak.bytes()
-    used = [value.model for value, _ in values if isinstance(value, ModelValue | guided_responses.TextValue)]
+    used = [value.model for value, _ in values if isinstance(value, ModelValue | guides.TextValue)]
     of_prefixes = cost.queries * (method.weight is not None)
     return {
         "prompts": c.prompts,
@@ -278,9 +276,9 @@ def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Cand
 
 def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
     """Candidate with the largest value, or chosen by majority, per prompt."""
-    chooser = guided_responses.Chooser(c.options.choose)
+    chooser = Chooser(c.options.choose)
     pairs = zip(c.batch.ids, found, strict=True)
-    rollouts = [guided_responses.padded([ids], [one.tokens for one in own], len(own)) for ids, own in pairs]
+    rollouts = [convert.padded([ids], [one.tokens for one in own], len(own)) for ids, own in pairs]
     texts = [c.sampler.texts([p], rollout) for p, rollout in zip(c.batch.prompts, rollouts, strict=True)]
     return [own[chooser.choose(p, own, t)[0]] for p, own, t in zip(c.batch.prompts, found, texts, strict=True)]
 

@@ -18,9 +18,10 @@ from rich.text import Text
 from torch import Tensor
 
 from nlgrpo import __version__
+from nlgrpo.calibration import rewind
+from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.evaluation import rewind
 from nlgrpo.evaluation.estimators import (
     best_of_n,
     bootstrap,
@@ -32,7 +33,6 @@ from nlgrpo.evaluation.estimators import (
     weighted_win_rate,
     worst_of_n,
 )
-from nlgrpo.evaluation.rewind import RewindAndRepeat
 from nlgrpo.objectives.registry import BestOfN, Objective, is_pairwise, parse
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write

@@ -13,7 +13,7 @@ from nlgrpo import cli
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Search
-from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.inference import guides
 from nlgrpo.engine.rollouts.store import digest_of_prompt
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.evaluation import decoding
@@ -113,8 +113,8 @@ def test_best_of_n_equals_the_engine_and_searches_equal_the_search(work):
             ("cd", 1, Search(1, budget, 2, diverse=False)),
         ):
             paths, betas = [work / "one", work / "two"][:values], [1.0, 0.5][:values]
-            guides = guided_responses.load_values(paths, betas, tokenizer, sampling)
-            candidates, cost = guided_search.search(model, ids, search, sampling, guides, seed=SEED)
+            loaded_values = guides.load_values(paths, betas, tokenizer, sampling)
+            candidates, cost = guided_search.search(model, ids, search, sampling, loaded_values, seed=SEED)
             best = [max(worth(p, c.tokens, tokenizer) for c in own) for p, own in zip(HELD, candidates, strict=True)]
             row = found[method, budget]
             assert row["rewards"] == pytest.approx(best), method
@@ -245,7 +245,7 @@ def test_training_prompts_of_value_models_are_left_out(work, tmp_path, capsys):
 def test_settings_of_the_search_come_from_the_folder(work):
     """All but K and B, which the budget determines."""
     (work / "sampled").mkdir()
-    guided_responses.Guide([work / "one"], [0.5], Search(3, 3, 3, 0.7, False)).write(work / "sampled")
+    guides.Guide([work / "one"], [0.5], Search(3, 3, 3, 0.7, False)).write(work / "sampled")
     assert cli.main(arguments(work, "searched", guide=work / "sampled", betas=(), methods=("iro",), chunk=2)) == 0
     row = results(work, "searched")["iro", 4]
     assert Search(**row["search"]) == Search(2, 2, 2, 0.7, False)
@@ -265,11 +265,11 @@ def test_choice_by_value(work):
         ("iro:1", 1, Search(2, 2, 2)),
         ("cd", 1, Search(1, 4, 2, diverse=False)),
     ):
-        guides = guided_responses.load_values(
+        loaded_values = guides.load_values(
             [work / "one", work / "two"][:values], [1.0, 0.5][:values], tokenizer, sampling
         )
-        guides = guides if method != "bon" else []
-        candidates, cost = guided_search.search(model, ids, search, sampling, guides, seed=SEED)
+        loaded_values = loaded_values if method != "bon" else []
+        candidates, cost = guided_search.search(model, ids, search, sampling, loaded_values, seed=SEED)
         row = found[method, 4]
         assert (row["tokens"], row["reward_queries"]) == (cost.tokens, 0)
         complete = sum(one.places == 1 for own in candidates for one in own)  # are read as well
@@ -294,8 +294,8 @@ def test_choice_by_value(work):
 def test_compressed_value_model_of_a_folder(work):
     """It is used alone, with beta 1, and does not change the results of the other methods."""
     (work / "learned").mkdir()
-    guided_responses.Guide([work / "one"], [0.5], Search(), work / "two").write(work / "learned")
-    assert guided_responses.read_guide(work / "learned").compressed == work / "two"
+    guides.Guide([work / "one"], [0.5], Search(), work / "two").write(work / "learned")
+    assert guides.read_guide(work / "learned").compressed == work / "two"
     options = {"methods": ("iro", "compressed", "iro:1"), "betas": ()}
     assert cli.main(arguments(work, "compressed", guide=work / "learned", **options)) == 0
     assert cli.main(arguments(work, "alone", guide=work / "two", methods=("iro",), betas=(1.0,))) == 0

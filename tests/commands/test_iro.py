@@ -18,7 +18,8 @@ from nlgrpo.commands import iro
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.guided_search import Candidate
-from nlgrpo.engine.rollouts import guided_responses
+from nlgrpo.engine.inference import guides
+from nlgrpo.engine.rollouts import convert
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
@@ -109,7 +110,7 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert compressed["compress"]["betas"] == [1.0, 0.5]
     assert compressed["data"]["rollouts"] == [str(whole / f"iteration-{t}" / "rollouts") for t in (1, 2)]
 
-    assert guided_responses.read_guide(whole).compressed == whole / "compressed-2"
+    assert guides.read_guide(whole).compressed == whole / "compressed-2"
 
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
     assert cli.main(arguments(work, "whole")) == 0
@@ -199,7 +200,7 @@ def by_text(work):
     return work / "by text"
 
 
-@pytest.mark.parametrize(("loop", "reads"), [("whole", ModelValue), ("by_text", guided_responses.TextValue)])
+@pytest.mark.parametrize(("loop", "reads"), [("whole", ModelValue), ("by_text", guides.TextValue)])
 def test_guided_rollouts_are_those_of_the_search(work, loop, reads, request):
     whole = request.getfixturevalue(loop)
     tokenizer, model = (
@@ -208,9 +209,7 @@ def test_guided_rollouts_are_those_of_the_search(work, loop, reads, request):
     )
     rollouts = load(whole / "iteration-2" / "rollouts")
     sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
-    values = guided_responses.load_values(
-        [whole / "iteration-1" / "value"], [1.0], tokenizer, sampling, dtype=torch.float64
-    )
+    values = guides.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, sampling, dtype=torch.float64)
     assert isinstance(values[0][0], reads)
     compressed = json.loads((whole / "compressed-2" / "value.json").read_text())
     assert compressed["after"]["mse"] < compressed["before"]["mse"]
@@ -241,7 +240,7 @@ def test_candidates_that_ended_early_fill_their_places():
         [Candidate((1, 2), True, 0.0, (-1.0, -2.0), 2), Candidate((3,), False, 0.0, (-3.0,), 1)],
         [Candidate((4,), False, 0.0, (-4.0,), 1)] * 3,
     ]
-    rollout = guided_responses.as_rollout([[7], [8, 9]], found)
+    rollout = convert.as_rollout([[7], [8, 9]], found)
     assert rollout.completion_ids() == [[1, 2], [1, 2], [3], [4], [4], [4]]
     assert rollout.finished.tolist() == [[True, True, False], [False] * 3]
     assert rollout.logprobs.sum(-1).tolist() == [[-3.0, -3.0, -3.0], [-4.0] * 3]
@@ -251,7 +250,7 @@ def test_each_iteration_takes_the_next_prompts(work, monkeypatch):
     changes = {"prompts": 5, "iterations": 3, "betas": ()}
     options, cfg = iro.read_arguments(arguments(work, "none", **changes)[1:])
     loop = Loop(options, cfg, WorkQueue(Ranks(0, 1, torch.device("cpu")), Console(quiet=True)), work / "none")
-    monkeypatch.setattr(guided_responses.Guide, "digest", lambda _: "")  # of values that are not there yet
+    monkeypatch.setattr(guides.Guide, "digest", lambda _: "")  # of values that are not there yet
     # ten are for training, and no value learns from the last two of them; two are held out
     new = [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
     for t, own in enumerate(new, 1):

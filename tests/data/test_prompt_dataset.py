@@ -12,9 +12,9 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from nlgrpo.data.encoding import decode
 from nlgrpo.data.prompt_dataset import encode, load, plain_text, visits
 from nlgrpo.data.sources import read
-from nlgrpo.engine.rollouts.sampler import decode
 from nlgrpo.model.hf_weights import locate
 
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]

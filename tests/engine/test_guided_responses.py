@@ -12,12 +12,13 @@ from test_guided_search import TextValue
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
+from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Candidate, Search
-from nlgrpo.engine.rollouts import guided_responses
-from nlgrpo.engine.rollouts.guided_responses import Chooser, load_values, majority, respond
+from nlgrpo.engine.inference import Chooser, Responder, guides, majority
+from nlgrpo.engine.inference.guides import load_values
 from nlgrpo.engine.rollouts.store import digest_of_tokenizer
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder, reward_model
@@ -65,19 +66,19 @@ def test_a_beam_that_finished_early_has_several_votes():
 
 
 def test_the_digest_of_a_guide_depends_on_models_betas_and_search(work, tmp_path):
-    guide = guided_responses.Guide([work / "gpt2"], [1.0], Search())
+    guide = guides.Guide([work / "gpt2"], [1.0], Search())
     others = [
-        guided_responses.Guide([work / "llama"], [1.0], Search()),
-        guided_responses.Guide([work / "gpt2"], [0.5], Search()),
-        guided_responses.Guide([work / "gpt2"], [1.0], Search(chunk=8)),
+        guides.Guide([work / "llama"], [1.0], Search()),
+        guides.Guide([work / "gpt2"], [0.5], Search()),
+        guides.Guide([work / "gpt2"], [1.0], Search(chunk=8)),
     ]
     shutil.copytree(work / "gpt2", tmp_path / "renamed")
-    assert guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()).digest() == guide.digest()
+    assert guides.Guide([tmp_path / "renamed"], [1.0], Search()).digest() == guide.digest()
     tokenizer = json.loads((tmp_path / "renamed" / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
     words["w1"], words["w2"] = words["w2"], words["w1"]
     (tmp_path / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    others.append(guided_responses.Guide([tmp_path / "renamed"], [1.0], Search()))  # its tokenizer may matter
+    others.append(guides.Guide([tmp_path / "renamed"], [1.0], Search()))  # its tokenizer may matter
     assert len({one.digest() for one in (guide, *others)}) == 5
 
 
@@ -109,13 +110,14 @@ def test_the_response_is_best_of_n_for_chunks_of_full_length(work):
     model, tokenizer = loaded(work)
     sampling = Sampling(max_new_tokens=8, stop_ids=(EOS,))
     chooser = Chooser.of(f"{work / 'rewards.py'}:high")
-    responses, cost = respond(model, tokenizer, PROMPTS, Search(3, 2, chunk=8), sampling, [], chooser, seed=3)
     ids = [tokenizer(text).input_ids for text in PROMPTS]
+    responder = Responder(model, tokenizer, Search(3, 2, chunk=8), chooser, sampling)
+    responses, cost = responder.respond(Batch([0, 1, 2], ids, PROMPTS, {}), seed=3)
     rollout = generate(model, ids, 6, sampling, seed=3)
     completions = rollout.completion_ids()
     for p, response in enumerate(responses):
         best = max(completions[6 * p : 6 * p + 6], key=sum)
-        assert (list(response.candidate.tokens), response.score) == (best, sum(best))
+        assert (list(response.best.tokens), response.score) == (best, sum(best))
         assert PROMPTS[p] + response.text == tokenizer.decode(ids[p] + best, skip_special_tokens=True)
     assert (cost.tokens, cost.queries) == (int(rollout.lengths.sum()), 0)
 
@@ -167,8 +169,8 @@ def test_a_single_value_model_of_a_loop_uses_the_search_of_the_loop(work, tmp_pa
     for folder in ("iteration-1/value/model", "compressed-1/model"):
         shutil.copytree(work / "gpt2", loop / folder)
     with pytest.raises(ValueError, match="has not finished"):
-        guided_responses.read_guide(loop)
-    guided_responses.Guide([loop / "iteration-1" / "value"], [0.5], how, loop / "compressed-1").write(loop)
+        guides.read_guide(loop)
+    guides.Guide([loop / "iteration-1" / "value"], [0.5], how, loop / "compressed-1").write(loop)
     monkeypatch.chdir(loop)
     for path, value in (
         (loop / "compressed-1", loop / "compressed-1"),
@@ -177,8 +179,8 @@ def test_a_single_value_model_of_a_loop_uses_the_search_of_the_loop(work, tmp_pa
         (loop / "iteration-1" / "value", loop / "iteration-1" / "value"),
         (loop / "iteration-1", loop / "iteration-1" / "value"),
     ):
-        assert guided_responses.read_guide(path) == guided_responses.Guide([value], [1.0], how)
-    assert guided_responses.read_guide(work / "gpt2") is None
+        assert guides.read_guide(path) == guides.Guide([value], [1.0], how)
+    assert guides.read_guide(work / "gpt2") is None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_the_command_prints_the_response_of_the_search(work, capsys):
         best = max(candidates, key=lambda one: one.value)
         assert row["ids"] == list(best.tokens)
         one, other = (classifier(torch.tensor([[*prompt, *best.tokens]])).logits.item() for classifier in theirs)
-        assert row["value"] == pytest.approx(one + other / 0.5, abs=1e-4)
+        assert row["score"] == pytest.approx(one + other / 0.5, abs=1e-4)
         assert row["finish_reason"] == ("stop" if row["ids"][-1] == EOS else "length")
     assert f"{cost.tokens:,} tokens sampled, {cost.queries:,} value queries" in captured.err
 
@@ -276,8 +278,8 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
     model, policys = loaded(work)
     ids, sampling = [policys(text).input_ids for text in PROMPTS], Sampling(max_new_tokens=6, stop_ids=(EOS,))
     found = load_values([work / "gpt2", value], [1.0, 0.5], policys, sampling)
-    assert [type(one) for one, _ in found] == [ModelValue, guided_responses.TextValue]
-    assert [bool(guided_responses.note(folder, policys)) for folder in (work / "gpt2", value)] == [False, True]
+    assert [type(one) for one, _ in found] == [ModelValue, guides.TextValue]
+    assert [bool(guides.note(folder, policys)) for folder in (work / "gpt2", value)] == [False, True]
     candidates, cost = guided_search.search(
         model.float(), ids, Search(2, 3, 2), sampling, found[1:], seed=5, valued=True
     )
@@ -367,10 +369,10 @@ def test_options_of_the_search_need_a_guide(work, capsys):
     for options, names in (
         (["--betas", "1"], "betas"),
         (["--beams", "8", "--chunk", "0"], "beams, chunk"),
-        (["--search-temperature", "1", "--no-diverse", "--choose", "majority"], "search_temperature, choose, diverse"),
+        (["--search-temperature", "1", "--no-diverse", "--choose", "majority"], "search_temperature, diverse"),
     ):
         message = " ".join(refused([*plain, *options], capsys).split())
         assert f"{names}: only for guided search" in message
     model, tokenizer = loaded(work)
     with pytest.raises(ValueError, match="--choose value needs a value model"):
-        respond(model, tokenizer, PROMPTS, Search(), Sampling(max_new_tokens=4), [], Chooser("value"))
+        Responder(model, tokenizer, Search(), Chooser("value"), Sampling(max_new_tokens=4))

@@ -33,7 +33,6 @@ PURE_ROOMS = ("nlgrpo.objectives", "nlgrpo.calibration", "nlgrpo.training.losses
 PURE = [
     *(name for name in FILES if name.startswith(PURE_ROOMS) and name != "nlgrpo.calibration.ecdf"),  # has `all_reduce`
     "nlgrpo.evaluation.estimators",
-    "nlgrpo.evaluation.rewind",
 ]
 # Names of other packages that `torchrun nlgrpo/train.py` would hide, installed here or not.
 TAKEN = {"accelerate", "datasets", "deepspeed", "evaluate", "guidance", "peft", "tables", "tokenizers", "trl", "vllm"}

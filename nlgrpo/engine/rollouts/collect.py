@@ -35,7 +35,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError
 
-READS = "texts behind their prompts"  # version of `sampler.decode`; part of the digests of scores
+READS = "texts behind their prompts"  # version of `encoding.decode`; part of the digests of scores
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ from nlgrpo.runtime import user_code
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 
 
+def embedded(source: str) -> str:
+    """Return the path of an embedded source of prompts, and any other source unchanged."""
+    return str(files("nlgrpo.data") / "assets" / EMBEDDED_DATA[source]) if source in EMBEDDED_DATA else source
+
+
 def _room_for_prompts(cfg: Config, limits: Limits) -> int:
     """Return the maximum prompt length in tokens: data.max_prompt_tokens, at most context - rollout.max_new_tokens.
 
@@ -55,10 +60,9 @@ def prompts_of(
     """
     if not name:
         raise ValueError("data.source is empty: set a file of prompts, a data set, or the embedded 'story-prompts'")
-    path = str(files("nlgrpo.data") / "assets" / EMBEDDED_DATA[name]) if name in EMBEDDED_DATA else name
     d = cfg.data
     prompts = prompt_dataset.load(
-        path,
+        embedded(name),
         tokenizer,
         max_prompt_tokens=_room_for_prompts(cfg, limits),
         split=split,

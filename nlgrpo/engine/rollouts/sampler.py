@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch, Prompt, plain_text
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.generation import Rollout
@@ -20,9 +21,6 @@ from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime.distributed import Ranks
-
-CONTEXT = 8  # number of a prompt's last tokens that are decoded together with its completion
-BROKEN = "\ufffd"  # replacement character: the tokens end within a character
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Sampler:
         return reward_functions.score(
             self.rewards,
             prompts=repeated,
-            completions=[_as_answer(p, text) for p, text in zip(repeated, texts, strict=True)],
+            completions=[as_answer(p, text) for p, text in zip(repeated, texts, strict=True)],
             completion_ids=rollout.completion_ids(),
             columns={k: [v for v in values for _ in range(self.samples)] for k, values in batch.columns.items()},
             samples=self.samples,
@@ -105,32 +103,3 @@ class Sampler:
             prompts=[p for *_, prompts, _ in parts for p in prompts][:8],
             completions=[c for *_, completions in parts for c in completions][:8],
         )
-
-
-def _as_answer(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Format a completion as TRL does for reward functions: a text, or the assistant message of a conversation."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-
-def decode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-) -> list[str]:
-    """Decode completions (ids) as continuations of their prompts (ids), without special tokens.
-
-    Tokenizers like SentencePiece drop the space at the start of a text, but a completion does not start a text.
-    Therefore the end of the prompt is decoded together with the completion, and its text is removed.
-    """
-    if not completions:
-        return []  # batch_decode([]) returns a text
-    ends = [list(prompt[-CONTEXT:]) for prompt in prompts]
-    broken = [BROKEN in text for text in tokenizer.batch_decode(ends, skip_special_tokens=True)]
-    ends = [list(prompt) if cut else end for prompt, end, cut in zip(prompts, ends, broken, strict=True)]
-    before = tokenizer.batch_decode(ends, skip_special_tokens=True)
-    rows = [[*end, *completion] for end, completion in zip(ends, completions, strict=True)]
-    continued = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    alone = tokenizer.batch_decode([list(completion) for completion in completions], skip_special_tokens=True)
-    # Use the completion's own text if that of the prompt changes: it ends within a character, or with a removed space.
-    return [
-        text[len(start) :] if text.startswith(start) else separate
-        for start, text, separate in zip(before, continued, alone, strict=True)
-    ]

@@ -28,8 +28,9 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.guided_search import Search, Value
-from nlgrpo.engine.rollouts import guided_responses, reference_rollouts
-from nlgrpo.engine.rollouts.guided_responses import Guide
+from nlgrpo.engine.inference import guides
+from nlgrpo.engine.inference.guides import Guide
+from nlgrpo.engine.rollouts import convert, reference_rollouts
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digest_of_text, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -94,9 +95,7 @@ class GuidedSampler(Sampler):
     @cached_property
     def values(self) -> list[tuple[Value, float]]:
         paths, betas = self.guide.values, self.guide.betas
-        return guided_responses.load_values(
-            paths, betas, self.tokenizer, self.sampling, dtype=self.dtype, device=self.device
-        )
+        return guides.load_values(paths, betas, self.tokenizer, self.sampling, dtype=self.dtype, device=self.device)
 
     def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
         with gathered(model):
@@ -104,7 +103,7 @@ class GuidedSampler(Sampler):
                 model, batch.ids, self.guide.search, self.sampling, self.values,
                 seed=self.seed, index=batch.index, max_rows=self.max_rows,
             )  # fmt: skip
-        return guided_responses.as_rollout(batch.ids, candidates)
+        return convert.as_rollout(batch.ids, candidates)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from nlgrpo.calibration.rewind import RewindAndRepeat, parse
 from nlgrpo.evaluation.estimators import weighted_win_rate
-from nlgrpo.evaluation.rewind import RewindAndRepeat, parse
 
 REWARDS = torch.tensor(
     [

@@ -1,110 +1,29 @@
-"""Responses by guided search: load value models, search, and choose one of the candidates."""
+"""Value models that guide a search: load them, and read and write the guide of `nlgrpo iro`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.prompt_dataset import Prompt, encode
 from nlgrpo.data.retokenize import Retokenizer
-from nlgrpo.engine import guided_search
 from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
-from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.guided_search import Candidate, Cost, Search, Value
-from nlgrpo.engine.rollouts.sampler import decode
+from nlgrpo.engine.guided_search import Search, Value
 from nlgrpo.engine.rollouts.store import digest_of_model, digest_of_tokenizer, same_ids
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model import reward_model
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import bins
 from nlgrpo.model.reward_model import score as score_head
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.model.value_model import as_values, kind_of
-from nlgrpo.rewards import reward_functions
-from nlgrpo.rewards.builtin import vote
-from nlgrpo.rewards.reward_functions import Reward, RewardError
 from nlgrpo.runtime import atomic_files
-
-VALUE, MAJORITY = "value", "majority"
-
-
-@dataclass(frozen=True)
-class Chooser:
-    """Chooses the response among the candidates of a prompt.
-
-    ``how``: "value" chooses the candidate with the largest V; "majority" the first one with the most frequent final
-    answer (extracted by `builtin.vote`, such as the content of ``\\boxed{}``); a reward, written as in a configuration,
-    the one with the largest reward. The first of ties wins. Raises ValueError for a reward that does not exist.
-    """
-
-    how: str
-    reward: Reward | None = None
-
-    @classmethod
-    def of(cls, how: str, device: str | torch.device = "cpu") -> Chooser:
-        return cls(how, None if how in (VALUE, MAJORITY) else reward_functions.load("choose", how, device=device))
-
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
-        """Return the index of the chosen candidate and its score: V, share of the votes, or reward.
-
-        Raises ValueError if the reward fails, or is NaN or None for all candidates.
-        """
-        if self.how == MAJORITY:
-            return majority([vote(text) for text in texts], [candidate.places for candidate in candidates])
-        scores = [candidate.value for candidate in candidates]
-        if self.reward is not None:
-            scores = _rewards(self.reward, prompt, candidates, texts)
-        scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
-        if not scored:
-            raise ValueError(f"{self.how} is NaN for all candidates of the prompt {prompt!r}")
-        best = max(scored, key=lambda i: scores[i])
-        return best, scores[best]
-
-
-def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
-    """Weighted majority vote (self-consistency, Wang et al. 2023).
-
-    Returns the index of the first candidate with the winning answer, and the answer's share of the total weight. The
-    first of tied answers wins. ``None`` does not vote; if all answers are None, returns (0, 0.0).
-    """
-    votes: Counter[Hashable] = Counter()
-    for answer, weight in zip(answers, weights, strict=True):
-        if answer is not None:
-            votes[answer] += weight  # type: ignore[assignment]
-    if not votes:
-        return 0, 0.0
-    winner, weight = max(votes.items(), key=lambda item: item[1])
-    return list(answers).index(winner), weight / sum(votes.values())
-
-
-def _rewards(reward: Reward, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> list[float]:
-    try:
-        scores = reward_functions.score(
-            [reward],
-            prompts=[prompt] * len(candidates),
-            completions=list(texts),
-            completion_ids=[list(candidate.tokens) for candidate in candidates],
-            columns={},
-            samples=len(candidates),
-            step=0,
-            total_steps=0,
-        )
-    except RewardError as error:
-        raise ValueError(str(error)) from error
-    return [float(value) for value in scores.values[reward.name][0]]
-
-
-# --- value models and guides ------------------------------------------------------------------------------------------
 
 FILE = "guide.json"
 
@@ -244,67 +163,3 @@ class TextValue(Prefixes):
             last = torch.tensor(lengths, device=device).cumsum(0) - 1
             values[part] = as_values(self.model(tokens, lengths, last, score_head)[:, 0], kind_of(self.model)).cpu()
         return values
-
-
-# --- responses --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Response:
-    """Chosen candidate of a prompt, with its text and the score that the choice is based on."""
-
-    candidate: Candidate
-    text: str
-    score: float
-
-
-def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
-    """Convert candidates to a rollout. Each is repeated ``places`` times, which gives U completions per prompt."""
-    rows = [[candidate for candidate in candidates for _ in range(candidate.places)] for candidates in found]
-    flat, samples = [candidate for row in rows for candidate in row], len(rows[0])
-    rollout = padded(prompt_ids, [candidate.tokens for candidate in flat], samples)
-    for row, candidate in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
-        row[: len(candidate.tokens)] = torch.tensor(candidate.logprobs)
-    finished = torch.tensor([candidate.finished for candidate in flat]).view(-1, samples)
-    return replace(rollout, finished=finished)
-
-
-def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], samples: int) -> Rollout:
-    """Build a rollout of ``samples`` completions per prompt, sorted by prompt. Log-probs are 0, none is finished."""
-    lengths = torch.tensor([len(ids) for ids in completions])
-    tokens = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
-    for row, ids in zip(tokens, completions, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    shape = (-1, samples)
-    logprobs = torch.zeros(tokens.shape).unflatten(0, shape)
-    lengths = lengths.view(shape)
-    return Rollout([list(ids) for ids in prompt_ids], tokens.unflatten(0, shape), logprobs, lengths, lengths < 0)
-
-
-def respond(
-    model: Decoder | TransformersModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    how: Search,
-    sampling: Sampling,
-    values: Sequence[tuple[Value, float]],
-    chooser: Chooser,
-    *,
-    seed: int = 0,
-    max_rows: int = 256,
-) -> tuple[list[Response], Cost]:
-    """Search and choose a response for each prompt. Returns responses and total cost.
-
-    Raises the errors of `guided_search.search` and `Chooser.choose`.
-    """
-    if chooser.how == VALUE and not values:
-        raise ValueError("--choose value needs a value model: set one, or choose by majority or a reward")
-    ids = encode(tokenizer, prompts)
-    valued = chooser.how == VALUE
-    found, cost = guided_search.search(model, ids, how, sampling, values, seed=seed, max_rows=max_rows, valued=valued)
-    responses = []
-    for prompt, start, candidates in zip(prompts, ids, found, strict=True):
-        texts = decode(tokenizer, [start] * len(candidates), [c.tokens for c in candidates])
-        best, score = chooser.choose(prompt, candidates, texts)
-        responses.append(Response(candidates[best], texts[best], score))
-    return responses, cost

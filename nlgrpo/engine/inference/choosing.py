@@ -1,0 +1,118 @@
+"""Scores of candidates, by which a response is chosen: a value, votes for the final answer, or a reward."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nlgrpo.data.encoding import as_answer
+from nlgrpo.data.prompt_dataset import Prompt
+from nlgrpo.engine.guided_search import Candidate
+from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards.builtin import vote
+from nlgrpo.rewards.reward_functions import Reward, RewardError
+
+VALUE, MAJORITY = "value", "majority"
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Scores the candidates of a prompt, and chooses the one with the largest score. The first of ties wins.
+
+    ``how``: "value", the V of a guided search; "majority", the share of candidates with the same final answer
+    (extracted by `builtin.vote`, such as the content of ``\\boxed{}``; a candidate without an answer has 0); or a
+    reward, written as in a configuration. Raises ValueError for a reward that does not exist.
+    """
+
+    how: str
+    reward: Reward | None = None
+
+    @classmethod
+    def of(cls, how: str, device: str | torch.device = "cpu") -> Chooser:
+        return cls(how, None if how in (VALUE, MAJORITY) else reward_functions.load("choose", how, device=device))
+
+    def scores(
+        self,
+        prompts: Sequence[Prompt],
+        candidates: Sequence[Sequence[Candidate]],
+        texts: Sequence[Sequence[str]],
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[list[float]]:
+        """Return the score of each candidate; NaN where the reward abstains.
+
+        ``candidates`` and ``texts`` have a list for each of the P prompts, of any length. ``columns``: columns of the
+        data for the reward, P values each. A reward is called once for all candidates. Raises ValueError if it fails.
+        """
+        if self.reward is not None:
+            return _rewards(self.reward, prompts, candidates, texts, columns or {})
+        if self.how == MAJORITY:
+            return [
+                _votes([vote(text) for text in own_texts], [one.places for one in own])
+                for own, own_texts in zip(candidates, texts, strict=True)
+            ]
+        return [[one.value for one in own] for own in candidates]
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
+        """Return the index of the candidate with the largest score, and the score.
+
+        Raises ValueError if the reward fails, or is NaN or None for all candidates.
+        """
+        [scores] = self.scores([prompt], [candidates], [texts])
+        scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
+        if not scored:
+            raise ValueError(f"{self.how} is NaN for all candidates of the prompt {prompt!r}")
+        best = max(scored, key=lambda i: scores[i])
+        return best, scores[best]
+
+
+def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
+    """Weighted majority vote (self-consistency, Wang et al. 2023).
+
+    Returns the index of the first candidate with the winning answer, and the answer's share of the total weight. The
+    first of tied answers wins. ``None`` does not vote; if all answers are None, returns (0, 0.0).
+    """
+    shares = _votes(answers, weights)
+    best = max(range(len(shares)), key=shares.__getitem__)
+    return best, shares[best]
+
+
+def _votes(answers: Sequence[Hashable | None], weights: Sequence[float]) -> list[float]:
+    """Return for each candidate its answer's share of the total weight; 0 for None."""
+    votes: Counter[Hashable] = Counter()
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            votes[answer] += weight  # type: ignore[assignment]
+    total = sum(votes.values())
+    return [0.0 if answer is None else votes[answer] / total for answer in answers]
+
+
+def _rewards(
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    candidates: Sequence[Sequence[Candidate]],
+    texts: Sequence[Sequence[str]],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[list[float]]:
+    """Call the reward with all candidates, as groups of one, because prompts can have different numbers of them."""
+    repeat = [p for p, own in enumerate(candidates) for _ in own]
+    try:
+        scored = reward_functions.score(
+            [reward],
+            prompts=[prompts[p] for p in repeat],
+            completions=[as_answer(p, text) for p, own in zip(prompts, texts, strict=True) for text in own],
+            completion_ids=[list(one.tokens) for own in candidates for one in own],
+            columns={name: [values[p] for p in repeat] for name, values in columns.items()},
+            samples=1,
+            step=0,
+            total_steps=0,
+        )
+    except RewardError as error:
+        raise ValueError(str(error)) from error
+    values = iter(scored.values[reward.name].flatten().tolist())
+    return [list(islice(values, len(own))) for own in candidates]

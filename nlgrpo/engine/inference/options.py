@@ -1,0 +1,156 @@
+"""Options of the commands that respond to prompts, and the responder that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.guided_search import Search, Value
+from nlgrpo.engine.inference import guides
+from nlgrpo.engine.inference.choosing import MAJORITY, VALUE, Chooser
+from nlgrpo.engine.inference.procedures import Procedure
+from nlgrpo.engine.inference.responder import Model, Responder
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import hf_weights
+from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
+from nlgrpo.runtime.device import compute_dtype
+
+
+@dataclass
+class ResponderOptions:
+    """Model, sampling and inference-time procedure."""
+
+    model: str = "story-lm"
+    """A Hugging Face directory or hub name, the `model` folder of a run, or the embedded "story-lm"."""
+    procedure: str | None = None
+    """Inference-time procedure: bon:N, wor:N, soft:TAU:N, maj:N, or rewind:QUANTILE:N (sample until a reward reaches
+    this quantile of the reference's rewards, at most N times)."""
+    choose: str | None = None
+    """How the response is chosen among the candidates: by a reward, written as in a configuration:
+    "lexicon(path='vader_lexicon.txt')"; by the "majority" of final answers; in a guided search also by "value", its
+    default."""
+    max_new_tokens: int = 128
+    """Maximum number of tokens of a completion."""
+    temperature: float = 1.0
+    """Sampling temperature. 0: greedy decoding."""
+    top_k: int = 0
+    """Sample from the k most likely tokens. 0: all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that have this total probability."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this fraction of the probability of the most likely token."""
+    seed: int = 0
+    """Random seed: the same seed gives the same completions."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute dtype. auto: bfloat16 on a GPU, float32 on a CPU."""
+    max_rows: int = 256
+    """Maximum number of completions that are decoded together; it limits memory."""
+    guide: tuple[Path, ...] = ()
+    """Decode by guided search: value models of `nlgrpo value` (folders of runs), or the folder of `nlgrpo iro`."""
+    betas: tuple[float, ...] = ()
+    """beta_i of the value models, V = sum_i V_i / beta_i. None: those of the folder of `nlgrpo iro`, else 1 each."""
+    beams: int | None = None
+    """K, beams of the search. None: as in the folder of `nlgrpo iro`, else 4."""
+    successors: int | None = None
+    """B, chunks sampled after each beam. None: as in the folder of `nlgrpo iro`, else 4."""
+    chunk: int | None = None
+    """L, tokens per chunk. None: as in the folder of `nlgrpo iro`, else 16."""
+    search_temperature: float | None = None
+    """Above 0: sample beams in proportion to e^(V / temperature). 0: keep the best. None: as in the folder, else 0."""
+    diverse: bool = True
+    """Prefer distinct candidates, unless the search of the folder does not."""
+    reference: str | None = None
+    """Model whose rewards give the threshold of rewind. None: the model itself."""
+    reference_samples: int = 64
+    """Samples of the reference per prompt, for the threshold of rewind."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows = {self.max_rows}: expected at least 1")
+        of_search = ("betas", "beams", "successors", "chunk", "search_temperature")
+        given = [name for name in of_search if getattr(self, name) not in (None, ())] + ["diverse"] * (not self.diverse)
+        if self.choose == VALUE:
+            given.append("choose value")
+        if given and not self.guide:
+            raise ValueError(f"{', '.join(given)}: only for guided search; name value models with --guide")
+        if self.guide and self.procedure is not None:
+            raise ValueError(f"procedure {self.procedure!r}: guided search is a procedure of its own; omit one of them")
+        if self.reference is not None and not (self.procedure or "").startswith("rewind"):
+            raise ValueError("reference: only for the procedure rewind")
+
+    def sampling(self, stop_ids: Sequence[int] = ()) -> Sampling:
+        names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+        return Sampling(**{name: getattr(self, name) for name in names}, stop_ids=tuple(stop_ids))
+
+    def search(self, learned: Search) -> Search:
+        """Return the requested search, laid over the one that the values were learned with."""
+        names = ("beams", "successors", "chunk")
+        asked = {name: getattr(self, name) for name in names} | {"temperature": self.search_temperature}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return replace(learned, **given, diverse=self.diverse and learned.diverse)
+
+    def sampled(self, samples: int | None) -> Procedure:
+        """Return the procedure, with ``samples`` candidates if its name has no number. One sample if there is none.
+
+        Raises ValueError for an unknown procedure, and for one that the way to choose does not fit.
+        """
+        if self.procedure is not None:
+            found = Procedure.parse(self.procedure, samples)
+        elif self.choose is not None:
+            if samples is None:
+                raise ValueError("choose: the number of candidates is missing; add --samples N or --procedure bon:N")
+            found = Procedure("majority" if self.choose == MAJORITY else "largest", samples)
+        else:
+            return Procedure("largest", 1)
+        if found.needs_reward and self.choose in (None, MAJORITY) and found.samples > 1:
+            raise ValueError(f"procedure {str(found)!r} chooses by a reward: name one with --choose")
+        return found
+
+    def load(self, samples: int | None = None) -> tuple[Responder, list[str]]:
+        """Load the models and build the responder. Return notes for the log as well.
+
+        ``samples``: number of candidates, for procedures whose name has none. Raises ValueError for models, rewards
+        and value models that cannot be loaded, and for options that do not fit together.
+        """
+        procedure: Procedure | Search = self.search(Search()) if self.guide else self.sampled(samples)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = compute_dtype(self.dtype, device)
+        source = hf_weights.locate(self.model)
+        tokenizer = load_tokenizer(source)
+        sampling = self.sampling(stop_ids_of(tokenizer, source))
+        how = self.choose or (VALUE if self.guide else MAJORITY if str(procedure).startswith("maj") else None)
+        chooser = None if how is None else Chooser.of(how, device)
+        model = transformers_backend.load(source, dtype=dtype, device=device)
+        notes = [f"{self.model}{note}"] if (note := transformers_backend.note(source)) else []
+        values: list[tuple[Value, float]] = []
+        if self.guide:
+            procedure, values = self._guided(tokenizer, sampling, dtype, device)
+            notes += [f"{value.name}{guides.BY_TEXT}" for value, _ in values if isinstance(value, guides.TextValue)]
+        reference = None if self.reference is None else self._reference(dtype, device, tokenizer)
+        responder = Responder(
+            model, tokenizer, procedure, chooser, sampling, values, reference, self.reference_samples, self.max_rows
+        )
+        return responder, notes
+
+    def _guided(
+        self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Search, list[tuple[Value, float]]]:
+        learned = guides.read_guide(self.guide[0]) if len(self.guide) == 1 else None
+        paths, betas = (learned.values, self.betas or learned.betas) if learned else (self.guide, self.betas)
+        values = guides.load_values(paths, betas, tokenizer, sampling, dtype=dtype, device=device)
+        return self.search(learned.search if learned else Search()), values
+
+    def _reference(self, dtype: torch.dtype, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Model:
+        assert self.reference is not None
+        source = hf_weights.locate(self.reference)
+        if not guides.same_ids(load_tokenizer(source), tokenizer):
+            raise ValueError(f"reference {self.reference!r} has another tokenizer than {self.model!r}")
+        return transformers_backend.load(source, dtype=dtype, device=device)

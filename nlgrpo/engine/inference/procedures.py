@@ -1,0 +1,127 @@
+"""Inference-time procedures by name: how many candidates are sampled, and by which rule one is the response."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from nlgrpo.calibration.rewind import RewindAndRepeat
+
+Rule = Literal["largest", "smallest", "soft", "majority", "rewind"]
+
+MOST = 1 << 16  # candidates per prompt
+
+
+@dataclass(frozen=True)
+class Procedure:
+    """Sample ``samples`` candidates of a prompt, score them, and choose one by ``rule``. The first of ties wins.
+
+    - "largest", "smallest": best-of-N and worst-of-N.
+    - "soft": soft best-of-N, candidate j with probability proportional to e^(score_j / tau) (IAMA, Sec. 5.3).
+    - "majority": the first candidate with the most frequent final answer (self-consistency, Wang et al. 2023).
+    - "rewind": rewind-and-repeat (InfAlign, appendix G): candidates are sampled one at a time, at most ``samples``,
+      and the last one is the response; ``rewind`` has the threshold.
+
+    Raises ValueError for arguments out of range.
+    """
+
+    rule: Rule
+    samples: int
+    tau: float = math.nan
+    rewind: RewindAndRepeat | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or not 1 <= self.samples <= MOST:
+            raise ValueError(f"{self.samples} candidates per prompt: expected a whole number in [1, {MOST:,}]")
+        if self.rule == "soft" and not (self.tau > 0 and math.isfinite(self.tau)):
+            raise ValueError(f"tau = {self.tau}: expected a finite number > 0")
+        if (self.rule == "rewind") != (self.rewind is not None):
+            raise ValueError('a threshold belongs to the rule "rewind", and that rule needs one')
+
+    @property
+    def needs_reward(self) -> bool:
+        return self.rule != "majority"
+
+    def choose(self, scores: Sequence[float], noise: float) -> int:
+        """Return the index of the response among candidates with these scores; NaN is never chosen.
+
+        ``noise``, uniform in [0, 1), decides for soft best-of-N. Raises ValueError if all scores are NaN.
+        """
+        scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
+        if not scored:
+            raise ValueError("all scores are NaN")
+        if self.rule == "soft":
+            return scored[_sampled([scores[i] for i in scored], self.tau, noise)]
+        if self.rule == "rewind":
+            return scored[-1]
+        return (min if self.rule == "smallest" else max)(scored, key=lambda i: scores[i])
+
+    def __str__(self) -> str:
+        if self.rewind is not None:
+            return str(self.rewind)
+        name = {"largest": "bon", "smallest": "wor", "soft": f"soft:{self.tau:g}", "majority": "maj"}[self.rule]
+        return f"{name}:{self.samples}"
+
+    @classmethod
+    def parse(cls, text: str, samples: int | None = None) -> Procedure:
+        """Parse "bon:N", "wor:N", "soft:TAU:N", "maj:N" or "rewind:QUANTILE:N", the names of objectives.
+
+        ``samples`` is the number of candidates if the name has none: "soft:0.1" with 8 is "soft:0.1:8". Raises
+        ValueError for an unknown name, suggesting the nearest one, for invalid arguments, and for two different
+        numbers of candidates.
+        """
+        name, *given = text.strip().split(":")
+        if name not in FORMS:
+            near = difflib.get_close_matches(name, FORMS, n=1)
+            hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
+            known = ", ".join(form.text for form in FORMS.values())
+            raise ValueError(f"procedure {text!r} is not known; expected one of {known}.{hint}")
+        form = FORMS[name]
+        if len(given) == form.arguments - 1 and samples is not None:
+            given.append(str(samples))
+        if len(given) == form.arguments - 1:
+            raise ValueError(f"procedure {text!r}: the number of candidates is missing; write {form.text!r}")
+        try:
+            found = form.make(*given)
+        except (ValueError, TypeError) as error:
+            reason = "" if len(given) != form.arguments else f": {error}"
+            raise ValueError(f"procedure {text!r}: expected {form.text!r}{reason}") from None
+        if samples not in (None, found.samples):
+            raise ValueError(f"procedure {text!r} samples {found.samples} candidates, but samples = {samples}")
+        return found
+
+
+class Form(NamedTuple):
+    """Syntax of a procedure's name."""
+
+    text: str
+    arguments: int
+    make: Callable[..., Procedure]
+
+
+def _rewind(quantile: str, most: str) -> Procedure:
+    return Procedure("rewind", int(most), rewind=RewindAndRepeat(float(quantile), int(most)))
+
+
+FORMS = {
+    "bon": Form("bon:N", 1, lambda n: Procedure("largest", int(n))),
+    "wor": Form("wor:N", 1, lambda n: Procedure("smallest", int(n))),
+    "soft": Form("soft:TAU:N", 2, lambda tau, n: Procedure("soft", int(n), float(tau))),
+    "maj": Form("maj:N", 1, lambda n: Procedure("majority", int(n))),
+    "rewind": Form("rewind:QUANTILE:N", 2, _rewind),
+}
+
+
+def _sampled(scores: Sequence[float], tau: float, noise: float) -> int:
+    """Sample an index in proportion to e^(score / tau) by inverting the CDF at ``noise``."""
+    largest = max(scores)
+    weights = [math.exp((score - largest) / tau) for score in scores]
+    target, total = noise * math.fsum(weights), 0.0
+    for i, weight in enumerate(weights):
+        total += weight
+        if target < total:
+            return i
+    return max(i for i, weight in enumerate(weights) if weight > 0)  # rounding of the sum
