@@ -23,7 +23,7 @@ from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
 from nlgrpo.evaluation import results
 from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate, is_run, path_of
-from nlgrpo.objectives.registry import parse
+from nlgrpo.objectives.registry import MajorityVote, parse
 from nlgrpo.runtime import distributed, user_code
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -116,6 +116,8 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
             if again is not None and again.most > samples:
                 raise ValueError(f"--procedures {again}: needs up to {again.most} samples, and --n is {samples}")
             chosen = again or parse(name, user_code.function)
+            if isinstance(chosen, MajorityVote) and chosen.n > samples:
+                raise ValueError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
             found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
     return list(dict.fromkeys(found))
 

@@ -95,8 +95,9 @@ class RewardConfig:
     objective: str = "bon:4"
     """What is maximised: "mean", "bon:N" (best of N), "wor:N" (worst of N), "bop:RATE" (best of a Poisson number),
     "cvar:ALPHA" (mean of the lower tail), "soft:TAU" (soft best-of-N), "erm:BETA" (entropic risk), "distortion:" with a
-    table or function of the rank; "bon:N:unbiased", "wor:N:unbiased". The suffix ":kde" smooths the group's rewards of
-    a rank-based objective. For a similarity kernel: "rao", "dpp:N" (diversity)."""
+    table or function of the rank, "maj:N" (majority vote over final answers), "functional:file.py:R" (any function of
+    probabilities and rewards); "bon:N:unbiased", "wor:N:unbiased", "maj:N:unbiased". The suffix ":kde" smooths the
+    rewards of a rank-based objective. For a similarity kernel: "rao", "dpp:N" (diversity)."""
     weight: float = 1.0
     """Weight w_i of the objective in the aggregate. 0: the reward is only computed and logged."""
     scale: float = 1.0

@@ -154,6 +154,8 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
         faults.append(f"{name}.transform = {reward.transform!r} needs objective = 'mean', got {reward.objective!r}")
     if registry.is_pairwise(reward.objective):
         faults.append(f"{name}.transform: {reward.objective!r} takes a similarity kernel, which has no ranks")
+    if registry.is_voted(reward.objective):
+        faults.append(f"{name}.transform: {reward.objective!r} votes over answers; it takes the reward itself")
     if not own.rollouts and own.missing == "error":
         faults.append(
             f"{name}.transform = {reward.transform!r}: needs samples of the reference, calibration.rollouts "
@@ -253,6 +255,8 @@ def _reward_faults(config: Config) -> list[str]:
         try:
             objective = registry.parse(reward.objective, user_code.function)
             fewest = objective.fewest
+            if isinstance(objective, registry.Functional):
+                objective.check(samples)
             if samples == 1 and fewest == 1 and not config.loss.offline and not registry.learns_from_one(objective):
                 fewest = 2
         except ValueError as error:

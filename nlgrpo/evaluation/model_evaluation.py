@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -174,7 +173,6 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
     ids = [rollout.completion_ids() for rollout in rollouts]
     groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
     completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
-    functions = {scorer.name: scorer.reward.function for scorer in e.scorers}
     return EvaluationSamples(
         rewards={s.name: torch.cat([candidate.scores(chunk, s) for chunk in chunks]).double() for s in e.scorers},
         lengths=torch.cat([rollout.lengths for rollout in rollouts]),
@@ -185,7 +183,11 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
         completions=[rows[:8] for rows in completions[:8]],
         kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
         distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
-        answers={name: _answers(f, completions) for name, f in functions.items() if hasattr(f, "answer")},
+        answers={
+            reward.name: reward_functions.answer_numbers(reward.function, completions)
+            for reward in (scorer.reward for scorer in e.scorers)
+            if reward.voted or hasattr(reward.function, "answer")
+        },
     )
 
 
@@ -193,15 +195,6 @@ def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
     present = [chunk for chunk in chunks if chunk is not None]
     names = sorted(present[0])  # files have no fixed order of names
     return {name: torch.cat([chunk[name] for chunk in present]).double() for name in names}
-
-
-def _answers(function: Any, completions: Sequence[Sequence[str]]) -> Tensor:
-    rows = []
-    for texts in completions:
-        known: dict[Any, int] = {}
-        given = [function.answer(text) for text in texts]
-        rows.append([-1 if answer is None else known.setdefault(answer, len(known)) for answer in given])
-    return torch.tensor(rows)
 
 
 def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:

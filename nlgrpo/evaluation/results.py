@@ -33,7 +33,7 @@ from nlgrpo.evaluation.estimators import (
     weighted_win_rate,
     worst_of_n,
 )
-from nlgrpo.objectives.registry import BestOfN, Objective, is_pairwise, parse
+from nlgrpo.objectives.registry import BestOfN, MajorityVote, Objective, is_pairwise, is_voted, parse
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write
 
@@ -110,12 +110,17 @@ def _measured(
             again = rewind.parse(text)
             if again is not None:
                 yield from _rewound(name, again, rewards, reference.rewards[name])
-            else:
-                yield name, text, *_under(rewards, reference.rewards[name], parse(text, user_code.function))
+                continue
+            objective = parse(text, user_code.function)
+            if not isinstance(objective, MajorityVote):
+                yield name, text, *_under(rewards, reference.rewards[name], objective)
+            elif name in sampled.answers:
+                scored = ~rewards.isnan().any(1)
+                yield name, text, _at(scored, _voted(sampled, name, scored, [objective.n])[0]), None
         if name in sampled.answers:
             yield from _majorities(name, rewards, sampled.answers[name], procedures)
         for judge in gold if name not in gold else ():
-            for text in (text for text in procedures if rewind.parse(text) is None):
+            for text in (text for text in procedures if rewind.parse(text) is None and not is_voted(text)):
                 objective = parse(text, user_code.function)
                 yield f"{judge} by choice of {name}", text, _chosen(rewards, sampled.rewards[judge], objective), None
     for kind, values in sampled.kl.items():
@@ -123,6 +128,13 @@ def _measured(
     yield "length", "", sampled.lengths.double().mean(1), None
     for n, values in sampled.distinct.items():
         yield f"distinct/{n}", "", values, None
+
+
+def _voted(sampled: EvaluationSamples, name: str, scored: Tensor, ns: Sequence[int]) -> Tensor:
+    """Reward of the response that the majority of N samples chooses, (len(ns), P'), for the P' ``scored`` prompts."""
+    rewards, answers = sampled.rewards[name][scored], sampled.answers[name][scored]
+    votes = torch.stack([rewards, answers.to(rewards)], -1)
+    return torch.stack([MajorityVote(n, "unbiased").value(votes) for n in ns])
 
 
 def _under(rewards: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor | None]:
@@ -260,14 +272,15 @@ def weighted_best_of_n(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
 def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Row]:
     """Rows with mean (N = 1) and best-of-N of each reward and, for several rewards, of their weighted sum.
 
-    Rewards with the objective "wor:N" have worst-of-N instead, and diversity only its mean. In the weighted sum each
+    Rewards with the objective "wor:N" have worst-of-N instead, those with "maj:N" the majority of N, and diversity only
+    its mean. In the weighted sum each
     reward is used as in its own rows; the procedure is "each of N" if these differ. A prompt on which a reward abstains
     for any sample is left out for that reward and for the weighted sum; without any prompt the row is NaN. Intervals
     are 95%. Raises ValueError if N exceeds the number of samples per prompt.
     """
     picks = {name: _pick(text) for name, text in sampled.objectives.items()}
     per_prompt = {
-        name: (_picked(values[~values.isnan().any(1)], ns, picks[name]), picks[name])
+        name: (_picked(sampled, name, ~values.isnan().any(1), ns, picks[name]), picks[name])
         for name, values in sampled.rewards.items()
     }
     if len(per_prompt) > 1:
@@ -285,11 +298,16 @@ def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Ro
 
 
 def _pick(objective: str) -> str:
+    if is_voted(objective):
+        return "majority"
     return "diversity" if is_pairwise(objective) else "worst" if objective.startswith("wor:") else "best"
 
 
-def _picked(rewards: Tensor, ns: Sequence[int], pick: str) -> Tensor:
-    """Best-of-N or worst-of-N of a reward, or for diversity its mean for every N, (len(ns), P)."""
+def _picked(sampled: EvaluationSamples, name: str, scored: Tensor, ns: Sequence[int], pick: str) -> Tensor:
+    """Best-of-N, worst-of-N or the majority of N of a reward, or for diversity its mean for every N, (len(ns), P')."""
+    if pick == "majority" and name in sampled.answers:
+        return _voted(sampled, name, scored, ns)
+    rewards = sampled.rewards[name][scored]
     if pick == "diversity":
         return best_of_n(rewards, [1]).expand(len(ns), -1)
     return (worst_of_n if pick == "worst" else best_of_n)(rewards, ns)
@@ -298,7 +316,7 @@ def _picked(rewards: Tensor, ns: Sequence[int], pick: str) -> Tensor:
 def _weighted(sampled: EvaluationSamples, ns: Sequence[int], picks: Mapping[str, str]) -> Tensor:
     """Weighted sum of the rewards, (len(ns), P'), for the P' prompts on which no reward abstains."""
     scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
-    parts = [sampled.weights[name] * _picked(r[scored], ns, picks[name]) for name, r in sampled.rewards.items()]
+    parts = [sampled.weights[name] * _picked(sampled, name, scored, ns, picks[name]) for name in sampled.rewards]
     return torch.stack(parts).sum(0)
 
 

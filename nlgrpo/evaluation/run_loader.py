@@ -22,7 +22,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import FILE, EvaluationSamples, r
 from nlgrpo.evaluation import results
 from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
 from nlgrpo.objectives.rank_based import OfN
-from nlgrpo.objectives.registry import is_pairwise, parse
+from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
 from nlgrpo.training import metrics
 from nlgrpo.training.sweeps import state as sweep_state
 
@@ -250,7 +250,9 @@ def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, Evaluat
 def _procedures(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
     """Procedures for the available samples: best-of-N, the trained objectives, and worst-of-N if it was trained."""
     n = min(s.lengths.shape[1] for s in sampled.values())
-    trained = [text for s in sampled.values() for text in s.objectives.values() if not is_pairwise(text)]
+    trained = [
+        text for s in sampled.values() for text in s.objectives.values() if not (is_pairwise(text) or is_voted(text))
+    ]
     names = ["mean", *(f"bon:{best_of}" for best_of in NS if 1 < best_of <= n)]
     if any(text.startswith("wor:") for text in trained):
         names += [f"wor:{worst_of}" for worst_of in NS if 1 < worst_of <= n]

@@ -194,6 +194,8 @@ def _part(reward: RewardFunction, objective: Objective | str, samples: int, name
     if not isinstance(objective, str | Objective):
         raise ValueError(f'objective={objective!r}: expected one of nlgrpo.objectives, or its name, such as "bon:4".')
     objective = parse(objective) if isinstance(objective, str) else objective
+    if objective.voted:
+        raise ValueError(f"objective={str(objective)!r} needs the final answers, which reward functions do not return.")
     part = _Part(reward, objective, name or _name(reward))
     if samples < part.needed:
         reason = ""

@@ -1,7 +1,8 @@
 """Objectives that training maximises: functionals of the policy for an inference procedure, and first variations.
 
 One file per family: `rank_based` (best-of-N, worst-of-N, CVaR, any distortion), `tilted` (soft best-of-N, entropic
-risk), `diversity` (Rao, DPP). `registry.parse` reads a name such as ``"bon:4"``, `aggregation` combines several
+risk), `diversity` (Rao, DPP), `majority` (voting over final answers), `functional` (any differentiable functional, by
+autograd). `registry.parse` reads a name such as ``"bon:4"``, `aggregation` combines several
 objectives into one, `advantages` subtracts a baseline. Pure tensor functions that import `nlgrpo.kernels` only.
 Read `base.py` first.
 """
@@ -13,6 +14,8 @@ from nlgrpo.objectives.registry import (
     Distortion,
     DPPDiversity,
     EntropicRisk,
+    Functional,
+    MajorityVote,
     Mean,
     Objective,
     RankBased,
@@ -33,6 +36,8 @@ __all__ = [
     "DPPDiversity",
     "Distortion",
     "EntropicRisk",
+    "Functional",
+    "MajorityVote",
     "Mean",
     "Objective",
     "RankBased",

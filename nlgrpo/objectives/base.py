@@ -24,6 +24,9 @@ class Objective(ABC):
     pairwise: ClassVar[bool] = False
     """Whether it takes kernel matrices (P, M, M), the similarities of a group's samples, instead of rewards."""
 
+    voted: ClassVar[bool] = False
+    """Whether it takes rewards with the numbers of the final answers, (P, M, 2), instead of rewards."""
+
     def linearize(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """Return the first variation dR/dpi at each atom, (P, M), up to a constant per prompt.
 

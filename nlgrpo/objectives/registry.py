@@ -20,7 +20,9 @@ from nlgrpo.kernels import reference
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.objectives.base import Objective
 from nlgrpo.objectives.diversity import Diversity, DPPDiversity, RaoDiversity
+from nlgrpo.objectives.functional import Functional
 from nlgrpo.objectives.kde import Smoothed
+from nlgrpo.objectives.majority import MajorityVote
 from nlgrpo.objectives.rank_based import BestOfN, BestOfPoisson, CVaR, Distortion, Mean, RankBased, WorstOfN
 from nlgrpo.objectives.tilted import EntropicRisk, SoftBestOfN
 
@@ -31,6 +33,8 @@ __all__ = [
     "DPPDiversity",
     "Distortion",
     "EntropicRisk",
+    "Functional",
+    "MajorityVote",
     "Mean",
     "Objective",
     "RankBased",
@@ -50,14 +54,14 @@ def linearize_present(objective: Objective, rewards: Tensor, baseline: Baseline 
 
     The remaining entries of a group form a smaller group. Missing entries get 0, and so do all entries of a group with
     fewer than ``objective.fewest``. In kernel matrices (P, M, M) a sample is missing if its similarity to itself is
-    NaN.
+    NaN; in rewards with answers (P, M, 2), if its reward is.
     """
     absent = _absent(objective, rewards)
     if not absent.any():
         return objective.advantage(rewards, baseline)
     linear = torch.zeros(absent.shape, dtype=reference.widen(rewards).dtype, device=rewards.device)
     for rows, columns in _by_presence(absent, objective.fewest):
-        linear[rows, columns] = objective.advantage(_picked(rewards, rows, columns), baseline)
+        linear[rows, columns] = objective.advantage(_picked(objective, rewards, rows, columns), baseline)
     return linear
 
 
@@ -69,7 +73,8 @@ def present(objective: Objective, rewards: Tensor) -> Tensor:
 
 def learns_from_one(objective: Objective) -> bool:
     """Whether the linearised reward of a group of one depends on its reward. It does not for soft best-of-N."""
-    one, two = (objective.advantage(torch.tensor([[x]], dtype=torch.float64), "none") for x in (1.0, 2.0))
+    atoms = [torch.tensor([[[x, 0.0]] if objective.voted else [x]], dtype=torch.float64) for x in (1.0, 2.0)]
+    one, two = (objective.advantage(atom, "none") for atom in atoms)
     return not torch.equal(one, two)
 
 
@@ -80,7 +85,7 @@ def value_present(objective: Objective, rewards: Tensor) -> Tensor:
         return objective.value(rewards)
     value = reference.widen(rewards).new_full(rewards.shape[:1], torch.nan)
     for rows, columns in _by_presence(absent, objective.fewest):
-        value[rows[:, 0]] = objective.value(_picked(rewards, rows, columns))
+        value[rows[:, 0]] = objective.value(_picked(objective, rewards, rows, columns))
     return value
 
 
@@ -90,10 +95,10 @@ def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
     The mean over a group is its mean reward, or its diversity. Missing entries are NaN.
     """
     if not isinstance(objective, Diversity):
-        return rewards
+        return rewards[..., 0] if objective.voted and rewards.ndim == 3 else rewards
     absent, out = _absent(objective, rewards), torch.full_like(rewards[..., 0], torch.nan)
     for rows, columns in _by_presence(absent, objective.order):
-        out[rows, columns] = objective.contributions(_picked(rewards, rows, columns))
+        out[rows, columns] = objective.contributions(_picked(objective, rewards, rows, columns))
     return out
 
 
@@ -117,6 +122,8 @@ FORMS = {
     "rao": Form("rao", RaoDiversity),
     "dpp": Form("dpp:N", DPPDiversity, (int, float), 1),
     "distortion": Form("distortion:F", Distortion),
+    "maj": Form("maj:N", MajorityVote, (int, str), 1),
+    "functional": Form("functional:FILE.py:R", Functional),
 }
 
 
@@ -126,13 +133,19 @@ def is_pairwise(text: str) -> bool:
     return form is not None and form.make.pairwise
 
 
+def is_voted(text: str) -> bool:
+    """Whether the objective named ``text`` takes the final answers besides the rewards."""
+    form = FORMS.get(text.strip().partition(":")[0])
+    return form is not None and form.make.voted
+
+
 def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None) -> Objective:
     """Parse the name of an objective: "mean", "bon:4" -> BestOfN(4), "soft:0.1" -> SoftBestOfN(0.1).
 
-    - "bon:N" and "wor:N" take an optional estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased"); "dpp:N" takes an
-      optional eps, "dpp:3:0.01".
+    - "bon:N", "wor:N" and "maj:N" take an optional estimator, "bon:4:unbiased" -> BestOfN(4, "unbiased"); "dpp:N" takes
+      an optional eps, "dpp:3:0.01".
     - "distortion:1,0.5,0" is a `Distortion` with a table. "distortion:file.py:f" calls ``function("file.py:f")`` to
-      load f; without ``function`` only tables are allowed.
+      load f; without ``function`` only tables are allowed. "functional:file.py:R" is a `Functional`, loaded likewise.
     - A rank-based objective may end in ":kde" or ":kde:BANDWIDTH": "wor:4:kde" -> `Smoothed` (WorstOfN(4)).
 
     Raises ValueError for an unknown name, suggesting the nearest known one, and for invalid arguments.
@@ -148,6 +161,8 @@ def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None
         near.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # names with swapped letters come first
         hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
         raise ValueError(f"objective {text!r} is not known; expected one of {known}.{hint}")
+    if name == "functional":
+        return _functional(text, rest, function)
     return _distortion(text, rest, function) if name == "distortion" else _of_form(text, FORMS[name])
 
 
@@ -196,16 +211,24 @@ def _distortion(text: str, rest: str, function: Callable[[str], Callable[..., An
     return Distortion(table)
 
 
+def _functional(text: str, rest: str, function: Callable[[str], Callable[..., Any]] | None) -> Objective:
+    if ":" not in rest:
+        raise ValueError(f"objective {text!r}: expected 'functional:file.py:R' or 'functional:package.module:R'.")
+    if function is None:
+        raise ValueError(f"objective {text!r} is a function of the user, which is not loaded here.")
+    return Functional(function(rest), named=rest)
+
+
 def _absent(objective: Objective, rewards: Tensor) -> Tensor:
     """Mask (P, M) of the missing samples."""
     if objective.pairwise and rewards.ndim == 3:
         return rewards.diagonal(dim1=-2, dim2=-1).isnan()
-    return rewards.isnan()
+    return rewards[..., 0].isnan() if objective.voted and rewards.ndim == 3 else rewards.isnan()
 
 
-def _picked(rewards: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Select groups ``rows`` (p, 1) and their samples ``columns`` (p, k) from rewards (P, M) or kernels (P, M, M)."""
-    if rewards.ndim == 2:
+def _picked(objective: Objective, rewards: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Select groups ``rows`` (p, 1) and samples ``columns`` (p, k) from rewards (P, M[, 2]) or kernels (P, M, M)."""
+    if not objective.pairwise:
         return rewards[rows, columns]
     return rewards[rows[:, :, None], columns[:, :, None], columns[:, None, :]]
 

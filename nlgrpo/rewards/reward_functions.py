@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.data.prompt_dataset import text_of
-from nlgrpo.rewards.builtin import BUILTIN, Gsm8k
+from nlgrpo.rewards.builtin import BUILTIN, Gsm8k, vote
 from nlgrpo.rewards.calling import Log, Outcome, TimedOut, call_all
 from nlgrpo.rewards.outputs import Fault, similarities_of, values_of
 from nlgrpo.rewards.similarity_kernels import KERNELS
@@ -51,6 +51,7 @@ class Reward:
     the function in the trainer's thread, for functions that need the main thread (``signal.alarm``). ``on_error``:
     "stop" raises RewardError, "skip" drops the affected groups. ``scale``: factor of the function's values, applied
     before any objective; a negative one is for users who want low values. ``pairwise``: the function is a kernel.
+    ``voted``: also extract the final answers, for an objective that needs them.
 
     Raises ValueError for invalid arguments.
     """
@@ -61,6 +62,7 @@ class Reward:
     on_error: Literal["stop", "skip"] = "stop"
     scale: float = 1.0
     pairwise: bool = False
+    voted: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -96,6 +98,8 @@ class Scores:
     """Values passed to ``log_metric``, by name."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """Values (P*M) passed to ``log_extra``, by column; the last call for a column counts."""
+    answers: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers of the final answers, (P, M) int64, for rewards with ``voted``; see `answer_numbers`."""
 
 
 # ---- from a config to a function ----
@@ -110,6 +114,7 @@ def load(
     scale: float = 1.0,
     device: str | torch.device = "cpu",
     pairwise: bool = False,
+    voted: bool = False,
 ) -> Reward:
     """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
@@ -131,7 +136,7 @@ def load(
         function = _bind(target, resolved, arguments)
     except ValueError as error:
         raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
-    return Reward(name, function, timeout, on_error, scale, pairwise)
+    return Reward(name, function, timeout, on_error, scale, pairwise, voted)
 
 
 def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
@@ -310,7 +315,24 @@ def score(
     metrics: dict[str, list[float]] = {}
     for name, value in (entry for log in logs for entry in log.metrics):
         metrics.setdefault(name, []).append(value)
-    return Scores(values, skipped, metrics, {name: column for log in logs for name, column in log.extra.items()})
+    extra = {name: column for log in logs for name, column in log.extra.items()}
+    texts = [text_of(completion) for completion in completions]
+    grouped = [texts[i : i + samples] for i in range(0, len(texts), samples)]
+    answers = {reward.name: answer_numbers(reward.function, grouped) for reward in rewards if reward.voted}
+    return Scores(values, skipped, metrics, extra, answers)
+
+
+def answer_numbers(function: Callable[..., Any], completions: Sequence[Sequence[str]]) -> Tensor:
+    """Number the final answers of each prompt's completions, (P, M) int64: the same for equal answers, -1 for none.
+
+    The method ``answer(text)`` of the reward extracts them, if it has one, else `nlgrpo.rewards.builtin.vote`.
+    """
+    extract, rows = getattr(function, "answer", vote), []
+    for texts in completions:
+        known: dict[Any, int] = {}
+        given = [extract(text) for text in texts]
+        rows.append([-1 if answer is None else known.setdefault(answer, len(known)) for answer in given])
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> None:

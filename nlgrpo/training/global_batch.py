@@ -32,6 +32,7 @@ class GlobalBatch:
 
     # (P, M) float64, or (P, M, M) for kernels; NaN where the reward abstained, and in dropped groups
     rewards: dict[str, Tensor]
+    answers: dict[str, Tensor]  # numbers of the final answers (P, M), for objectives that need them
     calibrated: dict[str, CalibratedReward]  # rewards that have a transform
     lengths: Tensor  # (P, M)
     finished: Tensor  # (P, M)
@@ -60,6 +61,7 @@ class GlobalBatch:
             values[scores.skipped] = torch.nan
         return cls(
             rewards={name: gather(values) for name, values in kept.items()},
+            answers={name: gather(numbers) for name, numbers in scores.answers.items()},
             calibrated={name: c.without(scores.skipped).map(gather) for name, c in (calibrated or {}).items()},
             lengths=ranks.gather(rollout.lengths),
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
@@ -72,8 +74,11 @@ class GlobalBatch:
         )
 
     def objective_inputs(self) -> dict[str, Tensor]:
-        """The input of each objective: the calibrated reward if there is one, else the raw reward."""
-        return self.rewards | {name: c.values for name, c in self.calibrated.items()}
+        """The input of each objective: the calibrated reward if there is one, else the raw reward; with its answers."""
+        voted = {
+            name: torch.stack([self.rewards[name], a.to(self.rewards[name])], -1) for name, a in self.answers.items()
+        }
+        return self.rewards | {name: c.values for name, c in self.calibrated.items()} | voted
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
         """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""

@@ -336,8 +336,8 @@ def test_a_distortion_from_a_name():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bom:4", "soft:TAU, erm:BETA, rao, dpp:N, distortion:F. Did you mean 'bo[np]:"),
-        ("nothing-like-it", "expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, .*distortion:F.$"),
+        ("bom:4", "soft:TAU, erm:BETA, rao, dpp:N, distortion:F, maj:N, functional:FILE.py:R. Did you mean 'bo[np]:"),
+        ("nothing-like-it", "expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, .*functional:FILE.py:R.$"),
         ("", "expected one of"),
         ("bon", "expected 'bon:N' with a number, got ''"),
         ("bon:4.5", "got '4.5'"),

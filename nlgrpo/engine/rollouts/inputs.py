@@ -113,7 +113,7 @@ def load_rewards(
     loaded = [
         reward_functions.load(
             name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(device),
-            pairwise=parsed[name].pairwise,
+            pairwise=parsed[name].pairwise, voted=parsed[name].voted,
         )
         for name, r in cfg.rewards.items()
     ]  # fmt: skip

@@ -92,11 +92,12 @@ class Sampler:
         texts = self.texts(mine.prompts, rollout)
         shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
         values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}
-        part = (values, rollout.lengths.cpu(), [plain_text(p) for p in mine.prompts], shown)
+        part = (values, rollout.lengths.cpu(), scores.answers, [plain_text(p) for p in mine.prompts], shown)
         parts = ranks.gather_objects(part)
         return EvaluationSamples(
             rewards={name: torch.cat([rewards[name] for rewards, *_ in parts]) for name in values},
             lengths=torch.cat([lengths for _, lengths, *_ in parts]),
+            answers={name: torch.cat([answers[name] for _, _, answers, *_ in parts]) for name in scores.answers},
             objectives={name: str(objective) for name, objective in objectives.items()},
             weights=dict(weights),
             max_length=self.sampling.max_new_tokens,

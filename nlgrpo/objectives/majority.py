@@ -1,0 +1,219 @@
+"""Majority voting over final answers (self-consistency) as an objective.
+
+It takes the reward and the answer of each sample, (P, M, 2), where other objectives take rewards. Legend: P prompts, M
+atoms per prompt, usually the M samples of a group; n samples vote; K different answers; k votes for the winner.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nlgrpo.kernels import reference
+from nlgrpo.objectives.advantages import Baseline, centre
+from nlgrpo.objectives.base import Objective, first, masses
+
+MOST_VOTES = 64
+
+
+@dataclass(frozen=True)
+class MajorityVote(Objective):
+    """Expected reward of the response that a majority vote of ``n`` samples chooses, and its first variation.
+
+        R[pi] = E r(y*),   y* the first of y_1, .., y_n with the most frequent answer;
+        dR/dpi(y) = n E[r(y*) | y_1 = y]                                   (self-consistency, Wang et al. 2023)
+
+    ``rewards`` (P, M, 2) hold the reward of each atom and the number of its answer: equal numbers for equal answers, -1
+    for no answer, which does not vote. The first of tied answers is any of them with equal probability, and the first
+    response with the winning answer is any of its responses. Without any vote the first response is chosen. With
+    rewards of 0 and 1 for the answer, R is maj@n.
+
+    The expectation over the votes is a coefficient of a polynomial: with e_c(x) = sum_l (answer c has l votes) x^l,
+
+        R = sum_{k, c} [x^n] r_c,k x^k prod_{d != c} (e_d^{<k}(x) + z e_d^{k}(x))    integrated over z in [0, 1]
+
+    where z counts the answers that are tied with c: t of them have weight 1/(t + 1). Its derivative is computed by
+    autograd, in float64. Two estimators on groups of M samples:
+
+    ``"plugin"`` draws the n samples from the group with replacement: the empirical distribution in place of pi. It has
+    a bias of order 1/M and takes any n. ``"unbiased"`` draws them without replacement: the value is the mean over all
+    subsets of n samples (maj@n as in `nlgrpo.evaluation`), and the `advantage`
+
+        M / (M - n) (r~_j - mean r~),   r~_j = n times the mean over the subsets that contain sample j
+
+    has the policy gradient of R as its expectation; it needs M > n. With ``probs`` both are exact.
+
+    Raises ValueError for an n that is not an integer in [1, 64], another estimator, inputs of another shape, rewards
+    that are not finite, answers that are not integers >= -1, and with "unbiased" for n > M.
+    """
+
+    n: int
+    estimator: Literal["plugin", "unbiased"] = "plugin"
+
+    voted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or isinstance(self.n, bool) or not 1 <= self.n <= MOST_VOTES:
+            raise ValueError(f"MajorityVote(n={self.n!r}): expected an integer in [1, {MOST_VOTES}], the votes.")
+        if self.estimator not in ("plugin", "unbiased"):
+            raise ValueError(f"MajorityVote(estimator={self.estimator!r}): expected 'plugin' or 'unbiased'.")
+
+    @property
+    def name(self) -> str:
+        return f"maj:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
+
+    @property
+    def fewest(self) -> int:
+        return self.n + 1 if self.estimator == "unbiased" else 1
+
+    def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
+        if self.estimator == "plugin" or baseline not in ("mean", "loo"):
+            return super().advantage(rewards, baseline)
+        linear = self.linearize(rewards)
+        M = linear.shape[1]
+        if self.n >= M:
+            raise ValueError(f"{self}: all samples of a group of {M} have the same advantage; expected M > {self.n}.")
+        return M / (M - self.n) * centre(linear)
+
+    def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            values = self._expected(rewards, self._weights(rewards, probs), self._replaced(rewards, probs))
+        return values.to(rewards)
+
+    def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        replaced, M = self._replaced(rewards, probs), rewards.shape[1]
+        with torch.inference_mode(False), torch.enable_grad():
+            weights = self._weights(rewards, probs).clone().requires_grad_()
+            value = self._expected(rewards.clone(), weights, replaced)
+            (slopes,) = torch.autograd.grad(value.sum(), weights)
+        # Without replacement, the slope is the mean over all subsets, of which n / M contain a sample.
+        return (slopes if replaced else slopes * M).to(rewards)
+
+    def _replaced(self, rewards: Tensor, probs: Tensor | None) -> bool:
+        """Whether the votes are drawn with replacement. Raises ValueError if there are too few samples to choose."""
+        if self.estimator == "plugin" or probs is not None:
+            return True
+        if self.n > rewards.shape[1]:
+            raise ValueError(f"{self}: {self.n} of {rewards.shape[1]} samples have no unbiased estimate; "
+                             f"expected M >= {self.n}.")  # fmt: skip
+        return False
+
+    def _weights(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        """Probabilities of the atoms; 1 each where the votes are drawn without replacement."""
+        if probs is not None:
+            return probs.double()
+        same = torch.ones_like(rewards[..., 0], dtype=torch.float64)
+        return same / rewards.shape[1] if self.estimator == "plugin" else same
+
+    def _expected(self, rewards: Tensor, weights: Tensor, replaced: bool) -> Tensor:
+        """Expected reward of the chosen response, (P,), a polynomial in the weights (P, M)."""
+        member, silent = _membership(rewards[..., 1])
+        votes = (_with_replacement if replaced else _without_replacement)(
+            weights, rewards[..., 0].double(), member, self.n
+        )
+        of_silent = silent.double()[:, :, None]
+        none = (_with_replacement if replaced else _without_replacement)(
+            weights, rewards[..., 0].double(), of_silent, self.n
+        )
+        total = none.rewards[:, 0, self.n] / self.n
+        for k in range(1, self.n + 1):
+            total = total + _won_with(k, votes, none.counts[:, 0], self.n)
+        orders = math.factorial(self.n) if replaced else 1 / math.comb(rewards.shape[1], self.n)
+        return total * orders
+
+    def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if rewards.ndim != 3 or rewards.shape[2] != 2 or rewards.shape[1] == 0:
+            raise ValueError(f"{self}: expected rewards and answers (P, M, 2) with M >= 1, got {tuple(rewards.shape)}.")
+        rewards = reference.widen(rewards.detach())
+        values, answers = rewards.unbind(-1)
+        for bad, expected in (
+            (~values.isfinite(), "a finite reward"),
+            ((answers != answers.round()) | ~(answers >= -1) | ~answers.isfinite(), "an answer's number >= -1"),
+        ):
+            if bad.any():
+                group, sample = bad.nonzero()[0].tolist()
+                raise ValueError(f"{self}: {first(bad)} is {rewards[group, sample].tolist()}; expected {expected}.")
+        return rewards, None if probs is None else masses(probs, values)
+
+
+@dataclass(frozen=True)
+class _Votes:
+    """Polynomials in x for each answer, (P, K, n + 1).
+
+    The coefficient of x^l in ``counts`` is the weight of l votes; in ``rewards`` it is the same times the sum of the
+    rewards of the l responses.
+    """
+
+    counts: Tensor
+    rewards: Tensor
+
+
+def _membership(answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which atom has which answer, (P, M, K) float64, and which has none, (P, M)."""
+    silent = answers < 0
+    same = answers[:, :, None] == answers[:, None, :]
+    leader = same.double().argmax(-1)  # the first atom with the same answer
+    leads = (leader == torch.arange(answers.shape[1], device=answers.device)) & ~silent
+    number = (leads.cumsum(-1) - 1).gather(1, leader)
+    K = max(1, int(leads.sum(-1).max()))
+    member = torch.nn.functional.one_hot(number.clamp(min=0), K).double()
+    return member.masked_fill(silent[..., None], 0.0), silent
+
+
+def _with_replacement(weights: Tensor, rewards: Tensor, member: Tensor, n: int) -> _Votes:
+    """q^l / l! for l votes of an answer with probability q: n! [x^n] of their product is a multinomial probability."""
+    share, earned = (torch.einsum("pm,pmk->pk", x, member) for x in (weights, weights * rewards))
+    powers = torch.arange(n + 1, device=weights.device)
+    factorials = torch.tensor([math.factorial(votes) for votes in range(n + 1)], dtype=torch.float64)
+    counts = share[..., None] ** powers / factorials.to(share)
+    later = torch.nn.functional.pad(counts[..., :-1], (1, 0))
+    return _Votes(counts, later * earned[..., None])
+
+
+def _without_replacement(weights: Tensor, rewards: Tensor, member: Tensor, n: int) -> _Votes:
+    """Elementary symmetric polynomials of the weights of an answer: prod_j (1 + w_j x) over its atoms."""
+    start = torch.zeros(n + 1, dtype=torch.float64, device=weights.device)
+    start[0] = 1
+    counts = start.expand(*member.shape[::2], n + 1)
+    sums = torch.zeros_like(counts)
+    for j in range(weights.shape[1]):
+        weight = (member[:, j] * weights[:, j, None])[..., None]
+        later = torch.nn.functional.pad(counts[..., :-1], (1, 0))
+        sums = sums + weight * (torch.nn.functional.pad(sums[..., :-1], (1, 0)) + later * rewards[:, j, None, None])
+        counts = counts + weight * later
+    return _Votes(counts, sums)
+
+
+def _won_with(k: int, votes: _Votes, silent: Tensor, n: int) -> Tensor:
+    """Weight of the draws in which some answer wins with k votes, times the mean reward of its responses, (P,)."""
+    nodes, shares = _quadrature(n // k)
+    z = torch.from_numpy(nodes).to(votes.counts)[:, None]
+    product = silent[:, None].expand(-1, len(z), -1)  # (P, Z, n + 1): the answers so far have at most k votes
+    won = torch.zeros_like(product)  # one of them has won
+    for answer in range(votes.counts.shape[1]):
+        few = torch.cat(
+            [votes.counts[:, answer, None, :k].expand(-1, len(z), -1), z * votes.counts[:, answer, None, k : k + 1]], -1
+        )
+        mean = votes.rewards[:, answer, k, None, None] / k
+        won = _times(won, few) + torch.nn.functional.pad(product[..., : n + 1 - k], (k, 0)) * mean
+        product = _times(product, few)
+    return (won[..., n] * torch.from_numpy(shares).to(won)).sum(-1)
+
+
+def _times(long: Tensor, short: Tensor) -> Tensor:
+    """Product of polynomials (P, Z, n + 1) and (P, Z, k + 1), up to x^n."""
+    windows = torch.nn.functional.pad(long, (short.shape[-1] - 1, 0)).unfold(-1, short.shape[-1], 1)
+    return (windows * short.flip(-1)[..., None, :]).sum(-1)
+
+
+@functools.lru_cache(maxsize=256)
+def _quadrature(answers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss-Legendre nodes and weights on [0, 1], exact for polynomials of degree ``answers`` - 1."""
+    nodes, weights = np.polynomial.legendre.leggauss(max(1, (answers + 1) // 2))
+    return (nodes + 1) / 2, weights / 2
