@@ -161,7 +161,7 @@ def _equal_cost() -> Result:
                   at_least=0.99, at_most=1.0, note=f"an approximation for U much smaller than A^L: {text}")  # fmt: skip
 
 
-# --- Theorem 1 and the toy tree ---------------------------------------------------------------------------------------
+# --- Theorem 1 --------------------------------------------------------------------------------------------------------
 
 
 def theorem_1(quick: bool) -> Proof:
@@ -215,7 +215,8 @@ def _iterate(base: tree.Policy, rewards: Tensor, horizons: Tensor) -> tuple[Tens
     r_max is 1. omega = sqrt(2 log C / log T).
     """
     H, log_C, best = len(base), math.log(tree.concentrability(base, rewards)), rewards.max()
-    omega = (2 * log_C / horizons.log()).sqrt().double()
+    log_T = horizons.double().log()
+    omega = (2 * log_C / log_T).sqrt()
     policy = [step.expand(len(horizons), *step.shape) for step in base]
     smallest, last = torch.full_like(omega, math.inf), torch.full_like(omega, -math.inf)
     paid, squares, fall = (torch.zeros_like(omega) for _ in range(3))
@@ -228,8 +229,8 @@ def _iterate(base: tree.Policy, rewards: Tensor, horizons: Tensor) -> tuple[Tens
         fall = torch.where(running, torch.maximum(fall, last - J), fall)
         paid, squares = paid + running * rate * gap, squares + running * rate.square()
         policy, last = tree.reweighted(policy, values, (1 / rate)[:, None, None]), J
-    bounds = 2 * H * (horizons.log() * log_C / horizons).sqrt()
-    return smallest, bounds.double(), (paid / (log_C + H * squares / 2)).max().item(), fall.max().item()
+    bounds = 2 * H * (log_T * log_C / horizons).sqrt()
+    return smallest, bounds, (paid / (log_C + H * squares / 2)).max().item(), fall.max().item()
 
 
 # --- searches guided by iterated values (Eq. 8, Fig. 2) ---------------------------------------------------------------
@@ -243,7 +244,7 @@ def iterated_search(quick: bool) -> Proof:
 def _sampled_policies(quick: bool) -> Result:
     """The search with one beam, all successors and temperature 1 samples from Eq. 8 of the values so far.
 
-    The best leaf of the last chunk is not chosen by the search: its weights e^V give the expected reward.
+    The search does not choose among the candidates of the last chunk; their weights e^V give the expected reward.
     """
     A, H, trials, model = 3, 3, 500 if quick else 4000, decoder(3, 4, uniform=False)
     rewards = torch.rand(A**H, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
