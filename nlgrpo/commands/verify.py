@@ -1,7 +1,8 @@
 """The command ``nlgrpo verify``: checks the mathematics of the project against exact answers.
 
 Prints a table of claims with source, measured and required value, and writes it as ``verify.json``, with pictures. The
-checks are in `verification/`: `check_estimators`, `check_shape` and `check_training`.
+checks are in `verification/`: `check_estimators`, `check_shape`, `check_training` and `check_inexact` (IAMA),
+`check_infalign`, `check_vbon` and `check_iro`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from rich.text import Text
 
 from nlgrpo import __version__
 from nlgrpo.commands.verification import check_estimators as estimators
+from nlgrpo.commands.verification import check_inexact as inexact
+from nlgrpo.commands.verification import check_infalign as infalign
+from nlgrpo.commands.verification import check_iro as iro
 from nlgrpo.commands.verification import check_shape as shape
 from nlgrpo.commands.verification import check_training as training
+from nlgrpo.commands.verification import check_vbon as vbon
 from nlgrpo.commands.verification import verification_figures
 from nlgrpo.commands.verification.claims import Proof, Result
 from nlgrpo.evaluation import figures
@@ -37,24 +42,39 @@ FILE = "verify.json"
 
 @dataclass(frozen=True)
 class Check:
-    """One part of the table: its title, the check, and the picture ``<name of the check>.png``."""
+    """One part of the table: its title, whose claims they are, the check, and the picture ``<name of the check>.png``.
+
+    ``paper`` is a paper, or `OURS` for what this package adds.
+    """
 
     title: str
+    paper: str
     prove: Callable[[bool], Proof]
     draw: Callable[..., Figure] | None = None
 
 
+IAMA, INFALIGN, VBON, IRO, OURS = "IAMA", "InfAlign", "vBoN", "IRO", "this package"
 CHECKS = (
-    Check("First variations", estimators.first_variations),
-    Check("Unbiased estimators", estimators.unbiased),
-    Check("Plug-in estimators", estimators.plugin, verification_figures.plugin),
-    Check("Linearised loss", estimators.linearised_loss, verification_figures.linearised_loss),
-    Check("Concavity", shape.lemma_5_4),
-    Check("Smoothness", shape.lemma_5_5),
-    Check("First variation of a group", shape.lemma_5_6, verification_figures.lemma_5_6),
-    Check("Two opposed users of best-of-N", training.proposition_3_1, verification_figures.proposition_3_1),
-    Check("Rate of convergence", training.theorem_5_2, verification_figures.theorem_5_2),
-    Check("Two rewards at once", training.pareto, verification_figures.pareto),
+    Check("First variations", IAMA, estimators.first_variations),
+    Check("Unbiased estimators", OURS, estimators.unbiased),
+    Check("Plug-in estimators", IAMA, estimators.plugin, verification_figures.plugin),
+    Check("Linearised loss", IAMA, estimators.linearised_loss, verification_figures.linearised_loss),
+    Check("Concavity", IAMA, shape.lemma_5_4),
+    Check("Smoothness", IAMA, shape.lemma_5_5),
+    Check("First variation of a group", IAMA, shape.lemma_5_6, verification_figures.lemma_5_6),
+    Check("Two opposed users of best-of-N", IAMA, training.proposition_3_1, verification_figures.proposition_3_1),
+    Check("Rate of convergence", IAMA, training.theorem_5_2, verification_figures.theorem_5_2),
+    Check("Convergence of inexact updates", IAMA, inexact.theorem_5_3, verification_figures.theorem_5_3),
+    Check("Two rewards at once", IAMA, training.pareto, verification_figures.pareto),
+    Check("Calibration", INFALIGN, infalign.calibration),
+    Check("Win rates and KL of a transform", INFALIGN, infalign.theorem_3, verification_figures.theorem_3),
+    Check("The best transform", INFALIGN, infalign.corollary_2),
+    Check("Best-of-N of u^N", INFALIGN, infalign.definition_5),
+    Check("Distribution of best-of-N", VBON, vbon.proposition_1),
+    Check("Variational best-of-N and its lower bounds", VBON, vbon.lower_bounds, verification_figures.lower_bounds),
+    Check("Cost of guided search", IRO, iro.proposition_1),
+    Check("Convergence of iterated values", IRO, iro.theorem_1, verification_figures.theorem_1),
+    Check("Search by iterated values", IRO, iro.iterated_search),
 )
 
 
@@ -111,29 +131,41 @@ def _run(check: Check, options: Verify, console: Console) -> tuple[Check, Sequen
 
 
 def _record(found: Sequence[tuple[Check, Sequence[Result]]], quick: bool, seconds: float) -> dict[str, Any]:
-    results = [{"part": check.title, **result.as_json()} for check, part in found for result in part]
+    results = [
+        {"part": check.title, "paper": check.paper, **result.as_json()} for check, part in found for result in part
+    ]
     setting = {"nlgrpo": __version__, "torch": torch.__version__, "quick": quick, "seconds": round(seconds, 1)}
-    return {**setting, "holds": all(result["holds"] for result in results), "results": results}
+    papers = {paper: {"holding": holding, "claims": claims} for paper, (holding, claims) in _by_paper(found).items()}
+    return {**setting, "holds": all(result["holds"] for result in results), "papers": papers, "results": results}
+
+
+def _by_paper(found: Sequence[tuple[Check, Sequence[Result]]]) -> dict[str, tuple[int, int]]:
+    """Number of claims of each paper that hold, and number of all its claims; `OURS` is last."""
+    counts: dict[str, tuple[int, int]] = {}
+    for check, part in found:
+        holding, claims = counts.get(check.paper, (0, 0))
+        counts[check.paper] = holding + sum(result.holds for result in part), claims + len(part)
+    return dict(sorted(counts.items(), key=lambda item: item[0] == OURS))
 
 
 def _table(found: Sequence[tuple[Check, Sequence[Result]]]) -> Table:
     """Build a table with one row per claim; source and quantity are below the claim, to fit 80 columns."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("claim (source in IAMA; what is measured)")
+    table.add_column("claim (source; what is measured)")
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("required", no_wrap=True)
     table.add_column("", no_wrap=True)
     for check, part in found:
         table.add_row(Text(check.title, style="bold"))
         for result in part:
-            table.add_row(*_cells(result))
+            table.add_row(*_cells(check.paper, result))
         table.add_section()
     return table
 
 
-def _cells(result: Result) -> tuple[Text, ...]:
+def _cells(paper: str, result: Result) -> tuple[Text, ...]:
     claim, more = Text(result.claim), f"; {result.note}" if result.note else ""
-    claim.append(f"\n({result.source}; {result.quantity}{more})", style="dim")
+    claim.append(f"\n({paper}, {result.source}; {result.quantity}{more})", style="dim")
     verdict = Text("ok", style="green") if result.holds else Text("FAILED", style="bold red")
     return claim, Text(f"{result.measured:.3g}"), Text(result.required), verdict
 
@@ -142,6 +174,7 @@ def _verdict(found: Sequence[tuple[Check, Sequence[Result]]], out: Path, seconds
     results = [result for _, part in found for result in part]
     failed = [result.claim for result in results if not result.holds]
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say(", ".join(f"{paper} {holding} of {claims}" for paper, (holding, claims) in _by_paper(found).items()))
     say(f"{len(results) - len(failed)} of {len(results)} claims hold, {seconds:.0f} s; {FILE} and pictures in {out}")
     for claim in failed:
         say(f"FAILED: {claim}", style="bold red")

@@ -40,7 +40,13 @@ def test_every_claim_holds(tmp_path, capsys):
     assert f"{len(found['results'])} of {len(found['results'])} claims hold" in out
     assert "FAILED" not in out
     drawn = {check.prove.__name__ + ".png" for check in verify.CHECKS if check.draw}
-    assert len(drawn) == 6
+    assert len(drawn) == 10
+    assert {check.paper for check in verify.CHECKS} == {"IAMA", "InfAlign", "vBoN", "IRO", "this package"}
+    for paper, counts in found["papers"].items():
+        claims = sum(result["paper"] == paper for result in found["results"])
+        assert counts == {"holding": claims, "claims": claims}
+        assert f"{paper} {claims} of {claims}" in out
+        assert f"({paper}, " in out
     assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == drawn | {verify.FILE}
 
 
@@ -155,14 +161,17 @@ def made_up(quick):
 
 
 def test_a_failed_claim_is_reported(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(verify, "CHECKS", (verify.Check("Arithmetic", made_up),))
+    monkeypatch.setattr(verify, "CHECKS", (verify.Check("Arithmetic", "Euclid", made_up),))
     assert run(tmp_path) == 1
     out = capsys.readouterr().out
     assert "1 of 3 claims hold" in out
+    assert "Euclid 1 of 3" in out
+    assert "(Euclid, arithmetic; sum; as counted)" in out
     assert "FAILED: two [b]and two" in out
     assert "4 to 4" in out
     found = json.loads((tmp_path / verify.FILE).read_text("utf-8"))
     assert found["holds"] is False
+    assert found["papers"] == {"Euclid": {"holding": 1, "claims": 3}}
     assert [result["holds"] for result in found["results"]] == [False, False, True]
     assert found["results"][1]["measured"] is None
     assert found["results"][2]["at_least"] is None
@@ -174,7 +183,7 @@ def test_a_run_that_breaks_removes_an_earlier_result(monkeypatch, tmp_path):
     def breaks(quick):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(verify, "CHECKS", (verify.Check("Breaks", breaks),))
+    monkeypatch.setattr(verify, "CHECKS", (verify.Check("Breaks", "Euclid", breaks),))
     with pytest.raises(RuntimeError):
         run(tmp_path)
     assert not (tmp_path / verify.FILE).exists()

@@ -178,7 +178,7 @@ def _rate_results(beta: float, L: float, gaps: Tensor, bound: Tensor) -> list[Re
     ]
 
 
-def _regularised(rewards: Tensor, log_pi: Tensor, n: int, beta: float, reference: Tensor) -> Tensor:
+def regularised(rewards: Tensor, log_pi: Tensor, n: int, beta: float, reference: Tensor) -> Tensor:
     """R[pi] - beta KL[pi | ref] of policies (P, K), by definition: (P,)."""
     return values(rewards, log_pi.exp(), n).mean(0) - beta * tabular.kl(log_pi, reference)
 
@@ -194,7 +194,7 @@ def _regularised_optimum(n: int, beta: float, reference: Tensor) -> tuple[Tensor
         linear = variation(BestOfN(n), rewards, log_pi.exp(), half)
         log_pi = tabular.proximal_step(log_pi, linear, reference, L=1.0, beta=beta)
     logits = log_pi.clone().requires_grad_()
-    value = _regularised(rewards, logits.log_softmax(-1), n, beta, reference).sum()
+    value = regularised(rewards, logits.log_softmax(-1), n, beta, reference).sum()
     (slope,) = torch.autograd.grad(value, logits)
     return log_pi, (slope / log_pi.exp()).abs().max().item()
 
@@ -204,9 +204,9 @@ def _regularised_gaps(
 ) -> Tensor:
     """L[pi_T] - L[pi*] for T = 0 .. steps."""
     rewards, half = opposed(start.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    best, log_pi, gaps = _regularised(rewards, optimum, n, beta, reference), start, []
+    best, log_pi, gaps = regularised(rewards, optimum, n, beta, reference), start, []
     for _ in range(steps + 1):
-        gaps.append(best - _regularised(rewards, log_pi, n, beta, reference))
+        gaps.append(best - regularised(rewards, log_pi, n, beta, reference))
         linear = variation(BestOfN(n), rewards, log_pi.exp(), half)
         log_pi = tabular.proximal_step(log_pi, linear, reference, L=L, beta=beta)
     return torch.cat(gaps)

@@ -77,5 +77,37 @@ def log_volume(kernel: Tensor, probs: Tensor, n: int, eps: float) -> Tensor:
     return (probs[draws].prod(-1) * torch.logdet(minors)).sum()
 
 
+# --- the response that best-of-N and worst-of-N choose ----------------------------------------------------------------
+
+
+def chosen(order: Tensor, probs: Tensor, n: int) -> Tensor:
+    """P(the highest of n draws is a) for each atom a, over all A^n draws. ``order`` (A,) has no ties."""
+    draws = _draws(order, n)
+    highest = draws.gather(1, order[draws].argmax(-1, keepdim=True))[:, 0]
+    return torch.zeros_like(probs).index_add(0, highest, probs[draws].prod(-1))
+
+
+def best_of_masses(at_most: Tensor, n: int) -> Tensor:
+    """P(the best of n is a) of ordered atoms from their CDF (..., A): C(a)^n minus that of the atom below."""
+    powers = at_most**n
+    return powers.diff(dim=-1, prepend=torch.zeros_like(powers[..., :1]))
+
+
+def divergence(probs: Tensor, reference: Tensor) -> Tensor:
+    """KL of each policy (P, A) from the reference (A,)."""
+    return torch.special.xlogy(probs, probs / reference).sum(-1)
+
+
+def win_rate(rewards: Tensor, probs: Tensor, reference: Tensor, n: int, *, worst: bool = False) -> Tensor:
+    """P(best of n of ``probs`` beats best of n of ``reference``), ties counting 1/2, over all A^n by A^n draws.
+
+    InfAlign, Definition 4; ``worst``: worst of n against worst of n.
+    """
+    draws = _draws(rewards, n)
+    of_each = rewards[draws].amin(-1) if worst else rewards[draws].amax(-1)
+    wins = (of_each[:, None] > of_each[None]).double() + (of_each[:, None] == of_each[None]).double() / 2
+    return (probs[draws].prod(-1)[:, None] * reference[draws].prod(-1)[None] * wins).sum()
+
+
 def _draws(atoms: Tensor, n: int) -> Tensor:
     return torch.tensor(list(itertools.product(range(len(atoms)), repeat=n)))

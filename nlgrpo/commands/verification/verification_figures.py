@@ -118,6 +118,23 @@ def theorem_5_2(lines: Mapping[tuple[float, float], tuple[Tensor, Tensor]], n: i
     return figure
 
 
+def theorem_5_3(lines: Mapping[str, tuple[Tensor, Tensor]], n: int) -> Figure:
+    """Draw the mean gap of inexact updates and the bounds of Thm 5.3 over T."""
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (setting, (gaps, bound)) in enumerate(lines.items()):
+        T = np.arange(1, len(gaps) + 1)
+        axes.plot(T, gaps, color=COLOURS[i], label=setting)
+        axes.plot(T, bound, "--", color=COLOURS[i], linewidth=1.2)
+    axes.plot([], [], "--", color=GREY, linewidth=1.2, label="bound of Thm 5.3")
+    axes.set_yscale("log")
+    axes.set_xlabel("T (updates)")
+    axes.set_ylabel("mean gap to the optimum")
+    axes.set_title(f"Updates from M samples (bon:{n})")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
 def pareto(n: int, with_bon: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> Figure:
     """Draw the two rewards of each trained policy: best-of-n (left) and one sample (right)."""
     figure = Figure(figsize=(10.4, 4.6), layout="constrained")
@@ -135,6 +152,58 @@ def pareto(n: int, with_bon: Mapping[str, Tensor], alone: Mapping[str, Tensor]) 
         axes.set_ylabel("r_2 = 1 - (1 - y)²")
         axes.set_title(title)
     figure.axes[0].legend(loc="lower left")
+    return figure
+
+
+def theorem_3(curves: Mapping[str, tuple[Tensor, Tensor]], finite: Mapping[str, Tensor], n: int) -> Figure:
+    """Draw win rates over KL: Theorem 3 of InfAlign as curves, policies over a few responses as points."""
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, (kl, won)) in enumerate(curves.items()):
+        axes.plot(kl, won, color=COLOURS[i], label=name)
+        if name in finite:
+            axes.plot(*finite[name].T, MARKERS[i], color=COLOURS[i], markersize=5, markerfacecolor="none")
+    axes.plot([], [], "o", color=GREY, markerfacecolor="none", label="50 responses,\nexact")
+    axes.set_xlabel("KL to the reference (nats)")
+    axes.set_ylabel(f"best-of-{n} win rate")
+    axes.set_title("Theorem 3 of InfAlign and policies over 50 responses")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def lower_bounds(values: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> Figure:
+    """Draw both lower bounds of vBoN against the objective, with one panel per N > 1 and one point per policy."""
+    shown = {n: v for n, v in values.items() if n > 1}
+    figure = Figure(figsize=(10.4, 4.0), layout="constrained")
+    panels = figure.subplots(1, len(shown))
+    for axes, (n, (J, L, L_1)) in zip(panels, shown.items(), strict=True):
+        for bound, colour, name in ((L, COLOURS[0], "L (Thm 2)"), (L_1, COLOURS[1], "L_1 (Thm 3)")):
+            axes.plot(J[:300], bound[:300], ".", color=colour, markersize=4, label=name)
+        ends = [J[:300].min().item(), 0.0]
+        axes.plot(ends, ends, color=GREY, linewidth=1.2, label="J")
+        axes.set_xlabel("J = -KL(pi | pi_bon)")
+        axes.set_title(f"N = {n}")
+    panels[0].set_ylabel("lower bound")
+    panels[0].legend(loc="lower right")
+    return figure
+
+
+def theorem_1(horizons: Tensor, lines: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
+    """Draw the gap of IRO's iterated values over T and its bound."""
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, (gaps, bound)) in enumerate(lines.items()):
+        shown = gaps > 1e-14
+        axes.plot(horizons[shown], gaps[shown], color=COLOURS[i], marker=MARKERS[i], markersize=4, label=name)
+        axes.plot(horizons, bound, "--", color=COLOURS[i], linewidth=1.2)
+    axes.axhline(1, color=GREY, linestyle=":", linewidth=1.2, label="r_max")
+    axes.plot([], [], "--", color=GREY, linewidth=1.2, label="bound of Thm 1")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("T (value functions)")
+    axes.set_ylabel("smallest gap to the best reward")
+    axes.set_title("Iterated exact values on token trees (IRO)")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
