@@ -43,10 +43,10 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg = run.config.train
     for step in range(run.progress.step, cfg.steps):
-        if run.samples is None:
-            online_step(run, learner, log)
-        else:
+        if run.samples is not None and run.config.loss.offline:
             offline_step(run, run.samples, learner, log)
+        else:
+            online_step(run, learner, log)
         stopping = run.ranks.any(stop.received)
         if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
             run.save(learner)
@@ -80,9 +80,13 @@ def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
     dropped = scores.skipped
     if learner.critic is not None:                               # a critic would take an abstention for reward 0
         dropped = ~groups.has_reward(run.objectives, run.weights())[groups.own]
+    other = None
+    if run.samples is not None:                                  # loss.jeffreys: the best of the reference's samples
+        chosen = run.samples.choose(progress.cursor, cfg.rollout.prompts, ranks)
+        other  = partial(offline.add_likelihood, learner, chosen)
     stats   = learner.update(
         rollout, adv[groups.own], step=step, **run.rates(step),
-        beta=progress.beta, ref_logprobs=ref, dropped=dropped,
+        beta=progress.beta, ref_logprobs=ref, dropped=dropped, other=other,
     )
     clock.lap("update")
     shown   = groups.scores(run.objectives)                      # {name: (P, M)}, one number per completion
@@ -102,7 +106,7 @@ def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: Metri
     clock  = Clock(run.ranks.device)
     chosen = samples.choose(progress.cursor, cfg.rollout.prompts, run.ranks)  # this rank's best samples or pairs
     clock.lap("choose")
-    stats  = offline.update(learner, chosen, cfg.offline, **run.rates(step))
+    stats  = offline.update(learner, chosen, samples.config, **run.rates(step))
     clock.lap("update")
     tokens = int(stats.pop("tokens"))                            # on all ranks
     progress.advance(cfg.rollout.prompts, tokens)

@@ -128,14 +128,15 @@ class CalibrationConfig:
 
 @dataclass
 class OfflineConfig:
-    """How bon_sft, dpo, ipo and bonbon turn the samples in calibration.rollouts into winners and pairs."""
+    """How bon_sft, dpo, ipo, bonbon and loss.jeffreys turn samples of the reference into winners and pairs."""
 
     n: int = 2
     """N. The samples of a prompt are split at random into sets of N. Each set gives its best sample, or one pair."""
-    rejected: Literal["worst", "random"] = "worst"
-    """Rejected sample of a pair: the worst of the set, or a random other one."""
-    alpha: float = 0.005
-    """bonbon only: weight of the likelihood of the best sample. The weight of the pairs is 1 - alpha."""
+    rejected: Literal["worst", "random", "all"] = "worst"
+    """Rejected sample of a pair: the worst of the set, or a random other one. all: every pair of two samples."""
+    alpha: float | None = 0.005
+    """bonbon only: weight of the likelihood of the best sample. The weight of the pairs is 1 - alpha. None: both terms
+    have the same size at the start."""
 
 
 @dataclass
@@ -184,6 +185,9 @@ class LossConfig:
     """Passes over each rollout."""
     minibatches: int = 1
     """Optimizer steps per pass."""
+    jeffreys: float = 0.0
+    """Online only: weight w of the likelihood of the best of offline.n reference samples, 1 - w of the loss. With the
+    transform "vbon:N:bound" this is the Jeffreys divergence to best-of-N (BOND, where w = 0.5)."""
 
     @property
     def offline(self) -> bool:

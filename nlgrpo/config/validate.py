@@ -114,6 +114,8 @@ def _faults(config: Config, world: int) -> list[str]:
         faults.append(f"rollout.prompts = {rollout.prompts}: it must be a multiple of the number of ranks, {world}")
     if loss.offline:
         faults += _offline_faults(config)
+    elif loss.jeffreys:
+        faults += _jeffreys_faults(config)
     if loss.algorithm == "ppo":
         faults += _critic_faults(config, need)
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
@@ -173,12 +175,14 @@ def _offline_faults(config: Config) -> list[str]:
     if not least <= own.n <= samples:
         allowed = f"{least} to rollout.samples = {samples}, the samples per prompt in a step"
         faults.append(f"offline.n = {own.n}: allowed with {name} is {allowed}")
-    if loss.algorithm == "bonbon" and own.rejected == "random" and own.n > 2:
+    if loss.algorithm == "bonbon" and own.rejected != "worst" and own.n > 2:
         faults.append(
-            "offline.rejected = 'random': the margin of bonbon is for the best and the worst of n; use 'worst'"
+            f"offline.rejected = {own.rejected!r}: the margin of bonbon is for the best and the worst of n; use 'worst'"
         )
-    if not 0 <= own.alpha <= 1:
+    if own.alpha is not None and not 0 <= own.alpha <= 1:
         faults.append(f"offline.alpha = {own.alpha}: allowed is in [0, 1]")
+    if loss.jeffreys:
+        faults.append(f"loss.jeffreys = {loss.jeffreys}: only for online algorithms; {name} is offline")
     if loss.algorithm in ("dpo", "ipo") and loss.beta == 0:
         faults.append(f"loss.beta = 0: {name} has no optimum; allowed is > 0")
     if loss.epochs * loss.minibatches > 1:
@@ -195,6 +199,19 @@ def _offline_faults(config: Config) -> list[str]:
             faults.append(
                 f"rewards.{reward}: {name} ranks samples by rewards, and {given.objective!r} takes a similarity kernel"
             )
+    return faults
+
+
+def _jeffreys_faults(config: Config) -> list[str]:
+    n, samples, faults = config.offline.n, config.rollout.samples, []
+    if not 0 < config.loss.jeffreys < 1:
+        faults.append(f"loss.jeffreys = {config.loss.jeffreys}: allowed is in [0, 1)")
+    if not config.calibration.rollouts:
+        faults.append(
+            "loss.jeffreys: needs samples of the reference, calibration.rollouts (a folder of `nlgrpo rollout`)"
+        )
+    if not 1 <= n <= samples:
+        faults.append(f"offline.n = {n}: allowed with loss.jeffreys is 1 to rollout.samples = {samples}")
     return faults
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +109,14 @@ class Learner:
         critic_lr: float = 0.0,
         ref_logprobs: Tensor | None = None,
         dropped: Tensor | None = None,
+        other: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """Minimise the surrogate loss on ``rollout`` with this rank's ``advantages`` (P, M); returns metrics.
 
         All tokens of a completion share its advantage, unless a critic computes one per token. The loss is that of the
         global batch: its denominators count all ranks, and FSDP's mean over ranks is undone, so it depends neither on
         the number of ranks nor on the micro-batches. ``dropped``: groups (P,) or completions (P, M) to leave out.
+        ``other`` adds the gradient of the other term of loss.jeffreys at each optimizer step.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = critic_lr if "critic" in group else lr
@@ -147,8 +149,10 @@ class Learner:
             self.optimizer.zero_grad()
             for batch in self.micro_batches(rollout, rows):
                 loss, stats = self._loss(batch, targets, weights, old if off_policy else None, ref_logprobs, beta)
-                (loss * self.ranks.world).backward()
+                ((1 - self.loss.jeffreys) * loss * self.ranks.world).backward()
                 totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
+            if other is not None:
+                other()
             totals.grad_norms.append(clip_gradients(self.model, self.optim.max_grad_norm))
             if self.critic is not None:
                 self.critic.clip_gradients(self.optim.max_grad_norm)

@@ -8,7 +8,7 @@ best sample, or a pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from nlgrpo.objectives.registry import Objective
 from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import Learner
+from nlgrpo.training.losses.policy import token_weights
 from nlgrpo.training.losses.preference import best_of_n_sft, bonbon, bonbon_margin, dpo, ipo, pairs, winners
 
 # metrics on the progress line, with formats
@@ -70,7 +71,7 @@ class OfflineSamples:
     unknown: int  # dropped: prompts without rollouts
     tied: int  # dropped: prompts whose samples all have the same reward, so there is no pair
     paired: bool
-    config: OfflineConfig
+    config: OfflineConfig  # with an alpha
     per_step: int  # M
     seed: int
 
@@ -116,12 +117,12 @@ def make(
     prompts: PromptSet,
     origin: Callable[[], Provenance],
 ) -> OfflineSamples | None:
-    """Load the samples for an offline algorithm; None for an online one.
+    """Load the samples for an offline algorithm, or for loss.jeffreys; None for other online ones.
 
     Raises ValueError if the rollouts are incomplete, do not fit the run or have fewer than M samples per prompt, or if
     no prompt is left to train on.
     """
-    if not cfg.loss.offline:
+    if not (cfg.loss.offline or cfg.loss.jeffreys):
         return None
     weighted = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
     rollouts = reference_rollouts.load_checked(
@@ -151,10 +152,21 @@ def make(
         unknown=unknown,
         tied=len(known) - len(kept),
         paired=cfg.loss.paired,
-        config=cfg.offline,
+        config=_with_alpha(cfg, rollouts),
         per_step=M,
         seed=cfg.train.seed,
     )
+
+
+def _with_alpha(cfg: Config, rollouts: ReferenceRollouts) -> OfflineConfig:
+    """Set alpha, if it is None: alpha L = (1 - alpha) c^2, for both terms of BoNBoN at the start, where h = 0.
+
+    L is the mean of -log pi_ref over the samples, and c the margin.
+    """
+    if cfg.offline.alpha is not None or cfg.loss.algorithm != "bonbon":
+        return cfg.offline
+    margin, likelihood = bonbon_margin(cfg.offline.n) ** 2, -float(rollouts.logprobs.mean())
+    return replace(cfg.offline, alpha=margin / (margin + likelihood))
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -191,6 +203,28 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     return metrics | {"grad_norm": grad_norm, "learning_rate": lr, "tokens": totals[-1]}
 
 
+def add_likelihood(learner: Learner, chosen: OfflineBatch) -> None:
+    """Add the gradient of the weighted negative log-likelihood of the ``chosen`` responses of all ranks; collective.
+
+    Its weight is loss.jeffreys, and its tokens are weighted as those of the policy's loss (loss.normalization).
+    """
+    device, limit, ranks = learner.ranks.device, learner.micro_batch_limit, learner.ranks
+    lengths = torch.tensor([len(ids) for ids in chosen.completion_ids], dtype=torch.float64, device=device)
+    tokens = float(ranks.sum(lengths.sum()))
+    if not tokens:
+        return
+    weights = token_weights(
+        learner.loss.normalization, lengths, sequences=chosen.total, tokens=tokens, max_length=learner.max_new_tokens
+    )
+    ids = (chosen.prompt_ids, chosen.completion_ids)
+    for batch in learner.pad_micro_batches(
+        pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
+    ):
+        logprob, _ = logprobs.logprobs(learner.model, batch, learner.temperature)
+        loss = -(logprob.double() * weights[batch.row]).sum()
+        (learner.loss.jeffreys * loss * ranks.world).backward()
+
+
 def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor | None) -> Tensor:
     """Losses (B,) of B sets from the log-probs of their responses, (B, 1 or 2): ``logps`` and ``ref`` (reference)."""
     if loss.algorithm == "bon_sft":
@@ -198,6 +232,7 @@ def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor |
     assert ref is not None  # pairs have a reference
     of_pairs = (logps[:, 0], logps[:, 1], ref[:, 0], ref[:, 1])
     if loss.algorithm == "bonbon":
+        assert config.alpha is not None
         return bonbon(*of_pairs, n=config.n, alpha=config.alpha)
     return (dpo if loss.algorithm == "dpo" else ipo)(*of_pairs, loss.beta)
 

@@ -61,7 +61,7 @@ def show(run: Run) -> Table:
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         "data": f"{run.prompts!r}",
-        **(_online_rows(run) if run.samples is None else _offline_rows(cfg, run.samples)),
+        **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
@@ -79,26 +79,32 @@ def show(run: Run) -> Table:
 
 def _online_rows(run: Run) -> dict[str, str]:
     loss, rewards = run.config.loss, run.config.rewards
-    terms = [f"{r.weight:g} {run.objectives[n]}({n})" for n, r in rewards.items()]
+    terms = [
+        f"{r.weight:g} {run.objectives[n]}({f'{r.transform} of {n}' if r.transform else n})" for n, r in rewards.items()
+    ]
     objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
     objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
     estimator = loss.kl if loss.kl_in == "loss" else "k1"
     kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
+    if loss.jeffreys:
+        best = f"log pi(best of {run.config.offline.n} reference samples)"
+        return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}
     return {"objective": f"maximise {objective}{kl}"}
 
 
 def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
     """Rows for the loss and the data of an offline algorithm."""
     K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
+    alpha = samples.config.alpha or 0.0
     terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
     formula = {
         "bon_sft": "-log pi(chosen)",
         "dpo": f"-log sigmoid({beta} h)",
         "ipo": f"(h - 1 / (2 x {beta}))^2",
-        "bonbon": f"-{cfg.offline.alpha:g} log pi(chosen) + {1 - cfg.offline.alpha:g} (h - {bonbon_margin(n):g})^2",
+        "bonbon": f"-{alpha:g} log pi(chosen) + {1 - alpha:g} (h - {bonbon_margin(n):g})^2" if n > 1 else "",
     }[cfg.loss.algorithm]
     margin = ", h = log pi/pi_ref(chosen) - log pi/pi_ref(rejected)" * samples.paired
-    other = "the worst" if cfg.offline.rejected == "worst" else "another"
+    other = {"worst": "the worst", "random": "another"}.get(cfg.offline.rejected, "each worse one")
     rejected = f"; rejected: {other} of these" * samples.paired
     dropped = [f"{samples.unknown:,} without rollouts"] * (samples.unknown > 0)
     dropped += [f"{samples.repeated:,} repeated"] * (samples.repeated > 0)
@@ -114,7 +120,8 @@ def _step(cfg: Config, world: int) -> str:
     P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
     if cfg.loss.offline:
         unit = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
-        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n)} {unit}"
+        per_set = n * (n - 1) // 2 if cfg.loss.paired and cfg.offline.rejected == "all" else 1
+        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n) * per_set} {unit}"
     updates = cfg.loss.epochs * cfg.loss.minibatches
     return (
         f"{P} prompts x {M} samples = {P * M} completions of up to {cfg.rollout.max_new_tokens} tokens, "

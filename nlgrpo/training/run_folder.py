@@ -59,7 +59,7 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(saved, current)
+        changed = schema.differences(_completed(saved, json.loads(json.dumps(asdict(type(cfg)())))), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -76,6 +76,15 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         return busy
     atomic_files.atomic_write(path, json.dumps(current, indent=2) + "\n")
     return ""
+
+
+def _completed(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys that the saved configuration lacks, with their defaults: the run started before they existed."""
+    complete = defaults | saved
+    for key, value in saved.items():
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
+            complete[key] = _completed(value, defaults[key])
+    return complete
 
 
 def _lock(folder: Path) -> bool:

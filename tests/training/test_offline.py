@@ -6,10 +6,11 @@ import os
 import signal
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from helpers import WORDS, tiny_model
+from helpers import WORDS, random_rollout, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.config import validate
@@ -153,6 +154,38 @@ def test_the_update_is_that_of_plain_pytorch(root, algorithm, micro):
     assert (stats["learning_rate"], stats["sets"]) == (LR, 4)
 
 
+@pytest.mark.parametrize("micro", [20, 10**6], ids=["small micro-batches", "one micro-batch"])
+@pytest.mark.parametrize("normalization", ["dapo", "grpo"])
+def test_the_jeffreys_term_is_that_of_plain_pytorch(root, normalization, micro):
+    """(1 - w) times GRPO's loss plus w times the likelihood of the winners, with the same weights of tokens."""
+    theirs, w = tiny_model(root / "policy-again", "gpt2", seed=0, scale=0.6), 0.3
+    learner = make_learner(root, LossConfig("grpo", beta=0.0, jeffreys=w, normalization=normalization), micro)
+    lengths = torch.tensor([[3, 2], [4, 1]])
+    rollout = random_rollout(lengths, [2, 3])
+    advantages = torch.tensor([[1.0, -2.0], [0.5, 0.25]], dtype=torch.float64)
+    winners = [responses[:1] for responses in SETS]
+    learner.update(
+        rollout, advantages, step=0, lr=LR, beta=0.0,
+        other=partial(offline.add_likelihood, learner, chosen_of(winners)),
+    )  # fmt: skip
+
+    def weight(own, every):
+        return 1 / sum(every) if normalization == "dapo" else 1 / (len(every) * own)
+
+    completions, total = rollout.completion_ids(), torch.zeros((), dtype=torch.float64)
+    sizes = list(map(len, completions))
+    for prompt, completion, advantage in zip([0, 0, 1, 1], completions, advantages.flatten().tolist(), strict=True):
+        of_one = of_response(theirs, rollout.prompt_ids[prompt], completion)  # the gradient of the ratio at 1
+        total = total - (1 - w) * advantage * weight(len(completion), sizes) * of_one
+    sizes = [len(completion) for [(_, completion)] in winners]
+    for [(prompt, completion)] in winners:
+        total = total - w * weight(len(completion), sizes) * of_response(theirs, prompt, completion)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
+    total.backward()
+    optimizer.step()
+    torch.testing.assert_close(learner.model.embed.weight, theirs.transformer.wte.weight, rtol=0, atol=1e-9)
+
+
 def test_a_step_without_sets_changes_nothing(root):
     learner = make_learner(root, LossConfig("dpo", beta=BETA))
     offline.update(learner, chosen_of(SETS), OfflineConfig(), LR)  # fills the optimiser's moments
@@ -238,6 +271,41 @@ def test_pairs_are_the_best_and_the_worst_by_the_weighted_sum(root, rollouts):
     mean = sum(reward_of[chosen[0]] for (_, chosen), _ in found) / len(found)
     single = sum(sum(reward_of[y] for (y,) in load(rollouts).ids(p)) / 50 for p in range(4)) / 4
     assert mean > single + 5  # the best of 3, of rewards that spread over 27
+
+
+def test_the_automatic_alpha_makes_both_terms_of_bonbon_equal(root, rollouts):
+    """At the start h = 0, and the likelihood is that of the reference's samples."""
+    run = run_of(root, loss__algorithm="bonbon", offline__n=4, offline__alpha="None")
+    alpha, margin = run.samples.config.alpha, 3 * (1 + 1 / 2 + 1 / 3)
+    likelihood = -float(load(rollouts).logprobs.mean())
+    assert alpha * likelihood == pytest.approx((1 - alpha) * margin**2)
+    assert 0 < alpha < 1
+    assert run_of(root, loss__algorithm="bonbon", offline__n=4).samples.config.alpha == 0.005
+
+
+def test_bond_leads_towards_the_best_of_n(root, rollouts, tmp_path, capsys):
+    """Both directions of the KL to best-of-4 fall; the plan shows both terms."""
+    target = best_of(of_the_rollouts(rollouts), 4)
+    given = options(
+        root, loss__algorithm="grpo", loss__kl_in="reward", loss__kl="k1", loss__beta=1.0, loss__jeffreys=0.5,
+        offline__n=4, rewards__first__objective="mean", rewards__first__transform="vbon:4:bound", rollout__samples=48,
+        optim__lr=0.02, optim__schedule="linear", train__steps=80, train__out=tmp_path / "bond",
+    )  # fmt: skip
+    assert train.main(given) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "maximise 0.5 (1 mean(vbon:4:bound of first)" in plan
+    assert "+ 0.5 log pi(best of 4 reference samples)" in plan
+    before, after = distributions(root / "policy"), distributions(tmp_path / "bond" / "model")
+
+    def jeffreys(policy):
+        forward = torch.special.xlogy(target, target / policy).sum(1).mean()
+        seen = target > 0  # the samples do not contain all responses
+        backward = torch.special.xlogy(policy, policy / target.clamp(min=1e-3))[seen].sum() / len(policy)
+        return float(forward), float(backward)
+
+    (forward_before, backward_before), (forward, backward) = jeffreys(before), jeffreys(after)
+    assert forward < 0.75 * forward_before
+    assert backward < 0.3 * backward_before
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -449,6 +517,20 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
         (
             {"loss": LossConfig("bonbon"), "offline": OfflineConfig(n=3, rejected="random")},
             "offline.rejected = 'random': the margin of bonbon is for the best and the worst of n",
+        ),
+        ({"loss": LossConfig("dpo", jeffreys=0.5)}, "loss.jeffreys = 0.5: only for online algorithms"),
+        ({"loss": LossConfig("grpo", jeffreys=1.0)}, r"loss.jeffreys = 1.0: allowed is in \[0, 1\)"),
+        (
+            {"loss": LossConfig("grpo", jeffreys=0.5), "offline": OfflineConfig(n=5)},
+            "offline.n = 5: allowed with loss.jeffreys is 1 to rollout.samples = 4",
+        ),
+        (
+            {"loss": LossConfig("ppo", jeffreys=0.5), "calibration": CalibrationConfig(missing="draw")},
+            "loss.jeffreys: needs samples of the reference",
+        ),
+        (
+            {"loss": LossConfig("bonbon"), "offline": OfflineConfig(n=3, rejected="all")},
+            "offline.rejected = 'all': the margin of bonbon is for the best and the worst of n",
         ),
         ({"loss": LossConfig("dpo", epochs=2)}, "loss.epochs = 2, loss.minibatches = 1: .* takes one optimizer step"),
         ({"loss": LossConfig("dpo", target_kl=0.1)}, "loss.target_kl needs completions of the policy"),

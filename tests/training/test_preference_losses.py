@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -221,6 +221,24 @@ def test_pairs_without_a_preference_are_left_out(rejected):
     assert 300 < len(found.prompt) < 900
     assert (rewards[found.prompt, found.chosen] > rewards[found.prompt, found.rejected]).all()
     assert len(pairs(torch.zeros(3, 4), 2, rejected=rejected).prompt) == 0
+
+
+def test_all_pairs_of_each_set():
+    rewards = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.0, 5.0]], dtype=torch.float64)
+    found = pairs(rewards, 6, rejected="all")
+    ours = set(zip(found.chosen.tolist(), found.rejected.tolist(), strict=True))
+    expected = {(a, b) for a in range(6) for b in range(6) if rewards[0, a] > rewards[0, b]}
+    assert ours == expected
+    assert len(found.prompt) == len(expected) == 14  # 15, less the pair of equal rewards
+    many = pairs(rewards_of(40, 12), 4, rejected="all", seed=2)
+    assert len(many.prompt) == 40 * 3 * 6
+    assert many.prompt.tolist() == sorted(many.prompt.tolist())
+    used = Counter(zip(many.prompt.tolist(), many.chosen.tolist(), strict=True))
+    used += Counter(zip(many.prompt.tolist(), many.rejected.tolist(), strict=True))
+    assert set(used.values()) == {3}  # each sample with the three others of its set
+    two = pairs(rewards_of(40, 12), 2, rejected="all", seed=2)
+    one = pairs(rewards_of(40, 12), 2, seed=2)
+    assert torch.equal(two.chosen, one.chosen)
 
 
 def test_any_of_equal_rewards_wins():

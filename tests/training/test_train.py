@@ -19,6 +19,7 @@ import torch
 from helpers import REPOSITORY, Forked, Job, environment, run_all, tiny_model
 
 from nlgrpo import train
+from nlgrpo.config.schema import Config
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.model import decoder
 from nlgrpo.model.architectures import shape_of
@@ -335,6 +336,23 @@ def test_one_process_at_a_time_uses_a_folder(work, capsys):
         other.kill()  # releases the lock
         other.communicate()
     assert train.main([*arguments(work, "idle", train__steps=1), "--train.restart"]) == 0
+
+
+def test_keys_that_did_not_exist_have_their_defaults(tmp_path):
+    """The configuration of an older run lacks them, at every depth; a value other than the default is a change."""
+    ranks, config = Ranks(0, 1, torch.device("cpu")), Config()
+    run_folder.claim(tmp_path / "run", config, ranks, free=(), restart=False)
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    for section, key in (("loss", "jeffreys"), ("loss", "beta"), ("train", "seed")):
+        del saved[section][key]
+    del saved["critic"]
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    run_folder.claim(tmp_path / "run", config, ranks, free=(), restart=False)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["loss"]["jeffreys"] == 0.0
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    config.loss.jeffreys = 0.5
+    with pytest.raises(ValueError, match=r"loss.jeffreys: 0.0 -> 0.5"):
+        run_folder.claim(tmp_path / "run", config, ranks, free=(), restart=False)
 
 
 def test_a_restart_keeps_its_lock_while_it_clears_the_folder(work, monkeypatch):

@@ -89,21 +89,24 @@ class Pairs:
     rejected: Tensor
 
 
-def pairs(rewards: Tensor, n: int, *, rejected: Literal["worst", "random"] = "worst", seed: int = 0) -> Pairs:
+def pairs(rewards: Tensor, n: int, *, rejected: Literal["worst", "random", "all"] = "worst", seed: int = 0) -> Pairs:
     """Pair the best of n samples with the worst of the same n (BoNBoN), or with a random other one of them.
 
     ``rewards`` (P, K). Each prompt's samples are split at random into K // n disjoint sets of n, so that pairs are
     independent. n = 2 pairs every sample once (DPO, IPO). Ties for the best are broken at random. Pairs of equal
-    rewards are left out: B <= P (K // n), in the order of the prompts.
+    rewards are left out: B <= P (K // n), in the order of the prompts. ``rejected="all"`` pairs every two samples of a
+    set, the better one chosen: B <= P (K // n) n (n - 1) / 2, which are not independent (DPO in vBoN, with n = 6).
 
     Raises ValueError for rewards that are not (P, K) or contain a NaN, for n < 2 or n > K, and for another
     ``rejected``.
     """
-    if rejected not in ("worst", "random"):
-        raise ValueError(f"rejected={rejected!r} is not known; expected 'worst' or 'random'.")
+    if rejected not in ("worst", "random", "all"):
+        raise ValueError(f"rejected={rejected!r} is not known; expected 'worst', 'random' or 'all'.")
     random = np.random.default_rng(seed)
     sets = _sets(rewards, _whole(n, least=2), random)
     set_rewards = _rewards_of(rewards, sets)
+    if rejected == "all":
+        return _all_pairs(sets, set_rewards)
     best = set_rewards.argmax(-1, keepdim=True)
     if rejected == "worst":
         other = set_rewards.argmin(-1, keepdim=True)
@@ -113,6 +116,16 @@ def pairs(rewards: Tensor, n: int, *, rejected: Literal["worst", "random"] = "wo
     keep = (set_rewards.gather(-1, other) < set_rewards.gather(-1, best))[..., 0]
     prompt = keep.nonzero()[:, 0]
     return Pairs(prompt, sets.gather(-1, best)[..., 0][keep], sets.gather(-1, other)[..., 0][keep])
+
+
+def _all_pairs(sets: Tensor, rewards: Tensor) -> Pairs:
+    """Pair every two samples with different rewards of each set (P, sets, n)."""
+    one, other = torch.combinations(torch.arange(sets.shape[-1], device=sets.device)).unbind(1)
+    better = rewards[..., one] > rewards[..., other]
+    chosen = torch.where(better, sets[..., one], sets[..., other])
+    rejected = torch.where(better, sets[..., other], sets[..., one])
+    keep = rewards[..., one] != rewards[..., other]
+    return Pairs(keep.nonzero()[:, 0], chosen[keep], rejected[keep])
 
 
 def winners(rewards: Tensor, n: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
