@@ -10,6 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import brentq
+from scipy.special import stdtrit
 from torch import Tensor
 
 from nlgrpo.calibration import ecdf
@@ -18,31 +19,48 @@ from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.inputs import load_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import bootstrap, win_rate
+from nlgrpo.evaluation.estimators import bootstrap, selected_value, win_rate
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import read_config
 from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.objectives.registry import BestOfN
 
-LABELS = {"vbon": "vBoN, Eq. 5", "vbon:bound": "vBoN, Eq. 8", "bon_sft": "BoN-SFT"}
+LABELS = {
+    "vbon": "vBoN, Eq. 5",
+    "vbon:bound": "vBoN, Eq. 8",
+    "bon_sft": "BoN-SFT",
+    "bon": "bon:N on the reward",
+    "rank": "bon:N on u^N",
+    "dpo/all": "DPO, all pairs",
+}
 BON = "best-of-N of the reference"
-OF = 4  # N of best-of-N and worst-of-N
+BEST_OF = (2, 4, 8)
+WORST_OF = 4
 TITLES = {
     "single": "One completion: win rate (%)",
-    "best": f"Best of {OF} each: win rate (%)",
-    "worst": f"Worst of {OF} each: win rate (%)",
+    **{f"best{n}": f"Best of {n} each: win rate (%)" for n in BEST_OF},
+    "worst": f"Worst of {WORST_OF} each: win rate (%)",
     "reward": "Mean reward",
 }
+GOLD = {  # with a reward that evaluates and does not choose
+    "gold": "Gold reward, one completion",
+    **{f"gold_best{n}": f"Gold reward of the best of {n}" for n in BEST_OF},
+}
+ALL = TITLES | GOLD
 Run = tuple[str, int, int]  # method, N, seed
 Measured = Mapping[Run, Mapping[str, Tensor]]
 
 
 def label(method: str) -> str:
-    return LABELS.get(method, method if ":" in method or method == "identity" else method.upper())
+    by, _, transform = method.rpartition("/")
+    if by == "ppo":
+        return f"PPO on {label(transform)}"
+    return LABELS.get(method, method.upper() if method in ("grpo", "ppo", "dpo", "ipo", "bond") else method)
 
 
 def scale_of(quantity: str) -> float:
-    return 1 if quantity == "reward" else 100
+    return 1 if quantity == "reward" or quantity in GOLD else 100
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -60,7 +78,7 @@ class Curve:
         """Build a curve from every quantity and the KL, each (P,), at each strength."""
         rows = sorted(rows, key=lambda row: float(row["kl"].mean()))
         kl = torch.stack([row["kl"].mean() for row in rows])
-        return cls(kl, {quantity: torch.stack([row[quantity] for row in rows]) for quantity in TITLES})
+        return cls(kl, {quantity: torch.stack([row[quantity] for row in rows]) for quantity in ALL if quantity in rows[0]})
 
     def at(self, quantity: str, kls: Tensor) -> Tensor:
         """Values (G, P) at each KL, by linear interpolation in sqrt(KL), in which win rates are linear near 0."""
@@ -70,19 +88,27 @@ class Curve:
 
 @dataclass(frozen=True)
 class Reference:
-    """Rewards of the reference (P, K) on the held-out prompts, from the rollouts, in ascending order."""
+    """Rewards of the reference (P, K) on the held-out prompts, from the rollouts, in ascending order.
+
+    ``gold`` (P, K): the gold rewards of the same samples.
+    """
 
     rewards: Tensor
+    gold: Tensor | None = None
 
-    def measure(self, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
+    def measure(self, rewards: Tensor, kl: Tensor, gold: Tensor | None = None) -> dict[str, Tensor]:
         """Each quantity (P,) of a model whose completions have these rewards and KLs, (P, n)."""
-        return {
+        found = {
             "kl": kl.mean(1),
             "single": win_rate(rewards, self.rewards, 1),
-            "best": win_rate(rewards, self.rewards, OF),
-            "worst": win_rate(rewards, self.rewards, OF, worst=True),
+            **{f"best{n}": win_rate(rewards, self.rewards, n) for n in BEST_OF},
+            "worst": win_rate(rewards, self.rewards, WORST_OF, worst=True),
             "reward": rewards.mean(1),
         }
+        if gold is not None:
+            found["gold"] = gold.mean(1)
+            found |= {f"gold_best{n}": selected_value(rewards, gold, BestOfN(n, "unbiased")) for n in BEST_OF}
+        return found
 
     def best_of(self, n: float) -> dict[str, Tensor]:
         """The same quantities for best-of-n of the reference itself, n >= 1, not only integers: the CDF F^n.
@@ -97,13 +123,17 @@ class Reference:
             return (chance * (theirs(below) + theirs(upto)) / 2).sum(1)
 
         chance = (upto**n - below**n) * share
-        return {
+        found = {
             "kl": (chance * (chance * self.rewards.shape[1]).clamp(min=1e-300).log()).sum(1),
             "single": won(lambda F: F**n, lambda F: F),
-            "best": won(lambda F: F ** (n * OF), lambda F: F**OF),
-            "worst": won(lambda F: 1 - (1 - F**n) ** OF, lambda F: 1 - (1 - F) ** OF),
+            **{f"best{N}": won(lambda F, N=N: F ** (n * N), lambda F, N=N: F**N) for N in BEST_OF},
+            "worst": won(lambda F: 1 - (1 - F**n) ** WORST_OF, lambda F: 1 - (1 - F) ** WORST_OF),
             "reward": (chance * self.rewards).sum(1),
         }
+        if self.gold is not None:
+            for name, N in (("gold", 1), *((f"gold_best{N}", N) for N in BEST_OF)):
+                found[name] = ((upto ** (n * N) - below ** (n * N)) * share * self.gold).sum(1)
+        return found
 
     def best_at(self, kl: float) -> dict[str, Tensor]:
         """Best-of-n of the reference for the n that has this KL."""
@@ -114,14 +144,15 @@ class Reference:
         return self.best_of(brentq(lambda n: float(self.best_of(n)["kl"].mean()) - max(kl, 0.0), 1.0, most))
 
 
-def held_out(config: Config, rollouts: ReferenceRollouts, name: str) -> Reference:
+def held_out(config: Config, rollouts: ReferenceRollouts, name: str, gold: str | None = None) -> Reference:
     """Build the `Reference` of a run's evaluation prompts. Raises ValueError if a prompt has no rollouts."""
     source = hf_weights.locate(config.model.path)
     _, prompts = load_prompts(config, load_tokenizer(source), shape_of(read_config(source)))
     rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
     if None in rows:
         raise ValueError("the evaluation has prompts that are not in data.source; leave data.evaluation empty")
-    return Reference(rollouts.rewards[name][rows].sort(1).values)
+    rewards, order = rollouts.rewards[name][rows].sort(1)
+    return Reference(rewards, None if gold is None else rollouts.rewards[gold][rows].gather(1, order))
 
 
 def curves(measured: Measured, start: Mapping[str, Tensor]) -> dict[str, list[Curve]]:
@@ -157,10 +188,15 @@ def behind(quantity: str, one: Sequence[Curve], reference: Reference, scale: flo
 
 
 def _difference(seeds: Sequence[Tensor], scale: float) -> str:
-    """Format the mean over seeds of differences (P,), with its interval over prompts, and the mean of each seed."""
+    """Format the mean over seeds of differences (P,), its 95% intervals over prompts and seeds, and each seed's mean."""
     mean, low, high = (scale * x for x in bootstrap(torch.stack(list(seeds)).mean(0)))
-    each = ", ".join(f"{scale * float(seed.mean()):+.2f}" for seed in seeds)
-    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] (seeds {each})"
+    means = [scale * float(seed.mean()) for seed in seeds]
+    each = ", ".join(f"{one:+.2f}" for one in means)
+    text = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] over prompts"
+    if len(means) > 1:
+        reach = float(stdtrit(len(means) - 1, 0.975)) * np.std(means, ddof=1) / len(means) ** 0.5
+        text += f", [{mean - reach:+.2f}, {mean + reach:+.2f}] over seeds"
+    return f"{text} (seeds {each})"
 
 
 def undominated(where: Sequence[tuple[float, float]]) -> list[bool]:
@@ -170,11 +206,12 @@ def undominated(where: Sequence[tuple[float, float]]) -> list[bool]:
 
 def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
     """KLs, and the best win rate of any policy at each, for rewards without ties (InfAlign, Theorem 3, Cor. 2)."""
-    transform = {"best": f"bon_fp:{OF}", "worst": f"won_fp:{OF}"}.get(quantity)
-    if transform is None or furthest < 0.1:
+    known = {f"best{n}": (f"bon_fp:{n}", n) for n in BEST_OF} | {"worst": (f"won_fp:{WORST_OF}", WORST_OF)}
+    if quantity not in known or furthest < 0.1:
         return None
-    curve = at_kl(transform, np.geomspace(0.02, min(furthest, 20.0), 24).tolist(), OF)
-    return curve.kl, curve.bon_win_rate if quantity == "best" else curve.won_win_rate
+    transform, n = known[quantity]
+    curve = at_kl(transform, np.geomspace(0.02, min(furthest, 20.0), 24).tolist(), n)
+    return curve.kl, curve.won_win_rate if quantity == "worst" else curve.bon_win_rate
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -225,7 +262,7 @@ def _panels(quantities: Sequence[str], furthest: float, reference: Reference) ->
         best = optimum(quantity, furthest)
         if best is not None:
             axes.plot(best[0], 100 * best[1], color=figures.GREY, linestyle=":", label="best possible policy")
-        axes.set_title(TITLES[quantity])
+        axes.set_title(ALL[quantity])
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_xscale("function", functions=(lambda kl: np.sqrt(np.maximum(kl, 0)), np.square))  # `Curve.at`
         axes.set_xlim(0, 1.08 * max(furthest, 0.1))
@@ -237,22 +274,28 @@ def _panels(quantities: Sequence[str], furthest: float, reference: Reference) ->
 
 def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measured: Measured) -> list[str]:
     """The papers' claims as differences between two methods, and the shares of methods on the fronts."""
-    claims = [("best", "exp:10", "identity"), ("worst", "exp:-10", "identity"), ("single", "identity", "grpo")]
+    claims = [("single", "identity", "grpo"), ("worst", "exp:-10", "identity")]
+    for quantity in (f"best{n}" for n in BEST_OF):
+        claims += [(quantity, one, "identity") for one in ("exp:10", "bon_fp", "rank")] + [(quantity, "bon", "grpo")]
+    claims += [("best4", "ppo/exp:10", "ppo/identity"), ("best4", "ppo/bon_fp", "ppo/identity")]
     claims += [("single", "vbon", other) for other in found if other not in ("vbon", "exp:-10")]
+    claims += [("single", "ppo/vbon", "ppo"), ("single", "ppo/vbon", "ppo/vbon:bound"), ("single", "dpo/all", "dpo")]
+    if reference.gold is not None:
+        claims += [("gold_best4", one, other) for one, other in (("bon", "grpo"), ("exp:10", "identity"), ("ppo", "grpo"))]
     lines = []
     for quantity, one, other in claims:
         if {one, other} <= set(found):
             gain = ahead(quantity, found[one], found[other], scale_of(quantity))
-            lines.append(f"{TITLES[quantity]}: {label(one)} over {label(other)}: {gain}")
+            lines.append(f"{ALL[quantity]}: {label(one)} over {label(other)}: {gain}")
     for quantity in ("single", "reward"):
         for method, own in found.items():
             gap = behind(quantity, own, reference, scale_of(quantity))
-            lines.append(f"{TITLES[quantity]}: {BON} over {label(method)}, at the same KLs: {gap}")
+            lines.append(f"{ALL[quantity]}: {BON} over {label(method)}, at the same KLs: {gap}")
     for quantity in ("single", "reward"):
         best = undominated(_points(measured, quantity))
         on = [method for (method, _, _), chosen in zip(measured, best, strict=True) if chosen]
         shares = ", ".join(f"{label(m)} {100 * on.count(m) / len(on):.0f}%" for m in found if m in on)
-        lines.append(f"{TITLES[quantity]}: shares of the {len(on)} points on the front: {shares}")
+        lines.append(f"{ALL[quantity]}: shares of the {len(on)} points on the front: {shares}")
     return lines
 
 
@@ -262,11 +305,13 @@ def means(measured: Measured, reference: Reference) -> list[str]:
     rows: dict[str, list[list[Mapping[str, Tensor]]]] = {BON: [[reference.best_of(float(n))] for n in ns]}
     for method in dict.fromkeys(method for method, _, _ in measured):
         rows[label(method)] = [[x for (m, k, _), x in measured.items() if (m, k) == (method, n)] for n in ns]
-    lines = [f"N = {', '.join(map(str, ns))}: KL | {' | '.join(TITLES.values())}"]
+    shown = [quantity for quantity in ALL if quantity in rows[BON][0][0]]
+    lines = [f"N = {', '.join(map(str, ns))}: KL | {' | '.join(ALL[quantity] for quantity in shown)}"]
     for name, strengths in rows.items():
         columns = []
-        for quantity in ("kl", *TITLES):
-            scale, digits = (1, 2) if quantity == "kl" else (scale_of(quantity), 3 if quantity == "reward" else 1)
+        for quantity in ("kl", *shown):
+            scale = 1 if quantity == "kl" else scale_of(quantity)
+            digits = 2 if quantity == "kl" else 1 if scale == 100 else 3
             values = [scale * sum(float(x[quantity].mean()) for x in each) / len(each) for each in strengths]
             columns.append(", ".join(f"{value:.{digits}f}" for value in values))
         lines.append(f"{name}: {' | '.join(columns)}")
