@@ -80,7 +80,7 @@ def length_iama_soft() -> Config:
 
 
 def _length_iama(recipe: str, objective: str) -> Config:
-    """Sec. 6.1, Table 2 and appendix I: L1 = 50, L2 = 150, L = 256 tokens; M = 8, 48 completions a step, 8 per device.
+    """Sec. 6.1, Table 2 and appendix I: L1 = 50, L2 = 150, L = 256 tokens; M = 8 and 48 completions per step.
 
     3000 steps, a constant learning rate of 1e-6, beta = 1e-4, no scaling of rewards. The paper says "Ultra-Feedback"
     and "Mistral 7B Instruct"; the names on the hub, and prompts of up to 512 tokens, are ours.
