@@ -13,7 +13,7 @@ def list_recipes(arguments: Sequence[str]) -> int:
     """Print each recipe with a one-line description."""
     tyro.cli(_nothing, args=list(arguments), prog="nlgrpo recipes")
     for name, make in RECIPES.items():
-        print(f"{name:<16} {(make.__doc__ or '').strip().splitlines()[0]}")
+        print(f"{name:<21} {(make.__doc__ or '').strip().splitlines()[0]}")
     return 0
 
 

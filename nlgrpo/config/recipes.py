@@ -64,18 +64,64 @@ def story_mix() -> Config:
     )
 
 
-def helpful_harmless() -> Config:
-    """Helpful and harmless answers of a 7B model, each under best-of-4, at a fixed KL; for 8 GPUs (IAMA, 6.2).
+def length_iama() -> Config:
+    """The length rewards at the paper's size: Mistral 7B, best-of-4, 3000 steps; for 6 GPUs (IAMA, 6.1)."""
+    return _length_iama("length-iama", "bon:4")
 
-    Table 2 and appendix I: M = 8, one prompt per rank, 1000 steps, a learning rate that falls linearly from 1e-6, beta
-    from 1e-2 with a controller that keeps the KL per token at 0.1, no scaling of rewards; evaluated on the first 1000
-    prompts of the test split. The weights of the two rewards are swept. Both reward models are Qwen3 4B models that
-    `nlgrpo reward-model train` trained on the helpful and harmless pairs of hh-rlhf. examples/helpful_harmless.toml is
-    the same experiment on a CPU.
+
+def length_iama_bon8() -> Config:
+    """`length-iama` under best-of-8, where N = M (IAMA, J.2)."""
+    return _length_iama("length-iama-bon8", "bon:8")
+
+
+def length_iama_soft() -> Config:
+    """`length-iama` under soft best-of-N with tau = 0.09 (IAMA, 6.1)."""
+    return _length_iama("length-iama-soft", "soft:0.09")
+
+
+def _length_iama(recipe: str, objective: str) -> Config:
+    """Sec. 6.1, Table 2 and appendix I: L1 = 50, L2 = 150, L = 256 tokens; M = 8 and 48 completions per step.
+
+    3000 steps, a constant learning rate of 1e-6, beta = 1e-4, no scaling of rewards. The paper says "Ultra-Feedback"
+    and "Mistral 7B Instruct"; the names on the hub, and prompts of up to 512 tokens, are ours.
+    """
+    limit, source = 256, "trl-lib/ultrafeedback-prompt"
+    return Config(
+        recipe=recipe,
+        model=ModelConfig("mistralai/Mistral-7B-Instruct-v0.1", activation_checkpointing=True),
+        data=DataConfig(source=source, evaluation=source, evaluation_split="test", max_prompt_tokens=512),
+        rollout=RolloutConfig(prompts=6, samples=8, max_new_tokens=limit),
+        rewards={
+            "short": RewardConfig(f"length(target=50, scale={limit})", objective, 0.5),
+            "long": RewardConfig(f"length(target=150, scale={limit})", objective, 0.5),
+        },
+        loss=LossConfig(beta=1e-4),
+        optim=OptimConfig(lr=1e-6),
+        train=TrainConfig(steps=3000, checkpoint_every=100, samples_every=100),
+    )
+
+
+def helpful_harmless() -> Config:
+    """Helpful and harmless answers of a 7B model, each under best-of-4, at a fixed KL; for 6 GPUs (IAMA, 6.2)."""
+    return _helpful_harmless("helpful-harmless", "bon:4")
+
+
+def helpful_harmless_bon8() -> Config:
+    """`helpful-harmless` under best-of-8, where N = M (IAMA, J.3)."""
+    return _helpful_harmless("helpful-harmless-bon8", "bon:8")
+
+
+def _helpful_harmless(recipe: str, objective: str) -> Config:
+    """Table 2 and appendix I: M = 8, 48 completions per step, 8 per device, so that 6 ranks have one prompt each.
+
+    1000 steps, a learning rate that falls linearly from 1e-6, beta from 1e-2 with a controller that keeps the KL per
+    token at 0.1, no scaling of rewards; evaluated on the first 1000 prompts of the test split. The weights of the two
+    rewards are swept. Both reward models are Qwen3 4B models that `nlgrpo reward-model train` trained on the helpful
+    and harmless pairs of hh-rlhf. examples/helpful_harmless.toml is the same experiment on a CPU.
     """
     source = "Anthropic/hh-rlhf"
     return Config(
-        recipe="helpful-harmless",
+        recipe=recipe,
         model=ModelConfig("PKU-Alignment/alpaca-7b-reproduced", activation_checkpointing=True),
         data=DataConfig(
             source=source,
@@ -85,9 +131,9 @@ def helpful_harmless() -> Config:
             cut_after="\n\nAssistant:",
             max_prompt_tokens=512,
         ),
-        rollout=RolloutConfig(prompts=8, samples=8, max_new_tokens=256),
+        rollout=RolloutConfig(prompts=6, samples=8, max_new_tokens=256),
         rewards={
-            name: RewardConfig(f"classifier(path='runs/{name}/model', dtype='bfloat16', batch_size=16)", "bon:4", 0.5)
+            name: RewardConfig(f"classifier(path='runs/{name}/model', dtype='bfloat16', batch_size=16)", objective, 0.5)
             for name in ("helpful", "harmless")
         },
         loss=LossConfig(beta=1e-2, target_kl=0.1),
@@ -106,7 +152,11 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "length-bon": length_bon,
     "length-mean": length_mean,
     "story-mix": story_mix,
+    "length-iama": length_iama,
+    "length-iama-bon8": length_iama_bon8,
+    "length-iama-soft": length_iama_soft,
     "helpful-harmless": helpful_harmless,
+    "helpful-harmless-bon8": helpful_harmless_bon8,
     "blank": blank,
 }
 DEFAULT = "length-bon"

@@ -109,7 +109,7 @@ class Min(Aggregate):
 class SmoothMin(Aggregate):
     """g(R) = -1/gamma log sum_i w_i e^{-gamma R_i}, a minimum whose gradient is shared by all values near it.
 
-        dg/dR_i = softmax_i(log w_i - gamma R_i)                                     (IAMA, Sec. 6, Fig. 3b)
+        dg/dR_i = softmax_i(log w_i - gamma R_i)                                                  (IAMA, Sec. 3)
 
     ``gamma`` > 0, in 1/reward: gamma -> inf is `Min`, and gamma -> 0 the weighted mean, if the weights sum to 1.
     ``weights``: m numbers >= 0, equal and summing to 1 by default. The gradient sums to 1. Rewards of weight 0 and NaN

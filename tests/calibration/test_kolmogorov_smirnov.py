@@ -1,4 +1,4 @@
-"""The table of Kolmogorov-Smirnov tests compared with SciPy, the nominal level, and the paper's table."""
+"""The table of Kolmogorov-Smirnov tests compared with SciPy, the nominal level, and vBoN, Table 1."""
 
 import itertools
 import math
@@ -45,10 +45,11 @@ def test_rows_equal_scipy(monkeypatch):
         assert row.distance == pytest.approx(np.mean([t.statistic for t in truth]))
 
 
-def exact_level(m, n, alpha):
-    """Exact rejection rate of a test at level ``alpha``: counts the orders of m + n samples with a small distance.
+def critical_distance(m, n, alpha):
+    """Smallest distance with a p-value <= ``alpha``, times lcm(m, n), and that p-value: the exact level of the test.
 
-    An order is a path from (0, 0) to (m, n); its distance is a multiple of 1/lcm(m, n), so p-values are discrete.
+    Counts the orders of m + n samples with a smaller distance. An order is a path from (0, 0) to (m, n); its distance
+    is a multiple of 1/lcm(m, n), so p-values are discrete.
     """
     orders, least = math.comb(m + n, n), math.lcm(m, n)
     for distance in range(least + 1):
@@ -59,7 +60,23 @@ def exact_level(m, n, alpha):
                 near[i][j] = ways if abs(i * n - j * m) * least < distance * m * n else 0
         level = 1 - near[m][n] / orders
         if level <= alpha:
-            return level
+            return distance, level
+
+
+def exact_nested_level(m, n, alpha):
+    """Exact rejection rate of m of n samples against the n: counts the choices of m of n with a smaller distance.
+
+    The i-th smallest of the m may have each rank among the n at which both CDFs are near before and after it.
+    """
+    distance, _ = critical_distance(m, n, alpha)
+    near = distance * m * n // math.lcm(m, n)
+    ways = [1] + n * [0]  # of placing the first i, the last of them at rank x
+    for i in range(m):
+        before = list(itertools.accumulate(ways))
+        ways = [0] + [
+            before[x] if abs((i + 1) * n - (x + 1) * m) < near and abs(i * n - x * m) < near else 0 for x in range(n)
+        ]
+    return 1 - sum(ways) / math.comb(n, m)
 
 
 def test_the_rejection_rate_equals_the_level():
@@ -67,7 +84,7 @@ def test_the_rejection_rate_equals_the_level():
     rewards = normal(P, 90)
     for alpha in (0.05, 0.2):
         (row,) = ks_table(rewards, (30, 60), alpha)
-        level = exact_level(30, 60, alpha)
+        _, level = critical_distance(30, 60, alpha)
         assert alpha / 2 < level <= alpha
         assert binom.ppf(1e-4, P, level) <= row.rejected <= binom.ppf(1 - 1e-4, P, level)
 
@@ -79,13 +96,32 @@ def test_drifting_samples_are_shuffled():
     assert row.distance < 0.25
 
 
-@pytest.mark.parametrize(("M", "printed"), [(20, 0.0402), (100, 0.0114), (200, 0.0006)])
-def test_nested_samples_reproduce_table_1_of_the_paper(M, printed):
-    """Rewards of 5,000 prompts that are pure noise give the rejection rates of vBoN, Table 1, for M of 600."""
+@pytest.mark.parametrize(("M", "exact", "printed"), [(5, 0.0466, 0.0614), (20, 0.0382, 0.0402), (100, 0.0104, 0.0114)])
+def test_nested_samples_have_the_rates_of_table_1_except_for_5_samples(M, exact, printed):
+    """Rewards of 5,000 prompts that are pure noise give the rejection rates of vBoN, Table 1, for 20 and 100 of 600."""
     (row,) = ks_table(normal(5000, 600).float(), (M, 600), nested=True)
-    arithmetic = 2 * math.exp(-2 * 1.358**2 * (600 + M) / (600 - M))
-    assert row.rate == pytest.approx(printed, abs=4 * math.sqrt(2 * arithmetic / 5000))
+    level = exact_nested_level(M, 600, 0.05)
+    assert level == pytest.approx(exact, abs=5e-5)
+    assert binom.ppf(1e-4, 5000, level) <= row.rejected <= binom.ppf(1 - 1e-4, 5000, level)
+    noise = math.sqrt(level * (1 - level) / 5000)
+    assert (abs(printed - level) < 2 * noise) == (M != 5)
+    assert M != 5 or printed - level > 4.5 * noise
+
+
+def test_the_rate_of_large_nested_samples():
+    (row,) = ks_table(normal(5000, 600).float(), (200, 600), nested=True)
+    arithmetic = 2 * math.exp(-2 * 1.358**2 * (600 + 200) / (600 - 200))
+    assert row.rate == pytest.approx(0.0006, abs=4 * math.sqrt(2 * arithmetic / 5000))
     assert row.rate == pytest.approx(arithmetic, abs=4 * math.sqrt(arithmetic / 5000))
+
+
+def test_nested_levels_equal_an_enumeration():
+    for m, n in ((2, 7), (3, 8)):
+        few = [
+            ks_2samp(chosen, range(n), method="exact").pvalue <= 0.4 for chosen in itertools.combinations(range(n), m)
+        ]
+        assert 0 < sum(few) < len(few)
+        assert exact_nested_level(m, n, 0.4) == pytest.approx(np.mean(few))
 
 
 def test_the_choice_of_samples_depends_only_on_the_seed():

@@ -61,6 +61,35 @@ def test_length_mean_differs_only_in_the_objective():
     assert isinstance(registry.parse(recipe("length-mean").rewards["short"].objective), registry.Mean)
 
 
+def test_length_iama_has_the_settings_of_the_paper():
+    """IAMA, Sec. 6.1, Table 2 and appendix I; `scale` is the maximum length, as in the paper's rewards."""
+    cfg = recipe("length-iama")
+    assert [reward.function for reward in cfg.rewards.values()] == [
+        "length(target=50, scale=256)",
+        "length(target=150, scale=256)",
+    ]
+    assert [(reward.objective, reward.weight) for reward in cfg.rewards.values()] == [("bon:4", 0.5)] * 2
+    assert (cfg.rollout.samples, cfg.rollout.prompts * cfg.rollout.samples, cfg.rollout.max_new_tokens) == (8, 48, 256)
+    assert (cfg.optim.lr, cfg.optim.schedule, cfg.train.steps) == (1e-6, "constant", 3000)
+    assert (cfg.loss.beta, cfg.loss.target_kl, cfg.loss.scale, cfg.loss.eps_low) == (1e-4, None, "none", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "of", "objective"),
+    [
+        ("length-iama-bon8", "length-iama", "bon:8"),
+        ("length-iama-soft", "length-iama", "soft:0.09"),
+        ("helpful-harmless-bon8", "helpful-harmless", "bon:8"),
+    ],
+)
+def test_variants_differ_only_in_the_objective(variant, of, objective):
+    lines = schema.differences(schema.to_dict(recipe(of)), schema.to_dict(recipe(variant)))
+    rewards = [f"rewards.{name}.objective: 'bon:4' -> {objective!r}" for name in recipe(of).rewards]
+    assert lines == [f"recipe: {of!r} -> {variant!r}", *rewards]
+    assert registry.parse(objective).name == objective
+    validate.check(recipe(variant))
+
+
 def test_blank_has_only_defaults_and_cannot_run():
     cfg = recipe("blank")
     assert dataclasses.replace(cfg, data=schema.DataConfig()) == Config()
@@ -76,7 +105,7 @@ def test_blank_has_only_defaults_and_cannot_run():
         (["lenght-bon"], r"unknown recipe 'lenght-bon'; did you mean 'length-bon'\?"),
         (
             ["zzz"],
-            r"unknown recipe 'zzz'; recipes: length-bon, length-mean, story-mix, helpful-harmless, blank, or a file",
+            r"unknown recipe 'zzz'; recipes: length-bon, length-mean, story-mix, .*, helpful-harmless-bon8, blank, or",
         ),
         ([""], r"unknown recipe ''"),
         (["length-bon", "length-mean"], "expected at most one recipe and one .toml file, got length-bon length-mean"),

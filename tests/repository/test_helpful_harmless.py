@@ -1,4 +1,4 @@
-"""The helpful and harmless experiment (IAMA, 6.2): checks of the recipe for 8 GPUs and of its small CPU version."""
+"""The helpful and harmless experiment (IAMA, 6.2): checks of the recipe for 6 GPUs and of its small CPU version."""
 
 import dataclasses
 import json
@@ -25,9 +25,9 @@ GIB = 2**30
 
 
 def test_the_recipe_has_the_settings_of_the_paper():
-    """Table 2 and appendix I: 8 completions per GPU and per group, and the settings of the KL."""
+    """Table 2 and appendix I: 48 completions per step, 8 per GPU and per group, and the settings of the KL."""
     cfg = recipe("helpful-harmless")
-    assert (cfg.rollout.prompts * cfg.rollout.samples, cfg.rollout.samples) == (8 * 8, 8)
+    assert (cfg.rollout.prompts * cfg.rollout.samples, cfg.rollout.samples) == (48, 8)
     assert (cfg.optim.lr, cfg.optim.schedule, cfg.train.steps) == (1e-6, "linear", 1000)
     assert (cfg.loss.beta, cfg.loss.target_kl, cfg.loss.scale, cfg.loss.eps_low) == (1e-2, 0.1, "none", 0.2)
     assert [reward.objective for reward in cfg.rewards.values()] == ["bon:4", "bon:4"]
@@ -55,26 +55,26 @@ def test_the_recipe_of_7b_has_a_plan(parts, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert f"llama, {PARAMETERS:,} parameters, context 2048" in shown
     assert "maximise 0.5 bon:4(helpful) + 0.5 bon:4(harmless) - 0.01 KL" in shown
-    assert "8 prompts x 8 samples = 64 completions of up to 256 tokens" in shown
+    assert "6 prompts x 8 samples = 48 completions of up to 256 tokens" in shown
 
 
-def test_8_gpus_of_80_gb_hold_it(parts):
+def test_6_gpus_of_80_gb_hold_it(parts):
     """By the plan's estimate, with prompts of 512 tokens and the memory of two 4B reward models in bfloat16 added."""
     cfg, _ = from_arguments(["helpful-harmless", *parts, "--model.dtype", "bfloat16"])
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     run.prompts.ids[0] = [1] * 512
-    on_gpus = dataclasses.replace(run, ranks=Ranks(0, 8, torch.device("cuda")))
+    on_gpus = dataclasses.replace(run, ranks=Ranks(0, 6, torch.device("cuda")))
     uses = plan.memory(on_gpus)
     small = sum(reward.function.nbytes for reward in run.sampler.rewards)
     assert uses["reward models"] == small > 0
-    assert uses["parameters + gradients + Adam"] == PARAMETERS * 16 / 8
+    assert uses["parameters + gradients + Adam"] == PARAMETERS * 16 / 6
     total = sum(uses.values()) - small + 2 * 4.0e9 * 2
     assert 40 * GIB < total < 74 * GIB
 
 
 @pytest.mark.slow
 def test_the_7b_model_on_meta_tensors():
-    """Shapes equal transformers', gradients are computed, each of 8 ranks has an eighth, and no memory is used."""
+    """Shapes equal transformers', gradients are computed, each of 6 ranks has a sixth, and no memory is used."""
     code = f"""
     import resource
     import torch, transformers
@@ -99,10 +99,11 @@ def test_the_7b_model_on_meta_tensors():
     assert all(p.grad.shape == p.shape for p in ours.parameters())
     ours.zero_grad()
 
-    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
-    shard(ours, Ranks(7, 8, torch.device("cpu")), torch.bfloat16)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
+    shard(ours, Ranks(5, 6, torch.device("cpu")), torch.bfloat16)
     held = sum(p.to_local().numel() for p in ours.parameters())
-    assert abs(held - count / 8) < 1e-4 * count, (held, count / 8)
+    uneven = sum(5 * p[0].numel() for p in theirs.parameters())  # 6 does not divide the numbers of rows
+    assert abs(held - count / 6) <= uneven, (held, count / 6, uneven)
     assert {{p.device.type for p in ours.parameters()}} == {{"meta"}}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KiB; the weights are 27 GB
     """
