@@ -12,7 +12,7 @@ Finished work is reused, and stopped work resumes. Arguments after ``--`` are pa
 
     grpo, ppo                       the reward itself
     bon, rank                       IAMA: the objective bon:N on the reward, and on u^N (InfAlign, Def. 5), by GRPO
-    identity, log, exp:T, bon_fp    InfAlign-CTRL: transforms of the calibrated reward u, by GRPO; ppo/identity, .. by PPO
+    identity, log, exp:T, bon_fp    InfAlign-CTRL: transforms of the calibrated reward u, by GRPO; ppo/log, .. by PPO
     vbon, vbon:bound                vBoN, Eq. 5 and 8, by GRPO; ppo/vbon, ppo/vbon:bound by PPO
     bond                            BOND: vbon:bound and the likelihood of the best of N, half each
     bon_sft, dpo, dpo/all, ipo, bonbon    offline: best-of-N SFT; DPO on disjoint and on all pairs; IPO; BoNBoN
@@ -49,8 +49,9 @@ from nlgrpo.training.sweeps import runner
 from nlgrpo.training.sweeps.state import Point, read_sweep_state
 
 METHODS = [
-    "grpo", "ppo", "bon", "rank", "identity", "log", "exp:10", "exp:-10", "bon_fp", "ppo/identity", "ppo/log", "ppo/exp:10",
-    "ppo/bon_fp", "vbon", "vbon:bound", "ppo/vbon", "ppo/vbon:bound", "bond", "bon_sft", "dpo", "dpo/all", "ipo", "bonbon",
+    "grpo", "ppo", "bon", "rank", "identity", "log", "exp:10", "exp:-10", "bon_fp", "ppo/identity", "ppo/log",
+    "ppo/exp:10", "ppo/bon_fp", "vbon", "vbon:bound", "ppo/vbon", "ppo/vbon:bound", "bond", "bon_sft", "dpo", "dpo/all",
+    "ipo", "bonbon",
 ]  # fmt: skip
 OFFLINE = ("bon_sft", "dpo", "ipo", "bonbon")
 SETS = 64  # winners or pairs per step of an offline method
@@ -199,10 +200,12 @@ def main() -> int:
     rollouts, runs, results = (given.out / part for part in ("rollouts", "runs", "evaluation"))
     start = [given.recipe, *more, f"--calibration.rollouts={rollouts}"]
     gold = GOLD if given.gold else None
+    if given.completions < max(tradeoff_curves.BEST_OF):
+        parser.error(f"--completions {given.completions}: best of {max(tradeoff_curves.BEST_OF)} needs as many")
     try:
         config, _ = from_arguments(start)
         if len(config.rewards) != 1 or GOLD in config.rewards:
-            raise ValueError(f"{given.recipe} has the rewards {', '.join(config.rewards)}; expected one, not named gold")
+            raise ValueError(f"{given.recipe} has {len(config.rewards)} rewards; expected one, not named gold")
         name = next(iter(config.rewards))
         if gold:
             judge = {"function": given.gold, "objective": "mean", "weight": "0"}

@@ -78,7 +78,7 @@ class Curve:
         """Build a curve from every quantity and the KL, each (P,), at each strength."""
         rows = sorted(rows, key=lambda row: float(row["kl"].mean()))
         kl = torch.stack([row["kl"].mean() for row in rows])
-        return cls(kl, {quantity: torch.stack([row[quantity] for row in rows]) for quantity in ALL if quantity in rows[0]})
+        return cls(kl, {name: torch.stack([row[name] for row in rows]) for name in ALL if name in rows[0]})
 
     def at(self, quantity: str, kls: Tensor) -> Tensor:
         """Values (G, P) at each KL, by linear interpolation in sqrt(KL), in which win rates are linear near 0."""
@@ -122,11 +122,14 @@ class Reference:
             chance = (ours(upto) - ours(below)) * share
             return (chance * (theirs(below) + theirs(upto)) / 2).sum(1)
 
+        def best(N: int) -> Tensor:
+            return won(lambda F: F ** (n * N), lambda F: F**N)
+
         chance = (upto**n - below**n) * share
         found = {
             "kl": (chance * (chance * self.rewards.shape[1]).clamp(min=1e-300).log()).sum(1),
-            "single": won(lambda F: F**n, lambda F: F),
-            **{f"best{N}": won(lambda F, N=N: F ** (n * N), lambda F, N=N: F**N) for N in BEST_OF},
+            "single": best(1),
+            **{f"best{N}": best(N) for N in BEST_OF},
             "worst": won(lambda F: 1 - (1 - F**n) ** WORST_OF, lambda F: 1 - (1 - F) ** WORST_OF),
             "reward": (chance * self.rewards).sum(1),
         }
@@ -188,7 +191,7 @@ def behind(quantity: str, one: Sequence[Curve], reference: Reference, scale: flo
 
 
 def _difference(seeds: Sequence[Tensor], scale: float) -> str:
-    """Format the mean over seeds of differences (P,), its 95% intervals over prompts and seeds, and each seed's mean."""
+    """Format the mean over seeds of differences (P,), with 95% intervals over prompts and seeds, and the means."""
     mean, low, high = (scale * x for x in bootstrap(torch.stack(list(seeds)).mean(0)))
     means = [scale * float(seed.mean()) for seed in seeds]
     each = ", ".join(f"{one:+.2f}" for one in means)
@@ -281,7 +284,9 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
     claims += [("single", "vbon", other) for other in found if other not in ("vbon", "exp:-10")]
     claims += [("single", "ppo/vbon", "ppo"), ("single", "ppo/vbon", "ppo/vbon:bound"), ("single", "dpo/all", "dpo")]
     if reference.gold is not None:
-        claims += [("gold_best4", one, other) for one, other in (("bon", "grpo"), ("exp:10", "identity"), ("ppo", "grpo"))]
+        claims += [
+            ("gold_best4", one, other) for one, other in (("bon", "grpo"), ("exp:10", "identity"), ("ppo", "grpo"))
+        ]
     lines = []
     for quantity, one, other in claims:
         if {one, other} <= set(found):

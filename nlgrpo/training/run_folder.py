@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(_completed(saved, json.loads(json.dumps(asdict(type(cfg)())))), current)
+        changed = schema.differences(_completed(saved, _defaults(type(cfg))), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -76,6 +76,15 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         return busy
     atomic_files.atomic_write(path, json.dumps(current, indent=2) + "\n")
     return ""
+
+
+def _defaults(config: type) -> dict[str, Any]:
+    """Default values of the keys that have one, as in JSON."""
+    given = {f.name: f.default if f.default is not MISSING else f.default_factory for f in fields(config)}
+    values = {name: value() if callable(value) else value for name, value in given.items() if value is not MISSING}
+    plain = {name: asdict(x) if is_dataclass(x) and not isinstance(x, type) else x for name, x in values.items()}
+    found: dict[str, Any] = json.loads(json.dumps(plain, default=str))
+    return found
 
 
 def _completed(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def test_tradeoff(tmp_path):
     (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
     arguments = [
         REPOSITORY / "examples" / "alignment.toml",
-        *("--methods", "identity", "bon_sft", "--ns", "2", "--seeds", "0", "--references", "16", "--completions", "4"),
+        *("--methods", "identity", "bon_sft", "--ns", "2", "--seeds", "0", "--references", "16", "--completions", "8"),
+        *("--gold", "length(target=3, scale=5)"),
         *("--out", "curves", "--", "--model.path", "tiny", "--data.source", "prompts.txt", "--rollout.prompts", "2"),
         *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
         *("--train.steps", "2", "--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),

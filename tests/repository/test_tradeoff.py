@@ -135,7 +135,7 @@ def test_gold_rewards_of_best_of_n_equal_an_enumeration(curves):
     """Of the reference, and of a model whose samples are the reference's: the mean over all subsets."""
     rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0, 2.0, 5.0, 4.0, 8.0, 7.0]], dtype=torch.float64)
     gold = torch.tensor([[2.0, -1.0, 4.0, 0.5, 3.0, 1.0, 6.0, -2.0, 5.0]], dtype=torch.float64)
-    order = rewards.argsort(1, stable=True)
+    order = rewards.argsort(dim=1, stable=True)
     reference = curves.Reference(rewards.gather(1, order), gold.gather(1, order))
     of_model = reference.measure(rewards, torch.zeros(1, 9), gold)
     r, g = rewards[0].tolist(), gold[0].tolist()
