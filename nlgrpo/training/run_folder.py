@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nlgrpo.config import schema
@@ -25,19 +26,21 @@ def claim(
     *,
     free: Sequence[str],
     restart: bool,
+    added: Mapping[str, Any] = MappingProxyType({}),
     removed: Sequence[str] = (),
     advice: str = "another folder with --train.out, or restart in this one with --train.restart",
 ) -> None:
     """Create the folder of a run of ``cfg``, or check that it holds this run; lock it for this process; collective.
 
-    Keys that begin with one of ``free`` may differ from the saved configuration. With ``restart``, the files and
+    Keys that begin with one of ``free`` may differ from the saved configuration. ``added``: keys that an older version
+    did not save, with the values that its runs had. With ``restart``, the files and
     folders named in ``removed`` are deleted first, and nothing else. ``advice``: what the error messages suggest.
 
     Raises ValueError if the folder holds another run or something else, or another process is using it.
     """
     fault = ""
     try:
-        fault = _claim(folder, cfg, free, restart, removed, advice) if ranks.first else ""
+        fault = _claim(folder, cfg, free, restart, added, removed, advice) if ranks.first else ""
     except OSError as error:
         fault = f"{folder} cannot be used as the folder of a run: {error}"
     except ValueError as error:  # the folder is fine, and writing to it failed
@@ -47,7 +50,15 @@ def claim(
         raise ValueError(fault)
 
 
-def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str], advice: str) -> str:
+def _claim(
+    folder: Path,
+    cfg: Any,
+    free: Sequence[str],
+    restart: bool,
+    added: Mapping[str, Any],
+    removed: Sequence[str],
+    advice: str,
+) -> str:
     """Claim the folder; returns an error message, or an empty string."""
     current = json.loads(json.dumps(asdict(cfg)))
     path, busy = folder / FILE, f"another process is using {folder}; wait until it ends, or choose {advice}"
@@ -59,7 +70,7 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(saved, current)
+        changed = schema.differences(_completed(saved, current, added), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -103,6 +114,20 @@ def _read(path: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return config if isinstance(config, dict) else None
+
+
+def _completed(saved: dict[str, Any], current: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved configuration with the keys of ``added`` that it lacks and ``current`` has."""
+    completed: dict[str, Any] = json.loads(json.dumps(saved))
+    for name, value in added.items():
+        *sections, key = name.split(".")
+        theirs: Any = completed
+        ours: Any = current
+        for section in sections:
+            theirs, ours = theirs.get(section, {}), ours.get(section, {})
+        if key in ours:
+            theirs.setdefault(key, value)
+    return completed
 
 
 def _clear(folder: Path, names: Sequence[str]) -> None:

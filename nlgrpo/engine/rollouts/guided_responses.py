@@ -122,7 +122,7 @@ class Guide:
     def digest(self) -> str:
         """Digest of the value models, betas and search."""
         models = [digest_of_value(path) for path in self.values]
-        text = json.dumps([models, self.betas, asdict(self.search)])
+        text = json.dumps([models, self.betas, self.search.settings()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def write(self, folder: Path) -> None:
@@ -231,6 +231,7 @@ class TextValue(Prefixes):
 
     def __init__(self, name: str, model: Decoder, retokenizer: Retokenizer) -> None:
         self.name, self.model, self.retokenizer = name, model, retokenizer
+        self.models = [model]
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         self.grow(rows, chunks)

@@ -43,6 +43,8 @@ from nlgrpo.training.learner import learning_rate, make_optimizer
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every")  # fmt: skip
+# Keys that runs of older versions lack, with the values that they had.
+ADDED = {"data.drop_equal": False, "train.head_only": False}
 
 
 class Evaluated(Protocol):
@@ -323,7 +325,7 @@ def fit(
     if dry_run:
         return True
     written = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, run.RESULTS)
-    run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
+    run_folder.claim(run.folder, cfg, ranks, free=FREE, added=ADDED, restart=cfg.train.restart, removed=written)
     before = evaluate_before(run)
     if run.restore():
         console.print(f"resuming from step {run.progress.step}")
