@@ -359,7 +359,7 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
         "queries": cost.queries - of_prefixes,
         "reward_queries": of_prefixes + sum(map(len, found)) * by_reward,
         "seconds": seconds,
-        "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
+        "value_bytes": sum({p.data_ptr(): p.nbytes for m in used for p in m.parameters()}.values()),
         "cache_bytes": cost.cache_bytes,
         "peak_bytes": peak_bytes,
         "theory": theory(method, c.sampler.sampling.max_new_tokens),

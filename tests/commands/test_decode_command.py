@@ -375,7 +375,10 @@ def test_methods():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER, compressed, implicit, "),
+        (
+            {"methods": ("best",)},
+            "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER, compressed, implicit, ",
+        ),
         ({"methods": ("compressed",)}, "method 'compressed' needs a compressed value model: set --guide"),
         ({"methods": ("args:x",)}, "method 'args:x'"),
         ({"methods": ("args:nan",)}, "method 'args:nan'"),

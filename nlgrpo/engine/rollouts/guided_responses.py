@@ -29,7 +29,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import bins
 from nlgrpo.model.reward_model import score as score_head
 from nlgrpo.model.tokenizer import load_tokenizer
-from nlgrpo.model.value_model import as_values, kind_of
+from nlgrpo.model.value_model import as_values, kind_of, share_weights
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.reward_functions import Reward, RewardError
@@ -191,7 +191,7 @@ def load_values(
     """Load the value models in ``paths`` (runs, directories or hub names), with ``betas`` (default: 1 each).
 
     ``tokenizer`` and ``sampling`` are those of the policy. ``dtype`` is the compute dtype; the values are at least
-    float32. A model with another tokenizer becomes a `TextValue`.
+    float32. A model with another tokenizer becomes a `TextValue`. Weights equal to the first model's are stored once.
     Raises ValueError for a model without a scalar head, and if the numbers of betas and models differ.
     """
     if betas and len(betas) != len(paths):
@@ -209,6 +209,7 @@ def load_values(
             found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
         else:
             found.append((TextValue(name, model, Retokenizer(tokenizer, theirs, sampling.stop_ids)), beta))
+    share_weights([value.model for value, _ in found if isinstance(value, ModelValue | TextValue)])
     return found
 
 
