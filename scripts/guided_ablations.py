@@ -32,7 +32,7 @@ from nlgrpo.training.scalar_heads import value_loop
 GROUPS: dict[str, list[str]] = {
     "kept": ["", "--keep best", "--keep best --searches 4"],
     "beta": ["", "--betas 1 2 2.5", "--betas 1 0.5 0.5"],
-    "chunk": ["", "--chunk 2", "--chunk 4", "--chunk 16", "--chunk 32"],
+    "chunk": ["", "--chunk 4", "--chunk 16", "--chunk 32"],
     "data": [f"--prompts {count}{chunk}" for chunk in ("", " --chunk 16") for count in (48, 96, 192)],
     "search": ["", "--no-diverse", "--search-temperature 0.1", "--search-temperature 1", "--softmax"],
     "lambda": ["", "--value.lam 0.95", "--value.lam 0", "--value.gamma 0.99"],

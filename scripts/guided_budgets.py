@@ -2,7 +2,8 @@
 
     python scripts/guided_budgets.py examples/guided.toml [--out runs/guided] [--chunk 8] [--budgets 4 8 16 32 64]
         [--methods bon iro:1 iro:2 iro:3 compressed cd args args:64] [--choose reward value] [--seeds 0 1 2] [--jobs 2]
-        [--learn="--prompts 320 --value.lr 1e-3"] [--gold NAME] [-- --evaluation.prompts 32 ...]
+        [--learn="--prompts 320 --value.lr 1e-3"] [--decode="--tuned runs/dpo ..."] [--gold NAME]
+        [-- --evaluation.prompts 32 ...]
 
 For each seed, `nlgrpo iro` learns values with the options of ``--learn``, and `nlgrpo decode` compares the methods on
 the held-out prompts, once for each rule that chooses the answer (``--choose``). Then latency is measured by answering a
@@ -72,6 +73,7 @@ def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) 
     compared = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--guide={folder / 'iro'}"]
     for choose in given.choose:
         own = [f"--choose={choose}", f"--out={folder / choose}", *([f"--gold={given.gold}"] if given.gold else [])]
+        own += shlex.split(given.decode)
         nlgrpo(["decode", *same, *compared, *own], folder / f"{choose}.log", threads)
     return [results(folder / choose) for choose in given.choose]
 
@@ -251,6 +253,7 @@ def main() -> int:
     parser.add_argument("--choose", nargs="+", default=rules[:1], choices=rules, help="rules that choose the answer")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--learn", default="", help="options of nlgrpo iro")
+    parser.add_argument("--decode", default="", help="options of nlgrpo decode, such as --tuned")
     parser.add_argument("--gold", default="", help="reward of weight 0 that evaluates the answers too")
     parser.add_argument("--jobs", type=int, default=1, help="seeds to run in parallel")
     parser.add_argument("--latency-prompts", type=int, default=30)
@@ -272,7 +275,8 @@ def main() -> int:
     lines: list[str] = []
     pictures: dict[str, partial[Figure]] = {"latency.png": partial(draw_latency, latency)} if latency else {}
     for choose, each in found.items():
-        lines += [f"chosen by {choose}", *table(each), *costs(each, each.budgets[-1]), *findings(each), ""]
+        cost = [line for budget in each.budgets for line in costs(each, budget)]
+        lines += [f"chosen by {choose}", *table(each), *cost, *findings(each), ""]
         pictures[f"budgets-{choose}.png"] = partial(draw_budgets, each, f"{given.reward}, chosen by {choose}")
         if given.gold:
             gold, title = each.by_gold(), f"{given.gold} (gold), chosen by {choose}"
