@@ -1,13 +1,15 @@
-"""Reward and cost of value-guided decoding over budgets on one recipe (IRO, Figs. 3, 5 and 6).
+"""Reward and cost of value-guided decoding over budgets on one recipe (IRO, Figs. 3, 5, 6 and 11).
 
     python scripts/guided_budgets.py examples/guided.toml [--out runs/guided] [--chunk 8] [--budgets 4 8 16 32 64]
         [--methods bon iro:1 iro:2 iro:3 compressed cd args args:64] [--choose reward value] [--seeds 0 1 2] [--jobs 2]
-        [--learn="--prompts 320 --value.lr 1e-3"] [-- --evaluation.prompts 32 ...]
+        [--learn="--prompts 320 --value.lr 1e-3"] [--decode="--tuned runs/dpo ..."] [--gold NAME]
+        [-- --evaluation.prompts 32 ...]
 
 For each seed, `nlgrpo iro` learns values with the options of ``--learn``, and `nlgrpo decode` compares the methods on
 the held-out prompts, once for each rule that chooses the answer (``--choose``). Then latency is measured by answering a
-few prompts one at a time. The script draws both and prints which method leads and by how much. Arguments after ``--``
-are passed to every command. Finished work is reused, and stopped work resumes.
+few prompts one at a time. ``--gold`` names a reward of weight 0 that evaluates the answers too. The script draws all
+this and prints which method leads and by how much. Arguments after ``--`` are passed to every command. Finished work is
+reused, and stopped work resumes.
 """
 
 from __future__ import annotations
@@ -36,13 +38,17 @@ from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 from nlgrpo.training.sweeps import runner
 
 METHODS = ["bon", "iro:1", "iro:2", "iro:3", "compressed", "cd", "args"]
-LABELS = {"bon": "best-of-N", "compressed": "IRO, compressed", "cd": "one beam, first value", "args": "ARGS"}
+LABELS = {"bon": "best-of-N", "compressed": "IRO, compressed", "cd": "one beam, first value", "args": "ARGS",
+          "implicit": "search, implicit reward", "weak_to_strong": "weak-to-strong search",
+          "bon-i": "best-of-N, implicit reward"}  # fmt: skip
+OTHERS = ("args", "cards", "implicit", "weak_to_strong", "bon-i")
 LATENCY_BUDGET = 16
 Key = tuple[str, int]  # method, budget
 
 
 def label(method: str) -> str:
-    return LABELS.get(method, method.replace("iro:", "IRO, iteration ").replace("args:", "ARGS, weight "))
+    named = method.replace("iro:", "IRO, iteration ").replace("args:", "ARGS, weight ").replace("cards:", "CARDS, ")
+    return LABELS.get(method, named)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -66,14 +72,15 @@ def learn_and_decode(given: argparse.Namespace, more: Sequence[str], seed: int) 
     nlgrpo(["iro", *same, f"--out={folder / 'iro'}", *shlex.split(given.learn)], folder / "iro.log", threads)
     compared = ["--methods", *given.methods, "--budgets", *map(str, given.budgets), f"--guide={folder / 'iro'}"]
     for choose in given.choose:
-        own = [f"--choose={choose}", f"--out={folder / choose}"]
+        own = [f"--choose={choose}", f"--out={folder / choose}", *([f"--gold={given.gold}"] if given.gold else [])]
+        own += shlex.split(given.decode)
         nlgrpo(["decode", *same, *compared, *own], folder / f"{choose}.log", threads)
     return [results(folder / choose) for choose in given.choose]
 
 
 def measure_latency(given: argparse.Namespace, more: Sequence[str]) -> list[dict[Key, dict[str, Any]]]:
     """Decode prompt by prompt with best-of-N and the methods that learned values; the results of each round."""
-    folder, methods = given.out / "latency", [m for m in given.methods if not m.startswith(("cd", "args"))]
+    folder, methods = given.out / "latency", [m for m in given.methods if not m.startswith(("cd", *OTHERS))]
     alone = ["--rollout.max_rows=1", f"--evaluation.prompts={given.latency_prompts}"]
     compared = ["--methods", *methods, "--budgets", str(LATENCY_BUDGET), f"--chunk={given.chunk}", *alone]
     guide = f"--guide={given.out / f'seed-{given.seeds[0]}' / 'iro'}"
@@ -102,6 +109,12 @@ class Found:
             )
         self.methods = list(dict.fromkeys(method for method, _ in seeds[0]))
         self.budgets = list(dict.fromkeys(budget for _, budget in seeds[0]))
+
+    def by_gold(self) -> Found:
+        """Return the same with the gold reward in place of the rewards."""
+        return Found(
+            [{key: {**row, "rewards": row["gold"]["rewards"]} for key, row in own.items()} for own in self.seeds]
+        )
 
     def rewards(self, method: str, budget: int) -> Tensor:
         return torch.tensor([own[method, budget]["rewards"] for own in self.seeds], dtype=torch.float64)
@@ -145,7 +158,7 @@ def findings(found: Found) -> list[str]:
         (m for m in found.methods if m.startswith("iro")), key=lambda m: int(m.partition(":")[2] or 10**9), default=None
     )
     pairs = [(last, "bon"), (last, "iro:1"), ("compressed", last), ("compressed", "bon"), (last, "cd")]
-    pairs += [(last, method) for method in found.methods if method.startswith("args")]
+    pairs += [(last, method) for method in found.methods if method.startswith(OTHERS)]
     lines = []
     for one, other in pairs:
         if one is None or other is None or one == other or not {one, other} <= set(found.methods):
@@ -240,6 +253,8 @@ def main() -> int:
     parser.add_argument("--choose", nargs="+", default=rules[:1], choices=rules, help="rules that choose the answer")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--learn", default="", help="options of nlgrpo iro")
+    parser.add_argument("--decode", default="", help="options of nlgrpo decode, such as --tuned")
+    parser.add_argument("--gold", default="", help="reward of weight 0 that evaluates the answers too")
     parser.add_argument("--jobs", type=int, default=1, help="seeds to run in parallel")
     parser.add_argument("--latency-prompts", type=int, default=30)
     parser.add_argument("--latency-rounds", type=int, default=5, help="repetitions of the latency measurement")
@@ -248,8 +263,8 @@ def main() -> int:
     given, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     if "bon" not in given.methods:
         parser.error("--methods: bon is missing; the other methods are compared with it")
-    if given.latency_rounds < 1:
-        parser.error(f"--latency-rounds {given.latency_rounds}: expected 1 or more")
+    if given.latency_rounds < 0:
+        parser.error(f"--latency-rounds {given.latency_rounds}: expected 0 (no measurement) or more")
     try:
         with ThreadPoolExecutor(given.jobs) as pool:
             of_seeds = list(pool.map(lambda seed: learn_and_decode(given, more, seed), given.seeds))
@@ -257,11 +272,17 @@ def main() -> int:
         latency = measure_latency(given, more)
     except RuntimeError as error:
         parser.error(str(error))
-    lines, pictures = [], {"latency.png": partial(draw_latency, latency)}
+    lines: list[str] = []
+    pictures: dict[str, partial[Figure]] = {"latency.png": partial(draw_latency, latency)} if latency else {}
     for choose, each in found.items():
-        lines += [f"chosen by {choose}", *table(each), *costs(each, each.budgets[-1]), *findings(each), ""]
+        cost = [line for budget in each.budgets for line in costs(each, budget)]
+        lines += [f"chosen by {choose}", *table(each), *cost, *findings(each), ""]
         pictures[f"budgets-{choose}.png"] = partial(draw_budgets, each, f"{given.reward}, chosen by {choose}")
-    lines += latency_lines(latency)
+        if given.gold:
+            gold, title = each.by_gold(), f"{given.gold} (gold), chosen by {choose}"
+            lines += [f"evaluated by {given.gold}, chosen by {choose}", *table(gold), *findings(gold), ""]
+            pictures[f"budgets-{choose}-gold.png"] = partial(draw_budgets, gold, title)
+    lines += latency_lines(latency) if latency else []
     atomic_write(given.out / "findings.txt", "\n".join(lines) + "\n")
     for file, draw in pictures.items():
         atomic_write_bytes(given.out / file, figures.render(draw))

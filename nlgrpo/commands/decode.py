@@ -9,7 +9,7 @@ every method, the rewards (or the values, or the majority of answers) choose amo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tyro
@@ -33,7 +33,11 @@ ABOUT = """Compare decoding methods for a frozen model: nlgrpo decode [recipe] [
 Recipe, file and keys are those of `nlgrpo train`; the prompts are those that a run holds out, and the weighted sum of
 the rewards chooses the response. Methods: "bon", best-of-N; "iro", guided search by all values of --guide; "iro:2", by
 the first two; "compressed", by the compressed value of `nlgrpo iro`; "cd", chunks after one beam by the first value;
-"args" or "args:WEIGHT", the most likely tokens by log-prob plus WEIGHT times the reward of the prefix."""
+"args" or "args:WEIGHT", the most likely tokens by log-prob plus WEIGHT times the reward of the prefix;
+"cards:REWARD", segments that the reward accepts or rejects, where REWARD is its goal. With --tuned and --untuned:
+"implicit", guided search by log p_tuned - log p_untuned; "weak_to_strong", the same without a preference for different
+beams, where it also chooses the response; "bon-i", best-of-N by it. --gold names a reward of weight 0 that evaluates
+the responses."""
 LARGEST = 1 << 20  # candidates of a prompt
 
 
@@ -63,13 +67,16 @@ def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]
 
 def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     """Build the tables of the rewards and of the costs."""
-    prompts = len(found[0]["rewards"])
+    prompts, gold = len(found[0]["rewards"]), found[0].get("gold", {}).get("reward")
     rewards_table, cost = (
         Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
         for title in (f"{prompts} prompts (95% intervals)", "cost per prompt")
     )
     for shown, headings in (
-        (rewards_table, ("method", "N", "reward", "over best-of-N")),
+        (
+            rewards_table,
+            ("method", "N", "reward", "over best-of-N", *((f"gold: {gold}", "over best-of-N") * bool(gold))),
+        ),
         (cost, ("method", "N", "tokens", "values", "rewards", "seconds", "MiB")),
     ):
         for heading in headings:
@@ -77,12 +84,18 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     cost.caption = "values, rewards: queries; MiB: value models, and the caches of prompts that are searched together"
     for row in found:
         name = (row["method"], str(row["budget"]))
-        over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*row["over_bon"]) if "over_bon" in row else "-"
-        rewards_table.add_row(*name, "{:.4f} [{:.4f}, {:.4f}]".format(*row["mean"]), over)
+        cells = [cell for evaluation in (row, *([row["gold"]] if gold else [])) for cell in _intervals(evaluation)]
+        rewards_table.add_row(*name, *cells)
         each = [f"{row[key] / prompts:,.0f}" for key in ("tokens", "queries", "reward_queries")]
         memory = (row["value_bytes"] + row["cache_bytes"]) / 2**20
         cost.add_row(*name, *each, f"{row['seconds'] / prompts:.3f}", f"{memory:.1f}")
     return rewards_table, cost
+
+
+def _intervals(evaluation: Mapping[str, Any]) -> tuple[str, str]:
+    """Mean, and difference to best-of-N, with their intervals."""
+    over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*evaluation["over_bon"]) if "over_bon" in evaluation else "-"
+    return "{:.4f} [{:.4f}, {:.4f}]".format(*evaluation["mean"]), over
 
 
 def plan(c: Comparison) -> Table:
@@ -104,7 +117,8 @@ def plan(c: Comparison) -> Table:
         ),
         "folder": str(c.folder),
     }
-    return named_lines("decode", rows)
+    extra = {"evaluated by": c.gold.name if c.gold else "", "implicit": " minus ".join(c.pair or ())}
+    return named_lines("decode", rows | {name: text for name, text in extra.items() if text})
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

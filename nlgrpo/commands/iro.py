@@ -61,6 +61,11 @@ def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
         if not options.betas or len(options.betas) == options.iterations
         else f"--betas: {len(options.betas)} numbers for {options.iterations} iterations",
         *(f"--betas {b:g}: allowed is > 0" for b in options.betas if not (b > 0 and math.isfinite(b + 1 / b))),
+        "" if options.searches >= 1 else f"--searches {options.searches}: allowed is >= 1",
+        ""
+        if not options.value.drop_equal or options.iterations == 1 or options.guided_samples > 1
+        else "--value.drop-equal with --keep best needs --searches of 2 or more: one completion per prompt is equal "
+        "to itself",
         *options.value.faults(),
         ""
         if not cfg.train.restart
@@ -79,15 +84,24 @@ def _shown(mean: dict[str, float | None]) -> str:
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    title = "completions of each iteration (± standard error over prompts)"
+    title = "completions of each iteration (± standard error over prompts; distinct prefixes of a prompt at 1/4 and 1)"
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("iteration", "completions", "mean reward", "best per prompt", "explained variance"):
+    for heading in (
+        "iteration",
+        "completions",
+        "mean reward",
+        "best per prompt",
+        "explained variance",
+        "distinct prefixes",
+    ):
         shown.add_column(heading, justify="right")
     for row in found:
         numbers = [_shown(row[key]) for key in ("mean", "best")]
         explained = row["explained_variance"]
         last = "-" if explained is None else f"{explained:.3f}"
-        shown.add_row(f"{row['iteration']}", f"{row['prompts']} x {row['samples']}", *numbers, last)
+        counts = [f"{count:.1f}" for count in row["distinct_prefixes"].values()]
+        distinct = f"{counts[0]} to {counts[-1]}"
+        shown.add_row(f"{row['iteration']}", f"{row['prompts']} x {row['samples']}", *numbers, last, distinct)
     return shown
 
 
@@ -119,12 +133,15 @@ def plan(loop: Loop) -> Table:
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{transformers_backend.note(job.source)}",
         "prompts": f"{count:,} of {job.prompts!r}{others}",
-        "rollouts": f"{options.samples} per prompt in iteration 1, then {search.candidates}: {search.beams} beams "
-        f"x {search.successors} chunks of {search.chunk} tokens, up to {limit} tokens",
+        "rollouts": f"{options.samples} per prompt in iteration 1, then {options.guided_samples}: "
+        + ("the best of " * (options.keep == "best"))
+        + f"{search.beams} beams x {search.successors} chunks of {search.chunk} tokens, up to {limit} tokens"
+        + f", in {options.searches} searches" * (options.searches > 1),
         "values": f"{options.iterations}, starting from {initial}{by_text}; betas "
         f"{', '.join(f'{beta:g}' for beta in options.weights)}",
         "fit": f"{fit.kind}, lambda {fit.lam:g}, gamma {fit.gamma:g}; learning rate {fit.lr:g}, {fit.epochs:g} epochs, "
-        f"{fit.completions} completions per step; [optim] of the configuration is not used",
+        f"{fit.completions} completions per step{', the head alone' * fit.head_only}"
+        f"{', without prompts of equal rewards' * fit.drop_equal}; [optim] of the configuration is not used",
         "folder": str(loop.folder),
     }
     return named_lines("iro", rows)

@@ -33,6 +33,8 @@ class RolloutsConfig:
     """Rewards whose weighted sum is predicted. None: all rewards of the rollouts."""
     weights: tuple[float, ...] = ()
     """Weights of these rewards, in the same order. None: 1 each."""
+    drop_equal: bool = False
+    """Do not train on prompts whose completions all have the same reward, such as all right or all wrong."""
     max_length: int | None = None
     """Maximum tokens of a prompt with its completion; longer ones are skipped. None: the model's context."""
 
@@ -59,6 +61,8 @@ class CompressConfig:
 class ValueTrainConfig(EpochsConfig):
     completions: int = 64
     """Completions per step, over all ranks."""
+    head_only: bool = False
+    """Train the head alone; all other weights stay those of the initial model."""
     seed: int = 0
     """Random seed of a new head and of the order of the completions."""
 
@@ -110,6 +114,10 @@ class TrainerOptions:
     """Learning rate, with a cosine schedule."""
     held_out: int = 16
     """Held-out prompts per iteration, on which the values are evaluated."""
+    drop_equal: bool = False
+    """Do not train on prompts whose completions all have the same reward, such as all right or all wrong (IRO, H.4)."""
+    head_only: bool = False
+    """Train the heads alone: all value models share the other weights of the initial model (SPI, Remark 3.2)."""
 
     def faults(self) -> list[str]:
         """List the options that are out of range."""
@@ -156,6 +164,11 @@ def check(cfg: ValueConfig) -> None:
             _length_fault("data.weights", data.weights, "data.rewards", data.rewards),
             need(
                 "data.rewards", "empty: a compressed model is fitted to values", not (data.rewards and compress.values)
+            ),
+            need(
+                "data.drop_equal",
+                "false: a compressed model reads no rewards",
+                not (data.drop_equal and compress.values),
             ),
             need("data.max_length", ">= 2 or none", data.max_length is None or data.max_length >= 2),
             need("loss.lam", "in [0, 1]", 0 <= loss.lam <= 1),

@@ -12,6 +12,7 @@ from torch import Tensor
 from nlgrpo.engine.generation import CachedDecoder, is_stop, not_finite, stop_tensor
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.kernels import linear_logprob
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.reward_model import score as score_head
 from nlgrpo.model.value_model import as_values, kind_of
@@ -26,29 +27,103 @@ class ModelValue:
     def __init__(self, name: str, model: Decoder, room: int) -> None:
         self.name, self.model, self.rows, self.room = name, model, CachedDecoder(model, score_head), room
 
+    @property
+    def models(self) -> list[Decoder]:
+        return [self.model]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return self.rows.cache.nbytes
+
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest, context = max(map(len, prompts)) + self.room, self.model.shape.context
-        if longest > context:
-            raise ValueError(f"{self.name} has a context of {context} tokens, but candidates have up to {longest}")
-        self._check(prompts)
+        _check_context(self.name, self.model, prompts, self.room)
+        _check_tokens(self.name, self.model, prompts)
         self.rows.begin(prompts)
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        self._check(chunks)
-        device, longest = self.model.head_weight.device, max(map(len, chunks))
-        self.rows.branch(rows, longest)
-        tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
-        last = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
+        _check_tokens(self.name, self.model, chunks)
+        tokens, last = _padded(chunks, self.model.head_weight.device)
+        self.rows.branch(rows, tokens.shape[1])
         return as_values(self.rows.read(tokens, last)[:, 0], kind_of(self.model))
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows.branch(rows, 0)
 
-    def _check(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError for a token id outside the vocabulary: that of the policy can be larger."""
-        largest, known = max(map(max, tokens)), self.model.shape.vocab
-        if largest >= known:
-            raise ValueError(f"{self.name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
+
+class ImplicitReward:
+    """Difference of the log-probs of two models, as a value of prefixes y of a response to x:
+
+        V(x, y) = log pi_tuned(y | x) - log pi_untuned(y | x)                  (Rafailov et al. 2024, Zhou et al. 2024)
+
+    For a model that DPO has tuned, beta V is the reward that it has learned, up to a constant per prompt. Both models
+    share the policy's tokenizer, and their KV caches follow the search. Log-probs are those at temperature 1.
+    """
+
+    def __init__(self, name: str, tuned: Decoder, untuned: Decoder, room: int) -> None:
+        self.name, self.models, self.room = name, [tuned, untuned], room
+        self.sides = [CachedDecoder(model, _hidden) for model in self.models]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both caches."""
+        return sum(side.cache.nbytes for side in self.sides)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        for model in self.models:
+            _check_context(self.name, model, prompts, self.room)
+            _check_tokens(self.name, model, prompts)
+        self.last = [side.begin(prompts) for side in self.sides]  # hidden states (R, D), which predict the next token
+        self.values = torch.zeros(len(prompts), dtype=torch.float64, device=self.last[0].device)
+
+    def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        for model in self.models:
+            _check_tokens(self.name, model, chunks)
+        tokens, last = _padded(chunks, self.values.device)
+        source, place = torch.tensor(rows, device=tokens.device), torch.arange(len(chunks), device=tokens.device)
+        inside = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
+        sums = []
+        for i, (model, side) in enumerate(zip(self.models, self.sides, strict=True)):
+            side.branch(rows, tokens.shape[1])
+            after = side.read(tokens).view(*tokens.shape, -1)
+            before = torch.cat([self.last[i][source][:, None], after[:, :-1]], 1)
+            logprob, _ = linear_logprob(before.flatten(0, 1), model.head_weight, tokens.flatten())
+            sums.append(logprob.double().view(tokens.shape).masked_fill(~inside, 0.0).sum(1))
+            self.last[i] = after[place, last]
+        self.values = self.values[source] + sums[0] - sums[1]
+        return self.values
+
+    def keep(self, rows: Sequence[int]) -> None:
+        source = torch.tensor(rows, device=self.values.device)
+        for side in self.sides:
+            side.branch(rows, 0)
+        self.last, self.values = [hidden[source] for hidden in self.last], self.values[source]
+
+
+def _hidden(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Head that returns the hidden states themselves."""
+    return hidden
+
+
+def _padded(chunks: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the chunks as (R, n), padded with 0, and the place (R,) of the last token of each."""
+    longest = max(map(len, chunks))
+    tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
+    return tokens, torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
+
+
+def _check_context(name: str, model: Decoder, prompts: Sequence[Sequence[int]], room: int) -> None:
+    """Raise ValueError if a candidate can be longer than the model's context."""
+    longest, context = max(map(len, prompts)) + room, model.shape.context
+    if longest > context:
+        raise ValueError(f"{name} has a context of {context} tokens, but candidates have up to {longest}")
+
+
+def _check_tokens(name: str, model: Decoder, tokens: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError for a token id outside the vocabulary: that of the policy can be larger."""
+    largest, known = max(map(max, tokens)), model.shape.vocab
+    if largest >= known:
+        raise ValueError(f"{name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
 
 
 class Prefixes:

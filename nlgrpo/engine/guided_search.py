@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nlgrpo.engine.chunked_decoding import ModelValue, Policy, TransformersPolicy, policy_of
+from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue, Policy, TransformersPolicy, policy_of
 from nlgrpo.engine.generation import check_prompts
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -36,6 +36,11 @@ class Search:
     proportional to e^(V / temperature) (SPI, Sec. 4). ``diverse``: duplicates are ranked after distinct candidates.
     ``likeliest``: instead of sampling, extend each beam by its B most likely next tokens (fewer if a filter leaves
     fewer), and add log-probs to V. With one beam and chunks of one token this is ARGS (Khanov et al. 2024, "greedy").
+    ``softmax``: the sum of all values but the last one is replaced by its softmax over the candidates of the prompt,
+
+        V(y) = softmax_y(sum_{i < t} V_i / beta_i) + V_t / beta_t                                       (SPI, Eq. 14)
+
+    where log pi_base is left out, because the candidates are samples of it (IRO, H.1.5). One value: no difference.
     Raises ValueError for a value out of range.
     """
 
@@ -45,6 +50,7 @@ class Search:
     temperature: float = 0.0
     diverse: bool = True
     likeliest: bool = False
+    softmax: bool = False
 
     def __post_init__(self) -> None:
         for name in ("beams", "successors", "chunk"):
@@ -53,12 +59,18 @@ class Search:
                 raise ValueError(f"{name} = {value!r}: expected a whole number >= 1")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature = {self.temperature!r}: expected a finite number >= 0")
+        if self.likeliest and self.softmax:
+            raise ValueError("softmax = True: a search for the likeliest tokens adds log-probs to V; expected False")
         if self.likeliest and self.chunk > 1:
             raise ValueError(f"chunk = {self.chunk}: the most likely successors are single tokens; expected 1")
 
     @property
     def candidates(self) -> int:
         return self.beams * self.successors
+
+    def settings(self) -> dict[str, Any]:
+        """Fields for digests: options that an older version did not have are left out at their defaults."""
+        return {name: value for name, value in asdict(self).items() if name != "softmax" or value}
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,9 @@ class _Beam:
     tokens: tuple[int, ...] = ()
     finished: bool = False
     value: float = math.nan
+    earlier: float = 0.0
+    last: float = 0.0
+    """Parts of ``value`` from all value functions but the last one, and from the last one."""
     logprobs: tuple[float, ...] = ()
     parent: int = 0
     """Row that it extends by the tokens of ``chunk``."""
@@ -219,6 +234,8 @@ class _Tree:
             incomplete = {beam.prompt for beam in candidates if not beam.finished and length < limit}
             new = [b for b in candidates if b.row is not None and (self.valued or b.prompt in incomplete)]
             self._score(new)
+            if self.how.softmax:
+                _normalize(candidates)
             self.cost.cache_bytes = max(self.cost.cache_bytes, self._bytes())
             for beam in candidates:
                 if beam.prompt not in incomplete:
@@ -269,6 +286,7 @@ class _Tree:
         if not new:
             return
         total = torch.zeros(len(new), dtype=torch.float64)
+        terms = [total]
         for value, beta in self.values:
             scores = value.score([beam.parent for beam in new], [beam.chunk for beam in new]).double().cpu()
             wrong = (~scores.isfinite()).nonzero()
@@ -278,19 +296,21 @@ class _Tree:
                     f"{value.name} returned {scores[wrong[0]].item()} for a candidate of prompt "
                     f"{self.index[beam.prompt]} with {len(beam.tokens)} tokens; expected a finite number"
                 )
-            total += scores / beta
+            terms.append(scores / beta)
+            total += terms[-1]
             self.cost.queries += len(new)
         if not total.isfinite().all():
             raise ValueError(
                 f"sum_i V_i / beta_i is not finite for beta = {', '.join(f'{beta:g}' for _, beta in self.values)}"
             )
-        for beam, value_sum in zip(new, total.tolist(), strict=True):
+        for i, (beam, value_sum) in enumerate(zip(new, total.tolist(), strict=True)):
+            beam.earlier, beam.last = math.fsum(float(term[i]) for term in terms[1:-1]), float(terms[-1][i])
             beam.value = value_sum + math.fsum(beam.logprobs) if self.how.likeliest else value_sum
 
     def _bytes(self) -> int:
         """Bytes of all KV caches. Only model-based values have one."""
-        values = [value for value, _ in self.values if isinstance(value, ModelValue)]
-        return self.policy.nbytes + sum(value.rows.cache.nbytes for value in values)
+        values = [value for value, _ in self.values if isinstance(value, ModelValue | ImplicitReward)]
+        return self.policy.nbytes + sum(value.nbytes for value in values)
 
     def _keys(self, candidates: Sequence[_Beam], length: int) -> list[float]:
         """Return V / temperature + Gumbel noise: the top K sample without replacement from e^(V / temperature)."""
@@ -299,6 +319,16 @@ class _Tree:
         noise = uniform_noise(self.policy.seed ^ CHOICE, prompt, count, torch.tensor([length]))[:, 0]
         gumbel = -(-noise.clamp(min=1e-300).log()).log()
         return [beam.value / self.how.temperature + g for beam, g in zip(candidates, gumbel.tolist(), strict=True)]
+
+
+def _normalize(candidates: Sequence[_Beam]) -> None:
+    """Set the values of the candidates of each prompt as ``Search.softmax`` says, unless some are not scored."""
+    for _, group in groupby(candidates, key=lambda beam: beam.prompt):
+        of_prompt = list(group)
+        if not any(math.isnan(beam.value) for beam in of_prompt):
+            shares = torch.tensor([beam.earlier for beam in of_prompt], dtype=torch.float64).softmax(0)
+            for beam, share in zip(of_prompt, shares.tolist(), strict=True):
+                beam.value = share + beam.last
 
 
 def _row(beam: _Beam) -> int:

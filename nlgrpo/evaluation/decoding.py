@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
-from nlgrpo.engine import guided_search, transformers_backend
-from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
-from nlgrpo.engine.guided_search import Candidate, Search, Value
-from nlgrpo.engine.inference import guides
+from nlgrpo.engine import cascade_sampling, guided_search, transformers_backend
+from nlgrpo.engine.cascade_sampling import Cascade
+from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue, Prefixes
+from nlgrpo.engine.guided_search import Candidate, Cost, Search, Value
+from nlgrpo.engine.inference import guides, implicit_reward
 from nlgrpo.engine.inference.choosing import Chooser
+from nlgrpo.engine.inference.implicit_reward import TextImplicitReward
 from nlgrpo.engine.rollouts import convert
 from nlgrpo.engine.rollouts.collect import Provenance, Scorer, refuse_pairwise, scorers
 from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
@@ -43,6 +45,7 @@ from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.scalar_heads import value_dataset
 
 RESULTS = "decode.json"
+OF_MODELS = (ModelValue, guides.TextValue, ImplicitReward, TextImplicitReward)
 
 
 @dataclass
@@ -62,6 +65,12 @@ class ComparisonOptions:
     choose: Literal["reward", "value", "majority"] = "reward"
     """How the response is chosen: the candidate with the largest reward or value, or the first one with the most
     frequent final answer. For "value", best-of-N uses all value models, other methods those that guide them."""
+    gold: str | None = None
+    """A reward of the configuration, of weight 0, that evaluates the responses and takes no part in choosing them."""
+    tuned: str = ""
+    """Tuned model of an implicit reward, log p_tuned - log p_untuned: a run, a directory or a hub name."""
+    untuned: str = ""
+    """Untuned model of the implicit reward: what `tuned` was trained from."""
     out: Path | None = None
     """Folder of the results. None: runs/<recipe>-decode."""
     dry_run: bool = False
@@ -84,6 +93,10 @@ class Comparison:
     """Number of prompts left out: repeats, and those that runs or the value models are trained on."""
     sampler: Sampler
     scorers: list[Scorer]
+    gold: Scorer | None
+    """Reward that evaluates and does not choose."""
+    pair: implicit_reward.Pair | None
+    """Tuned and untuned model of the implicit reward."""
     paths: list[Path]
     betas: list[float]
     methods: list[DecodingMethod]
@@ -109,7 +122,7 @@ class Comparison:
             "seed": self.sampler.seed,
             "choose": self.options.choose,
             "costs": [self.sampler.max_rows, machine(self.queue.ranks.device)],  # they change time and memory
-        }
+        } | ({"gold": [self.gold.name, self.gold.digest]} if self.gold else {})
 
     @cached_property
     def prompts(self) -> list[str]:
@@ -121,10 +134,22 @@ class Comparison:
         """Digests of the value models."""
         return [guides.digest_of_value(path) for path in self.paths]
 
+    @cached_property
+    def implicit_digests(self) -> list[str]:
+        """Digests of the tuned and the untuned model."""
+        return implicit_reward.digests(self.pair) if self.pair else []
+
     def file(self, method: DecodingMethod) -> Path:
         """Results file of a method. Equal methods, such as "iro" and "iro:3" with three value models, share it."""
         guides = [[self.digests[i], self.betas[i]] for i in method.values]
-        settings = {"values": guides, "budget": method.budget, "search": asdict(method.search), "weight": method.weight}
+        settings = {
+            "values": guides,
+            "budget": method.budget,
+            "search": method.search.settings(),
+            "weight": method.weight,
+        }
+        settings |= {"implicit": [self.implicit_digests, method.own_choice]} if method.implicit else {}
+        settings |= {"cascade": asdict(method.cascade)} if method.cascade else {}
         text = json.dumps([self.identity, settings], sort_keys=True)
         return self.folder / "ways" / f"{method.budget}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -139,17 +164,30 @@ class Comparison:
         if method.weight is not None:
             return [(RewardOfPrefixes(self, method.weight), 1.0)]
         sampler, device = self.sampler, self.queue.ranks.device
+        if method.implicit:
+            assert self.pair is not None
+            value = implicit_reward.load(
+                self.pair, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device
+            )
+            return [(value, 1.0)]
         paths, betas = [self.paths[i] for i in method.values], [self.betas[i] for i in method.values]
         return guides.load_values(paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device)
 
     def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
         """Return weighted sums of the rewards, (P, samples); NaN if one abstains. Raises ValueError if one fails."""
-        sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in self.scorers])
+        scored = self.score(self.scorers, batch, completions, samples)
+        return torch.stack([self.cfg.rewards[name].weight * x for name, x in scored.items()]).sum(0)
+
+    def score(
+        self, scorers: Sequence[Scorer], batch: Batch, completions: Sequence[Sequence[int]], samples: int
+    ) -> dict[str, Tensor]:
+        """Return the rewards (P, samples) of each scorer. Raises ValueError if one fails."""
+        sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in scorers])
         try:
             scored = sampler.score(batch, convert.padded(batch.ids, completions, samples), first_prompt=batch.index[0])
         except RewardError as error:
             raise ValueError(str(error)) from error
-        return torch.stack([self.cfg.rewards[name].weight * x for name, x in scored.values.items()]).sum(0)
+        return scored.values
 
 
 class RewardOfPrefixes(Prefixes):
@@ -185,6 +223,45 @@ def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) ->
     return unseen
 
 
+def _check_gold(gold: str | None, cfg: Config) -> None:
+    """Raise ValueError for a gold reward that does not exist or takes part in the choice."""
+    if gold is None:
+        return
+    if gold not in cfg.rewards:
+        raise ValueError(f"--gold {gold}: expected a reward of the configuration: {', '.join(cfg.rewards)}")
+    weights = {name: reward.weight for name, reward in cfg.rewards.items() if reward.weight != 0}
+    if gold in weights and len(weights) == 1:
+        raise ValueError(
+            f"--gold {gold}: it is the only reward that chooses, and would evaluate its own choice; add another reward "
+            f"and set rewards.{gold}.weight = 0"
+        )
+    if gold in weights:
+        raise ValueError(
+            f"--gold {gold}: rewards.{gold} has weight {weights[gold]:g}, so it takes part in choosing the responses; "
+            f"set rewards.{gold}.weight = 0"
+        )
+
+
+def _refuse_learned(gold: str | None, values: Sequence[Path]) -> None:
+    """Raise ValueError if a value model was fitted to the gold reward."""
+    for path in values:
+        if gold is not None and gold in value_dataset.rewards_of(guides.folder_of(path)):
+            raise ValueError(f"--gold {gold}: the value model {path} was fitted to it; learn values from other rewards")
+
+
+def _pair(options: ComparisonOptions) -> implicit_reward.Pair | None:
+    """Return the models of the implicit reward, if any. Raises ValueError for one alone, or two that do not match."""
+    if bool(options.tuned) != bool(options.untuned):
+        given, missing = ("tuned", "untuned") if options.tuned else ("untuned", "tuned")
+        raise ValueError(
+            f"--{given} without --{missing}: an implicit reward is the difference of two models' log-probs"
+        )
+    if not options.tuned:
+        return None
+    implicit_reward.check((options.tuned, options.untuned))
+    return options.tuned, options.untuned
+
+
 def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
     """Load tokenizer, prompts and rewards. Raises ValueError for a configuration that cannot be run."""
     source = hf_weights.locate(cfg.model.path)
@@ -194,10 +271,14 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     seed_0 = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))
     training, held_out = load_prompts(seed_0, tokenizer, limits)
     objectives, loaded = load_rewards(cfg, queue.ranks.device)
+    _check_gold(options.gold, cfg)
     weighted = [reward for reward in loaded if cfg.rewards[reward.name].weight != 0]
-    reward_functions.check_columns(weighted, held_out.names)
+    evaluating = [reward for reward in loaded if reward.name == options.gold]
+    reward_functions.check_columns([*weighted, *evaluating], held_out.names)
     reward_scorers = scorers(cfg.rewards, objectives, weighted)
-    refuse_pairwise(reward_scorers)
+    gold = scorers(cfg.rewards, objectives, evaluating)
+    refuse_pairwise([*reward_scorers, *gold])
+    pair = _pair(options)
     learned = guides.read_guide(options.guide[0]) if len(options.guide) == 1 else None
     paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
@@ -208,6 +289,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     search = learned.search if learned else Search()
     search = dataclasses.replace(search, chunk=options.chunk or search.chunk)
     value_paths = [*paths, *([compressed] if compressed else [])]
+    _refuse_learned(options.gold, value_paths)
     unseen = held_out.distinct() if held_out is training else _unseen(held_out, training, value_paths)
     sampling = sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
@@ -222,11 +304,20 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
         left_out=len(held_out) - len(unseen),
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
         scorers=reward_scorers,
+        gold=gold[0] if gold else None,
+        pair=pair,
         paths=value_paths,
         betas=[*betas, *([1.0] if compressed else [])],
         methods=[
             decoding_method(
-                method, budget, search, longest, len(paths), compressed is not None, options.choose == "value"
+                method,
+                budget,
+                search,
+                longest,
+                len(paths),
+                compressed is not None,
+                options.choose == "value",
+                pair is not None,
             )
             for method in dict.fromkeys(options.methods)
             for budget in dict.fromkeys(options.budgets)
@@ -237,31 +328,55 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
 
 def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
     """Decode with a method. Returns the rewards of its responses and the total cost, including their choice."""
-    model, values, device, by_reward = c.model, c.values(method), c.queue.ranks.device, c.options.choose == "reward"
+    model, values, device = c.model, c.values(method), c.queue.ranks.device
+    by_reward = c.options.choose == "reward" and not method.own_choice and method.cascade is None
     peak, began = PeakMemory(device), perf_counter()
-    found, cost = guided_search.search(
-        model, c.batch.ids, method.search, c.sampler.sampling, values,
-        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=c.options.choose == "value",
-    )  # fmt: skip
-    answers = _by_reward(c, found) if by_reward else _by_chooser(c, found)
+    if method.cascade is not None:
+        found, cost = _cascade(c, method.cascade)
+        answers = [one for [one] in found]
+    else:
+        choose = "value" if method.own_choice else c.options.choose
+        found, cost = guided_search.search(
+            model, c.batch.ids, method.search, c.sampler.sampling, values,
+            seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=choose == "value",
+        )  # fmt: skip
+        answers = _by_reward(c, found) if by_reward else _by_chooser(c, found, choose)
     seconds, peak_bytes = perf_counter() - began, peak.bytes()
-    used = [value.model for value, _ in values if isinstance(value, ModelValue | guides.TextValue)]
-    of_prefixes = cost.queries * (method.weight is not None)
+    used = [model for value, _ in values if isinstance(value, OF_MODELS) for model in value.models]
+    of_prefixes = cost.queries * (method.weight is not None or method.cascade is not None)
+    tokens = [one.tokens for one in answers]
+    gold = {}
+    if c.gold is not None:
+        scores = c.score([c.gold], c.batch, tokens, 1)[c.gold.name]
+        gold = {"gold": {"reward": c.gold.name, "rewards": _without_abstentions(c, scores).flatten().tolist()}}
     return {
         "prompts": c.prompts,
         "search": asdict(method.search),
-        "rewards": _without_abstentions(c, c.final_rewards(c.batch, [one.tokens for one in answers], 1))
-        .flatten()
-        .tolist(),
+        "rewards": _without_abstentions(c, c.final_rewards(c.batch, tokens, 1)).flatten().tolist(),
         "tokens": cost.tokens,
         "queries": cost.queries - of_prefixes,
         "reward_queries": of_prefixes + sum(map(len, found)) * by_reward,
         "seconds": seconds,
-        "value_bytes": sum(p.numel() * p.element_size() for m in used for p in m.parameters()),
+        "value_bytes": sum({p.data_ptr(): p.nbytes for m in used for p in m.parameters()}.values()),
         "cache_bytes": cost.cache_bytes,
         "peak_bytes": peak_bytes,
         "theory": theory(method, c.sampler.sampling.max_new_tokens),
-    }
+    } | gold
+
+
+def _cascade(c: Comparison, how: Cascade) -> tuple[list[list[Candidate]], Cost]:
+    """Sample one response per prompt by CARDS, which asks the rewards about beginnings of responses."""
+    if not isinstance(c.model, Decoder):
+        raise ValueError(f"method 'cards' does not support the architecture of {c.cfg.model.path}")
+
+    def rewards(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Tensor:
+        return c.final_rewards(c.batch.only(prompts), responses, 1)[:, 0]
+
+    responses, cost = cascade_sampling.sample(
+        c.model, c.batch.ids, how, c.sampler.sampling, rewards,
+        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows,
+    )  # fmt: skip
+    return [[response] for response in responses], cost
 
 
 def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
@@ -274,9 +389,9 @@ def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Cand
     return [row[i] for row, i in zip(rows, rewards.argmax(1).tolist(), strict=True)]
 
 
-def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]], how: str) -> list[Candidate]:
     """Candidate with the largest value, or chosen by majority, per prompt."""
-    chooser = Chooser(c.options.choose)
+    chooser = Chooser(how)
     pairs = zip(c.batch.ids, found, strict=True)
     rollouts = [convert.padded([ids], [one.tokens for one in own], len(own)) for ids, own in pairs]
     texts = [c.sampler.texts([p], rollout) for p, rollout in zip(c.batch.prompts, rollouts, strict=True)]
@@ -313,10 +428,17 @@ def results(c: Comparison) -> list[dict[str, Any]]:
         {"method": method.name, "budget": method.budget} | json.loads(c.file(method).read_text("utf-8"))
         for method in c.methods
     ]
-    bon = {row["budget"]: torch.tensor(row["rewards"], dtype=torch.float64) for row in found if row["method"] == "bon"}
-    for row in found:
-        rewards = torch.tensor(row["rewards"], dtype=torch.float64)
-        row["mean"] = [float(x) for x in bootstrap(rewards)] if len(rewards) > 1 else [float(rewards[0])] * 3
-        if row["budget"] in bon and row["method"] != "bon" and len(rewards) > 1:
-            row["over_bon"] = [float(x) for x in bootstrap(rewards - bon[row["budget"]])]
+    _add_intervals(found, found)
+    if c.gold is not None:
+        _add_intervals(found, [row["gold"] for row in found])
     return found
+
+
+def _add_intervals(found: Sequence[Mapping[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
+    """Add "mean" and "over_bon" to the evaluations, one for each row of ``found``."""
+    each = [torch.tensor(evaluation["rewards"], dtype=torch.float64) for evaluation in evaluations]
+    bon = {row["budget"]: rewards for row, rewards in zip(found, each, strict=True) if row["method"] == "bon"}
+    for row, evaluation, rewards in zip(found, evaluations, each, strict=True):
+        evaluation["mean"] = [float(x) for x in bootstrap(rewards)] if len(rewards) > 1 else [float(rewards[0])] * 3
+        if row["budget"] in bon and row["method"] != "bon" and len(rewards) > 1:
+            evaluation["over_bon"] = [float(x) for x in bootstrap(rewards - bon[row["budget"]])]

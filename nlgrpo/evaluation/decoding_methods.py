@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from nlgrpo.engine.cascade_sampling import Cascade
 from nlgrpo.engine.guided_search import Search
+
+IMPLICIT = ("implicit", "weak_to_strong", "bon-i")
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,29 @@ class DecodingMethod:
     """Indices of the value models that guide the search."""
     weight: float | None = None
     """Weight of the reward of prefixes. None: not used."""
+    implicit: bool = False
+    """Whether the implicit reward of two models guides the search, instead of value models."""
+    own_choice: bool = False
+    """Whether the response is the candidate with the largest value of this method, whatever else chooses."""
+    cascade: Cascade | None = None
+    """Options of CARDS, which samples instead of searching."""
 
 
 def decoding_method(
-    method: str, budget: int, like: Search, longest: int, values: int, compressed: bool = False, by_value: bool = False
+    method: str,
+    budget: int,
+    like: Search,
+    longest: int,
+    values: int,
+    compressed: bool = False,
+    by_value: bool = False,
+    implicit: bool = False,
 ) -> DecodingMethod:
     """Return the decoding method named ``method``, such as "bon" or "iro:3", at a budget.
 
     ``values``: number of value models. ``compressed``: there is also a compressed one, after them. ``like``: the search
     whose settings apart from K and B are used. ``longest``: H. ``by_value``: the response is chosen by value, so that
-    best-of-N needs value models too.
+    best-of-N needs value models too. ``implicit``: there are a tuned and an untuned model.
 
     Raises ValueError for an unknown method, and if value models that it needs are missing.
     """
@@ -50,6 +66,15 @@ def decoding_method(
                 "method 'compressed' needs a compressed value model: set --guide to a folder of `nlgrpo iro` with one"
             )
         return DecodingMethod(method, budget, wide, (values,))
+    if method in IMPLICIT:
+        if not implicit:
+            raise ValueError(f"method {method!r} needs a model before and after tuning: set --tuned and --untuned")
+        search = {"bon-i": Search(1, budget, longest), "implicit": wide}.get(
+            method, replace(wide, temperature=0.0, diverse=False, softmax=False)
+        )
+        return DecodingMethod(method, budget, search, implicit=True, own_choice=method != "implicit")
+    if name == "cards":
+        return DecodingMethod(method, budget, Search(1, budget, longest), cascade=_cascade(method, detail, budget))
     if name == "args":
         weight = _number(method, detail or "1")
         return DecodingMethod(method, budget, Search(1, budget, 1, diverse=False, likeliest=True), (), weight)
@@ -70,6 +95,20 @@ def _guided(method: str, budget: int, search: Search, count: float, there: int) 
     return DecodingMethod(method, budget, search, tuple(range(int(count))))
 
 
+def _cascade(method: str, detail: str, budget: int) -> Cascade:
+    """Options of ``cards:REWARD``, ``cards:REWARD:BETA`` or ``cards:REWARD:BETA:ENTROPY``."""
+    if not detail:
+        raise ValueError("method 'cards' needs the reward that a response should reach, such as 'cards:0.9'")
+    numbers = [_number(method, part) for part in detail.split(":")]
+    if len(numbers) > 3:
+        raise ValueError(_unknown(method))
+    try:
+        goal, temperature, entropy = (*numbers, *(Cascade.temperature, Cascade.entropy)[len(numbers) - 1 :])
+        return Cascade(goal, temperature, entropy, tries=budget)
+    except ValueError as error:
+        raise ValueError(f"method {method!r}: {error}") from error
+
+
 def _number(method: str, detail: str) -> float:
     try:
         number = float(detail)
@@ -81,7 +120,10 @@ def _number(method: str, detail: str) -> float:
 
 
 def _unknown(method: str) -> str:
-    return f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"
+    return (
+        f"method {method!r}: expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER, compressed, implicit, "
+        "weak_to_strong, bon-i, or cards:REWARD, cards:REWARD:BETA or cards:REWARD:BETA:ENTROPY"
+    )
 
 
 def theory(method: DecodingMethod, length: int) -> dict[str, float]:
@@ -90,10 +132,14 @@ def theory(method: DecodingMethod, length: int) -> dict[str, float]:
     Best-of-N: N H tokens and N reward queries (Eq. 36). A search with U = N candidates and I value models: U H tokens
     and I U H / L value queries (Eq. 44). With exact values it equals best-of-N with U^(H / L) samples (Eq. 43);
     "log10_samples" is the base-10 logarithm of that number. Eq. 45 has the ratios of the costs. ARGS is a search by the
-    reward with U = N. Best-of-N by value is a search with L = H.
+    reward with U = N. Best-of-N by value is a search with L = H. The implicit reward is I = 1 value. CARDS samples at
+    most N segments of ``shortest`` tokens or more at a place: N H tokens and 1 + N H / shortest reward queries at most.
     """
+    if method.cascade is not None:
+        most = float(method.budget * length)
+        return {"tokens": most, "reward_queries": 1 + most / min(method.cascade.shortest, length)}
     tokens, queries = float(method.budget * length), float(method.budget * length / method.search.chunk)
-    if not method.values:  # best-of-N, or ARGS, which queries the reward at every token
+    if not (method.values or method.implicit):  # best-of-N, or ARGS, which queries the reward at every token
         return {"tokens": tokens, "reward_queries": float(method.budget) if method.weight is None else queries}
     samples = max(1.0, length / method.search.chunk) * math.log10(method.budget)
-    return {"tokens": tokens, "value_queries": len(method.values) * queries, "log10_samples": samples}
+    return {"tokens": tokens, "value_queries": (len(method.values) or 1) * queries, "log10_samples": samples}

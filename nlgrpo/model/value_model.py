@@ -6,8 +6,10 @@ completions and S states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from nlgrpo.model.decoder import Decoder
@@ -32,6 +34,16 @@ def set_kind(model: Decoder, kind: Kind) -> None:
     """Record the model's loss in its config, under transformers' name."""
     assert model.config is not None  # it was loaded from a directory
     model.config.problem_type = "multi_label_classification" if kind == "bce" else "regression"
+
+
+def share_weights(models: Sequence[Decoder]) -> None:
+    """Store parameters that equal those of the first model once, for value models that differ in their heads alone."""
+    for model in models[1:]:
+        first = dict(models[0].named_parameters())
+        for name, parameter in model.named_parameters():
+            like = first.get(name)
+            if like is not None and like.shape == parameter.shape and torch.equal(like, parameter):
+                parameter.data = like.data
 
 
 def as_values(raw: Tensor, kind: Kind) -> Tensor:

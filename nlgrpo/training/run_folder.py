@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ def claim(
 ) -> None:
     """Create the folder of a run of ``cfg``, or check that it holds this run; lock it for this process; collective.
 
-    Keys that begin with one of ``free`` may differ from the saved configuration. With ``restart``, the files and
-    folders named in ``removed`` are deleted first, and nothing else. ``advice``: what the error messages suggest.
+    Keys that begin with one of ``free`` may differ from the saved configuration. Keys that an older version did not
+    save have their defaults. With ``restart``, the files and folders named in ``removed`` are deleted first, and
+    nothing else. ``advice``: what the error messages suggest.
 
     Raises ValueError if the folder holds another run or something else, or another process is using it.
     """
@@ -47,7 +48,14 @@ def claim(
         raise ValueError(fault)
 
 
-def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: Sequence[str], advice: str) -> str:
+def _claim(
+    folder: Path,
+    cfg: Any,
+    free: Sequence[str],
+    restart: bool,
+    removed: Sequence[str],
+    advice: str,
+) -> str:
     """Claim the folder; returns an error message, or an empty string."""
     current = json.loads(json.dumps(asdict(cfg)))
     path, busy = folder / FILE, f"another process is using {folder}; wait until it ends, or choose {advice}"
@@ -59,7 +67,7 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(_completed(saved, _defaults(type(cfg))), current)
+        changed = schema.differences(_completed(saved, json.loads(json.dumps(asdict(type(cfg)())))), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -76,15 +84,6 @@ def _claim(folder: Path, cfg: Any, free: Sequence[str], restart: bool, removed: 
         return busy
     atomic_files.atomic_write(path, json.dumps(current, indent=2) + "\n")
     return ""
-
-
-def _defaults(config: type) -> dict[str, Any]:
-    """Default values of the keys that have one, as in JSON."""
-    given = {f.name: f.default if f.default is not MISSING else f.default_factory for f in fields(config)}
-    values = {name: value() if callable(value) else value for name, value in given.items() if value is not MISSING}
-    plain = {name: asdict(x) if is_dataclass(x) and not isinstance(x, type) else x for name, x in values.items()}
-    found: dict[str, Any] = json.loads(json.dumps(plain, default=str))
-    return found
 
 
 def _completed(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

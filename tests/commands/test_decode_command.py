@@ -1,5 +1,6 @@
 """``nlgrpo decode``: methods compared with the engine, the search or a loop over transformers' model; resuming."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -7,10 +8,12 @@ import shutil
 import pytest
 import torch
 from helpers import EOS, tiny_model
+from test_guided_search import TextValue
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
-from nlgrpo.engine import guided_search
+from nlgrpo.engine import cascade_sampling, guided_search
+from nlgrpo.engine.cascade_sampling import Cascade
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Search
 from nlgrpo.engine.inference import guides
@@ -34,6 +37,9 @@ def low(completion_ids, **_):
 def begins(prompts, completions, **_):
     return [float(c.split()[:1] == p.split()[:1]) for p, c in zip(prompts, completions)]
 
+def high(completion_ids, **_):
+    return [sum((5 * i) % 7 for i in ids) - 0.1 * len(ids) for ids in completion_ids]
+
 def silent(completion_ids, **_):
     return [None for _ in completion_ids]
 """
@@ -50,6 +56,7 @@ def work(tmp_path_factory):
         with torch.no_grad():
             value.head.weight.mul_(5.0)
         reward_model.save(value, root / name, tokenizer=tokenizer, pad=0, max_length=64)
+    tiny_model(root / "tuned", "gpt2", scale=0.4, seed=3)
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     (root / "rewards.py").write_text(REWARDS)
     return root
@@ -180,6 +187,194 @@ def test_args_where_prompts_have_other_numbers_of_tokens(work):
         assert given == pytest.approx(max(worth(prompt, [token], tokenizer) for token in kept))
     assert len(set(counts)) > 1
     assert (row["tokens"], row["reward_queries"]) == (sum(counts), sum(counts))
+
+
+# --- evaluation by a reward that does not choose ----------------------------------------------------------------------
+
+
+def gold(work, weight=0.0):
+    return {"gold": "high", "rewards__high__function": f"{work / 'rewards.py'}:high", "rewards__high__weight": weight}
+
+
+@pytest.mark.parametrize("choose", ["reward", "value"])
+def test_a_gold_reward_evaluates_what_the_others_chose(work, choose, capsys):
+    """Responses and rewards are those without it; its own rewards are computed here from the responses."""
+    options = {"methods": ("bon", "iro:1", "args:-1"), "choose": choose, "budgets": (6,)}
+    assert cli.main(arguments(work, f"plain {choose}", **options)) == 0
+    capsys.readouterr()
+    assert cli.main(arguments(work, f"gold {choose}", **options, **gold(work))) == 0
+    shown = capsys.readouterr().out
+    assert "gold: high" in " ".join(shown.split())
+    assert "evaluated by" in shown
+    plain, found = results(work, f"plain {choose}"), results(work, f"gold {choose}")
+    for key, row in found.items():
+        evaluation, costs = row.pop("gold"), ("seconds", "peak_bytes")
+        assert {k: v for k, v in row.items() if k not in costs} == {
+            k: v for k, v in plain[key].items() if k not in costs
+        }
+        assert evaluation["reward"] == "high"
+        assert len(evaluation["rewards"]) == len(HELD)
+        assert evaluation["mean"][0] == pytest.approx(sum(evaluation["rewards"]) / len(HELD))
+        assert ("over_bon" in evaluation) == (key[0] != "bon")
+    if choose == "value":
+        return
+    assert cli.main(arguments(work, "gold kept", **options, **gold(work))) == 0
+    row, (model, tokenizer) = results(work, "gold kept")["bon", 6], loaded(work)
+    ids, sampling = [tokenizer(text).input_ids for text in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    own = generate(model, ids, 6, sampling, seed=SEED).completion_ids()
+    best = [max(own[6 * i : 6 * i + 6], key=lambda c, p=p: worth(p, c, tokenizer)) for i, p in enumerate(HELD)]
+    expected = [sum((5 * i) % 7 for i in ids) - 0.1 * len(ids) for ids in best]
+    assert row["gold"]["rewards"] == pytest.approx(expected)
+    assert row["gold"]["rewards"] != pytest.approx(row["rewards"])
+
+
+def test_methods_of_older_versions_keep_their_files(work, monkeypatch):
+    """The name of a file is a digest of these fields, as it was before there were gold rewards and other methods."""
+    seen, original = [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda c, method: seen.append((c, method)) or original(c, method))
+    assert cli.main(arguments(work, "old names", methods=("iro",))) == 0
+    [(c, method)] = seen
+    names = ("beams", "successors", "chunk", "temperature", "diverse", "likeliest")
+    settings = {
+        "values": [[digest, beta] for digest, beta in zip(c.digests, (1.0, 0.5), strict=True)],
+        "budget": 4,
+        "search": {name: getattr(method.search, name) for name in names},
+        "weight": None,
+    }
+    keys = {"origin", "prompts", "columns", "rewards", "seed", "choose", "costs"}
+    assert set(c.identity) == keys
+    digest = hashlib.sha256(json.dumps([c.identity, settings], sort_keys=True).encode()).hexdigest()[:16]
+    assert [path.name for path in (work / "old names" / "ways").iterdir()] == [f"4-{digest}.json"]
+
+
+def test_a_gold_reward_that_chooses_is_refused(work, tmp_path, capsys):
+    low = {"rewards__low__function": f"{work / 'rewards.py'}:low"}
+    for changes, said in (
+        ({"gold": "best"}, "--gold best: expected a reward of the configuration: low, begins"),
+        (gold(work, 0.5), "--gold high: rewards.high has weight 0.5, so it takes part in choosing the responses; set"),
+        ({"gold": "low", "rewards__begins__weight": 0.0}, "--gold low: it is the only reward that chooses"),
+        (
+            gold(work) | {"rewards__high__function": "ngrams", "rewards__high__objective": "rao"},
+            "rewards.high compares completions with each other",
+        ),
+    ):
+        assert cli.main(arguments(work, "refused", **changes)) == 1
+        assert said in capsys.readouterr().err
+    assert (
+        cli.main(arguments(work, "mute", **gold(work) | {"rewards__high__function": f"{work / 'rewards.py'}:silent"}))
+        == 1
+    )
+    assert "the rewards abstain for the response to prompt" in capsys.readouterr().err
+    common = ["--model.dtype=float64", f"--data.source={work / 'prompts.jsonl'}", f"--model.path={work / 'policy'}"]
+    common += [
+        f"--rewards.low.function={work / 'rewards.py'}:low",
+        "--rollout.max_new_tokens=4",
+        "--evaluation.prompts=4",
+    ]
+    learn = ["--iterations=1", "--samples=2", "--chunk=2", "--no-compress", "--value.epochs=1", "--value.held-out=1"]
+    assert cli.main(["iro", "blank", *common, *learn, f"--out={tmp_path / 'loop'}"]) == 0
+    capsys.readouterr()
+    circular = low | {"gold": "low", "rewards__low__weight": 0.0, "guide": tmp_path / "loop", "betas": ()}
+    assert cli.main(arguments(work, "refused", **circular)) == 1
+    assert "was fitted to it; learn values from other rewards" in capsys.readouterr().err
+
+
+# --- CARDS and implicit rewards ---------------------------------------------------------------------------------------
+
+
+def test_cards_samples_by_the_weighted_rewards(work):
+    options = {"methods": ("cards:4", "cards:9:0.3:3.3"), "budgets": (3,), "rollout__top_k": 9}
+    assert cli.main(arguments(work, "cards", **options)) == 0
+    found, (model, tokenizer) = results(work, "cards"), loaded(work)
+    ids, sampling = [tokenizer(p).input_ids for p in HELD], Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,), top_k=9)
+
+    def rewards(prompts, responses):
+        return torch.tensor([worth(HELD[p], ids, tokenizer) for p, ids in zip(prompts, responses, strict=True)])
+
+    for method, how in (("cards:4", Cascade(4.0, tries=3)), ("cards:9:0.3:3.3", Cascade(9.0, 0.3, 3.3, tries=3))):
+        row = found[method, 3]
+        own, cost = cascade_sampling.sample(model, ids, how, sampling, rewards, seed=SEED)
+        expected = [worth(p, one.tokens, tokenizer) for p, one in zip(HELD, own, strict=True)]
+        assert row["rewards"] == pytest.approx(expected)
+        assert (row["tokens"], row["queries"], row["reward_queries"]) == (cost.tokens, 0, cost.queries)
+        assert row["tokens"] <= len(HELD) * row["theory"]["tokens"] == len(HELD) * 3 * LENGTH
+        assert row["reward_queries"] <= len(HELD) * row["theory"]["reward_queries"]
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_implicit_rewards(work, tmp_path, text):
+    """Searches and choices by log p_tuned - log p_untuned of transformers; also of models with another tokenizer."""
+    pair = work / "tuned", work / "policy"
+    if text:
+        pair = tmp_path / "tuned", tmp_path / "untuned"
+        for i, folder in enumerate(pair):
+            tiny_model(folder, "llama", scale=0.3, seed=i)
+            tokens = json.loads((folder / "tokenizer.json").read_text())
+            words = tokens["model"]["vocab"]
+            words["w0"], words["w1"] = words["w1"], words["w0"]
+            (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    options = {"tuned": pair[0], "untuned": pair[1], "methods": ("implicit", "weak_to_strong", "bon-i")}
+    out = f"implicit {text}"
+    assert cli.main(arguments(work, out, **options, budgets=(4,))) == 0
+    found, (model, tokenizer) = results(work, out), loaded(work)
+    theirs = [AutoModelForCausalLM.from_pretrained(folder).double().eval() for folder in pair]
+    reader = AutoTokenizer.from_pretrained(pair[0])
+
+    @torch.no_grad()
+    def difference(prompt, tokens):
+        before, after = tokenizer(prompt).input_ids, list(tokens)
+        if text:
+            whole = tokenizer.decode([*before, *tokens], skip_special_tokens=True)
+            before = reader(prompt).input_ids
+            after = reader(whole).input_ids[len(before) :] + [EOS] * (bool(tokens) and tokens[-1] == EOS)
+        logits = [m(torch.tensor([[*before, *after]])).logits[0, len(before) - 1 : -1].log_softmax(-1) for m in theirs]
+        tuned, untuned = (logp[range(len(after)), after].sum().item() for logp in logits)
+        return tuned - untuned
+
+    sampling = Sampling(max_new_tokens=LENGTH, stop_ids=(EOS,))
+    for method, search, own_choice in (
+        ("implicit", Search(2, 2, 2), False),
+        ("weak_to_strong", Search(2, 2, 2, diverse=False), True),
+        ("bon-i", Search(1, 4, LENGTH), True),
+    ):
+        row, queries, candidates = found[method, 4], 0, 0
+        for i, prompt in enumerate(HELD):
+            value = TextValue(lambda tokens, prompt=prompt: difference(prompt, tokens))
+            ids, index = tokenizer(prompt).input_ids, [i]
+            [own], cost = guided_search.search(
+                model, [ids], search, sampling, [(value, 1.0)], seed=SEED, index=index, valued=own_choice
+            )
+            best = max(
+                own, key=lambda c, p=prompt: difference(p, c.tokens) if own_choice else worth(p, c.tokens, tokenizer)
+            )
+            assert row["rewards"][i] == pytest.approx(worth(prompt, best.tokens, tokenizer)), (method, prompt)
+            queries, candidates = queries + cost.queries, candidates + len(own)
+        assert row["queries"] == queries
+        assert row["reward_queries"] == (0 if own_choice else candidates)
+        assert row["theory"]["value_queries"] == 4 * LENGTH / search.chunk
+        assert row["value_bytes"] > 0
+
+
+def test_weights_that_several_values_share_are_stored_once(work, tmp_path):
+    """Value models that differ in their heads alone (SPI, Remark 3.2): the same rewards, and the memory of one."""
+    model, _ = reward_model.load(str(work / "one"))
+    with torch.no_grad():
+        reward_model.head_of(model).weight.mul_(-2.0)
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    reward_model.save(model, tmp_path / "head", tokenizer=tokenizer, pad=0, max_length=64)
+    assert (
+        cli.main(arguments(work, tmp_path / "out", guide=(work / "one", tmp_path / "head"), methods=("iro:1", "iro")))
+        == 0
+    )
+    found, count = results(work, tmp_path / "out"), sum(p.numel() for p in model.parameters())
+    assert found["iro:1", 4]["value_bytes"] == 8 * count
+    assert found["iro", 4]["value_bytes"] == 8 * (count + model.shape.width)
+    # -2 V / 0.5 + V = -3 V: the search of the one value model with the sign changed
+    with torch.no_grad():
+        reward_model.head_of(model).weight.mul_(1.5)
+    reward_model.save(model, tmp_path / "sum", tokenizer=tokenizer, pad=0, max_length=64)
+    assert cli.main(arguments(work, tmp_path / "alone", guide=tmp_path / "sum", betas=(1.0,), methods=("iro",))) == 0
+    assert results(work, tmp_path / "alone")["iro", 4]["rewards"] == found["iro", 4]["rewards"]
 
 
 def test_choice_by_majority(work):
@@ -375,7 +570,10 @@ def test_methods():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ("best",)}, "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER or compressed"),
+        (
+            {"methods": ("best",)},
+            "method 'best': expected bon, cd, args, args:WEIGHT, iro, iro:NUMBER, compressed, implicit, ",
+        ),
         ({"methods": ("compressed",)}, "method 'compressed' needs a compressed value model: set --guide"),
         ({"methods": ("args:x",)}, "method 'args:x'"),
         ({"methods": ("args:nan",)}, "method 'args:nan'"),
@@ -389,6 +587,17 @@ def test_methods():
         ({"budgets": (10**18,)}, "--budgets 1000000000000000000: allowed is 1 to 1,048,576"),
         ({"chunk": 0}, "--chunk 0: allowed is >= 1"),
         ({"betas": (1.0,)}, "1 betas for 2 value models"),
+        ({"methods": ("cards",)}, "method 'cards' needs the reward that a response should reach, such as 'cards:0.9'"),
+        ({"methods": ("cards:x",)}, "method 'cards:x'"),
+        ({"methods": ("cards:1:0",)}, "method 'cards:1:0': temperature = 0.0: expected a finite number > 0"),
+        ({"methods": ("cards:1:1:1:1",)}, "method 'cards:1:1:1:1'"),
+        (
+            {"methods": ("implicit",)},
+            "method 'implicit' needs a model before and after tuning: set --tuned and --untuned",
+        ),
+        ({"tuned": "one"}, "--tuned without --untuned: an implicit reward is the difference of two models' log-probs"),
+        ({"untuned": "one"}, "--untuned without --tuned"),
+        ({"tuned": "nowhere", "untuned": "nowhere"}, "nowhere"),
         (
             {"choose": "value", "guide": (), "betas": (), "methods": ("bon",)},
             "method 'bon' with --choose value needs a value model: set --guide",

@@ -1,5 +1,6 @@
 """``nlgrpo iro``: the whole loop on a tiny model, its stages by themselves, stops and kills, bad input."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -26,7 +27,7 @@ from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.scalar_heads.value_dataset import Outcomes
-from nlgrpo.training.scalar_heads.value_loop import Loop
+from nlgrpo.training.scalar_heads.value_loop import Loop, distinct_prefixes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -225,6 +226,71 @@ def test_guided_rollouts_are_those_of_the_search(work, loop, reads, request):
     assert row == len(PROMPTS) - 3  # two are held out
 
 
+def test_the_best_of_each_search_is_kept(work, capsys):
+    """Algorithm 4 returns one response: of every search, with its own noise, the one with the largest reward."""
+    options = {"keep": "best", "searches": 3, "value__epochs": 1, "value__head_only": True, "softmax": True}
+    flags = [f"--{name.replace('_', '-')}" for name in ("softmax", "value.head_only")]
+    changes = {name: value for name, value in options.items() if value is not True}
+    command = arguments(work, "best", *flags, "--no-compress", **changes)
+    assert cli.main(command) == 0
+    assert "the best of 2 beams x 4 chunks" in " ".join(capsys.readouterr().out.split())
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(work / "policy"),
+        decoder.load(work / "policy", dtype=torch.float64),
+    )
+    sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
+    values = guides.load_values(
+        [work / "best" / "iteration-1" / "value"], [1.0], tokenizer, sampling, dtype=torch.float64
+    )
+    rollouts, how = load(work / "best" / "iteration-2" / "rollouts"), guided_search.Search(2, 4, 2)
+    seeds = [0 ^ (1 << 61) ^ (2 << 48) ^ (number << 32) for number in range(3)]
+    different = 0
+    for row, (prompt, own) in enumerate(rollouts.tokens()):
+        expected = []
+        for seed in seeds:
+            [found], _ = guided_search.search(model, [prompt], how, sampling, values, seed=seed, index=[row])
+            expected.append(max(found, key=lambda one: sum(i < 16 for i in one.tokens)))
+        assert own == [list(one.tokens) for one in expected]
+        assert rollouts.logprobs[row].tolist() == pytest.approx([one.logprob for one in expected], abs=1e-5)
+        different += len({one.tokens for one in expected})
+    _, second = json.loads((work / "best" / "iro.json").read_text())
+    assert second["samples"] == 3
+    assert second["distinct_prefixes"]["6"] == pytest.approx(different / (row + 1))
+    assert different > row + 1
+    policy = load_file(work / "policy" / "model.safetensors")
+    for t in (1, 2):  # SPI, Remark 3.2
+        value = load_file(work / "best" / f"iteration-{t}" / "value" / "model" / "model.safetensors")
+        same = [name for name, weight in value.items() if name in policy and torch.equal(weight, policy[name])]
+        assert len(same) == len(value) - 1
+    assert cli.main(command) == 0  # finished
+    assert cli.main(arguments(work, "best", *flags, "--no-compress", **changes | {"keep": "all"})) == 1
+    assert "iro.keep: 'best' -> 'all'" in capsys.readouterr().err
+
+
+def test_loops_of_older_versions_resume(work, whole, capsys):
+    """Their config.json lacks the options that were added since."""
+    saved = json.loads((whole / "config.json").read_text())
+    for name in ("softmax", "keep", "searches"):
+        del saved["iro"][name]
+    for name in ("drop_equal", "head_only"):
+        del saved["iro"]["value"][name]
+    (whole / "config.json").write_text(json.dumps(saved))
+    assert cli.main(arguments(work, "whole", keep="best")) == 1
+    assert "iro.keep: 'all' -> 'best'" in capsys.readouterr().err
+    assert cli.main(arguments(work, "whole")) == 0
+    assert "is already done" in capsys.readouterr().out
+    guide = guides.read_guide(whole)
+    fields = {"beams": 2, "successors": 4, "chunk": 2, "temperature": 0.0, "diverse": True, "likeliest": False}
+    models = [guides.digest_of_value(path) for path in guide.values]
+    digest = hashlib.sha256(json.dumps([models, [1.0, 0.5], fields]).encode()).hexdigest()[:16]
+    assert guide.digest() == digest  # of guided rollouts, as before there was a softmax
+
+
+def test_distinct_prefixes():
+    completions = [[[1, 2, 3], [1, 2, 4], [1, 5]], [[7], [7], [7, 8]]]
+    assert [distinct_prefixes(completions, n) for n in (1, 2, 3)] == [1.0, 2.0, 2.5]
+
+
 def test_guided_rollouts_are_not_taken_for_the_references(work, whole, capsys):
     command = [*arguments(work, "whole")[1:]]
     train = ["train", *command[: command.index("--out")], "--train.steps", "1", "--train.out", str(work / "t")]
@@ -380,6 +446,7 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
         ({"value__lr": -1}, "--value.lr -1: allowed is > 0"),
         ({"value__held_out": -1}, "--value.held-out -1: allowed is >= 0"),
         ({"value__lam": 2}, "--value.lam 2: allowed is in [0, 1]"),
+        ({"searches": 0}, "--searches 0: allowed is >= 1"),
         ({"value__path": "nowhere"}, "nowhere"),
         ({"train__restart": True}, "--train.restart is for `nlgrpo train`"),
         ({"model__path": "nowhere"}, "nowhere"),
@@ -389,6 +456,12 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
 def test_refused(work, capsys, changes, said):
     assert cli.main(arguments(work, "refused", **changes)) == 1
     assert said in capsys.readouterr().err
+    assert not (work / "refused").exists()
+
+
+def test_one_completion_per_prompt_has_no_other_reward(work, capsys):
+    assert cli.main(arguments(work, "refused", "--value.drop-equal", keep="best")) == 1
+    assert "--value.drop-equal with --keep best needs --searches of 2 or more" in capsys.readouterr().err
     assert not (work / "refused").exists()
 
 

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from scipy import special
 from test_decoder import random_model
 
-from nlgrpo.engine.chunked_decoding import ModelValue
+from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import CHOICE, Search, search, select
 from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
@@ -87,7 +88,11 @@ def by_hand(policy, valued, prompt, how, sampling, seed, index):
         if all(len(y) == limit or y[-1] in sampling.stop_ids for y in candidates):
             return candidates, tokens, queries
         queries += len(grown) * len(valued)
-        values = [sum(float(last_output(v, [*prompt, *y])[0]) / beta for v, beta in valued) for y in candidates]
+        terms = [[float(last_output(v, [*prompt, *y])[0]) / beta for v, beta in valued] for y in candidates]
+        values = [sum(own) for own in terms]
+        if how.softmax:  # SPI, Eq. 14, over all candidates of this round
+            shares = special.softmax([sum(own[:-1]) for own in terms])
+            values = [share + own[-1] for share, own in zip(shares.tolist(), terms, strict=True)]
         if how.temperature > 0:  # new Gumbel noise in each round
             length, count = torch.tensor([max(map(len, candidates))]), torch.arange(len(candidates))
             noise = uniform_noise(seed ^ CHOICE, torch.full_like(count, index), count, length)[:, 0]
@@ -131,6 +136,68 @@ def test_the_search_follows_the_paper(family, diverse, tmp_path):
         assert ours == [list(candidate.tokens) for candidate in one_by_one[p]]
         assert [c.finished for c in found[p]] == [c.tokens[-1] in sampling.stop_ids for c in found[p]]
     assert (cost.tokens, cost.queries) == (tokens, queries)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_earlier_values_in_a_softmax(temperature, tmp_path, one_thread):
+    """SPI, Eq. 14, where finished beams stay among the candidates; it changes the search, but not for one value."""
+    policy = policy_of("llama", tmp_path)
+    valued = [
+        (value_of("gpt2", tmp_path, 1), 0.5),
+        (value_of("llama", tmp_path, 2), 1.0),
+        (value_of("neox", tmp_path), 2.0),
+    ]
+    sampling, prompts = Sampling(max_new_tokens=9, stop_ids=tuple(range(20, 34)), temperature=0.7), PROMPTS * 3
+    index = list(range(7, 7 + len(prompts)))
+    values = [(ModelValue(f"value {i}", model, 9), beta) for i, (model, beta) in enumerate(valued)]
+
+    def found(softmax, count=3):
+        how = Search(2, 3, 2, temperature, softmax=softmax)
+        return how, search(policy, prompts, how, sampling, values[:count], seed=4, index=index)[0]
+
+    how, ours = found(True)
+    for prompt, i, candidates in zip(prompts, index, ours, strict=True):
+        expected, _, _ = by_hand(policy, valued, prompt, how, sampling, 4, i)
+        assert sorted(list(candidate.tokens) for candidate in candidates) == sorted(expected)
+    assert ours != found(False)[1]
+    assert any(candidate.places > 1 for candidates in ours for candidate in candidates)
+    if temperature == 0:
+        one, plain = ([[c.tokens for c in own] for own in found(softmax, 1)[1]] for softmax in (True, False))
+        assert one == plain
+
+
+@pytest.mark.parametrize("stops", [(), tuple(range(20, 34))])
+def test_an_implicit_reward_is_the_difference_of_log_probs(family, stops, tmp_path, one_thread):
+    """Values of complete candidates, and of every choice, against transformers' log-probs of whole texts."""
+    policy, other = policy_of("llama", tmp_path), "llama" if family == "gpt2" else "gpt2"
+    theirs = [random_model(family).double().eval(), random_model(other).double().eval()]
+    for name, model in zip(("tuned", "untuned"), theirs, strict=True):
+        model.save_pretrained(tmp_path / name)
+    pair = [decoder.load(tmp_path / name, dtype=torch.float64) for name in ("tuned", "untuned")]
+    sampling, how = Sampling(max_new_tokens=8, stop_ids=stops, temperature=0.7), Search(2, 3, 3)
+
+    @torch.no_grad()
+    def logprob(model, prompt, tokens):
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        return float(logits.log_softmax(-1)[range(len(tokens)), list(tokens)].sum())
+
+    def difference(prompt, tokens):
+        return logprob(theirs[0], prompt, tokens) - logprob(theirs[1], prompt, tokens)
+
+    for prompt in PROMPTS[:2]:
+        value = TextValue(lambda tokens, prompt=prompt: difference(prompt, tokens))
+        expected, _ = search(policy, [prompt], how, sampling, [(value, 0.5)], seed=4, valued=True)
+        ours = ImplicitReward("implicit", *pair, 8)
+        found, _ = search(policy, [prompt], how, sampling, [(ours, 0.5)], seed=4, valued=True)
+        assert [one.tokens for one in found[0]] == [one.tokens for one in expected[0]]
+        for one in found[0]:
+            # transformers computes norms and rotations of float64 models in float32
+            assert one.value == pytest.approx(2 * difference(prompt, one.tokens), rel=1e-6, abs=1e-5)
+    together, cost = search(policy, PROMPTS, how, sampling, [(ImplicitReward("implicit", *pair, 8), 0.5)], seed=4)
+    assert [len({one.tokens for one in own}) > 1 for own in together] == [True] * 3
+    alone, other_cost = search(policy, PROMPTS, how, sampling, [(TextValue(len), 1.0)], seed=4)
+    assert cost.cache_bytes > other_cost.cache_bytes > 0
+    assert len(alone) == len(together)
 
 
 def test_beams_are_sampled_with_separate_noise(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -148,7 +149,7 @@ def test_guided_budgets(tmp_path):
         rows = json.loads((folder / "seed-3" / choose / "decode.json").read_text())
         mean = {(row["method"], row["budget"]): sum(row["rewards"]) / 4 for row in rows}
         assert len(mean) == 10
-        asked = next(line for line in lines if line.startswith("  ARGS, weight 8: "))
+        asked = next(line for line in reversed(lines) if line.startswith("  ARGS, weight 8: "))  # of the largest N
         rewards = next(row["reward_queries"] for row in rows if (row["method"], row["budget"]) == ("args:8", 4))
         assert asked.endswith(f", 0, {rewards / 4:.0f}")
         assert ": IRO, iteration 1 over ARGS, weight 8: " in "\n".join(lines)
@@ -168,6 +169,77 @@ def test_guided_budgets(tmp_path):
     assert again.stdout.splitlines()[-8:] == shown[-8:]
     refused = run("guided_budgets.py", REPOSITORY / "examples" / "guided.toml", "--methods", "cd", cwd=tmp_path)
     assert "bon is missing" in refused.stderr
+
+
+def test_guided_ablations(tmp_path):
+    """Rewards and leads of the tables equal those of the commands; variants in several groups are run once."""
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    arguments = [
+        *(REPOSITORY / "examples" / "guided.toml", "--vary", "head", "equal", "--seeds", "3", "5", "--budgets", "4"),
+        "--learn=--iterations 2 --samples 4 --beams 2 --successors 2 --chunk 2 --value.held-out 1 --value.lr 1e-2",
+        *("--out", "ablations", "--", "--model.path", "tiny", "--data.source", "prompts.txt"),
+        *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
+        *("--evaluation.prompts", "4", "--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    done = run("guided_ablations.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = {"base": "base", "--value.head-only": "value.head-only", "--value.drop-equal": "value.drop-equal"}
+    assert {path.name for path in (tmp_path / "ablations").iterdir()} == {*names.values(), "findings.md"}
+    assert done.stdout.count("nlgrpo iro: ablations/base/") == 2  # one per seed
+
+    def rewards(folder, method):
+        return [
+            next(row["rewards"] for row in rows if row["method"] == method)
+            for seed in (3, 5)
+            for rows in [json.loads((tmp_path / "ablations" / folder / f"seed-{seed}/decode/decode.json").read_text())]
+        ]
+
+    tables = (tmp_path / "ablations" / "findings.md").read_text()
+    base = torch.tensor(rewards("base", "iro:2"))
+    for name, folder in names.items():
+        cells = next(line for line in tables.splitlines() if line.startswith(f"| {name} |")).split("|")[2:]
+        means = [float(cell.split()[0]) for cell in cells[:3]]
+        expected = [float(torch.tensor(rewards(folder, method)).mean()) for method in ("bon", "iro:1", "iro:2")]
+        assert means == pytest.approx(expected, abs=6e-4)
+        if name != "base":
+            gaps = torch.tensor(rewards(folder, "iro:2")) - base
+            assert float(cells[3].split()[0]) == pytest.approx(float(gaps.mean()), abs=6e-4)
+            each = [float(x) for x in re.search(r"seeds (.*)\)", cells[3])[1].split(", ")]
+            assert each == pytest.approx(gaps.mean(1).tolist(), abs=6e-4)
+    rollouts = [line for line in tables.splitlines() if line.startswith("| --value.head-only | 2 |")]
+    assert rollouts[0].split("|")[3].strip() == "8 x 4"
+    refused = run("guided_ablations.py", "length-bon", "--vary", "value-size", cwd=tmp_path)
+    assert "name the initial value models with --value-models" in refused.stderr
+
+
+def test_guided_budgets_with_a_gold_reward(tmp_path):
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "other.txt").write_text("".join(f"w{i}\t{i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    arguments = [
+        *(REPOSITORY / "examples" / "guided.toml", "--methods", "bon", "iro:1", "cards:0.5", "--budgets", "4"),
+        *("--seeds", "3", "--chunk", "2", "--latency-rounds", "0", "--gold", "other", "--out", "budgets"),
+        "--learn=--iterations 1 --samples 4 --beams 2 --successors 2 --value.held-out 1",
+        *("--", "--model.path", "tiny", "--data.source", "prompts.txt", "--rollout.max_new_tokens", "6"),
+        *("--rewards.joy.function", "lexicon(path='lexicon.txt')", "--evaluation.prompts", "4"),
+        *("--rewards.other.function", "lexicon(path='other.txt')", "--rewards.other.weight", "0"),
+        *("--data.separator", "\n", "--data.first_words", "2"),
+    ]
+    done = run("guided_budgets.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "budgets" / "seed-3" / "reward" / "decode.json").read_text())
+    gold = {row["method"]: sum(row["gold"]["rewards"]) / 4 for row in rows}
+    shown = done.stdout.splitlines()
+    shown = shown[shown.index("evaluated by other, chosen by reward") :]
+    for name, method in (("best-of-N", "bon"), ("IRO, iteration 1", "iro:1"), ("CARDS, 0.5", "cards:0.5")):
+        line = next(line for line in shown if line.startswith(f"| {name} |"))
+        assert float(line.split("|")[2].split()[0]) == pytest.approx(gold[method], abs=6e-4)
+    assert {path.name for path in (tmp_path / "budgets").glob("*.png")} == {
+        "budgets-reward.png", "budgets-reward-gold.png"
+    }  # fmt: skip
 
 
 def test_overestimation(tmp_path, monkeypatch):

@@ -170,6 +170,32 @@ def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
         torch.testing.assert_close(ours, truth, rtol=1e-7, atol=1e-8, msg=key)
 
 
+def test_the_head_alone_is_trained(work, tmp_path):
+    """SPI, Remark 3.2: AdamW on the head of transformers' classifier; all other weights are those of the policy."""
+    settings = {"train__head_only": "True", "optim__weight_decay": 0.1}
+    run = training.build(config(work, **settings), ALONE)
+    theirs = as_classifier(run, tmp_path / "begun")
+    optimizer = torch.optim.AdamW(theirs.score.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
+    rows = run.rows(0)
+    losses = [
+        (of_prefixes(theirs, run.outcomes.prompts[i], run.outcomes.completions[i]) - run.outcomes.rewards[i]).square()
+        for i in rows
+    ]
+    torch.cat(losses).mean().backward()
+    torch.nn.utils.clip_grad_norm_(theirs.score.parameters(), 1.0)
+    optimizer.step()
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    run.update(rows)
+    changed = {name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"head.weight"}
+    torch.testing.assert_close(run.model.head.weight, theirs.score.weight, rtol=1e-7, atol=1e-8)
+    assert cli.main(arguments(work, "head", **settings)) == 0
+    text, _ = reward_model.load(str(work / "head"), dtype=torch.float64)
+    policy, _ = reward_model.load(str(work / "policy"), dtype=torch.float64)
+    for (name, ours), (_, start) in zip(text.named_parameters(), policy.named_parameters(), strict=True):
+        assert torch.equal(ours, start) == (name != "head.weight"), name
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_held_out_completions_are_evaluated_by_their_discounted_rewards(work, gamma):
     """The targets do not depend on the values, for any lambda."""
@@ -306,6 +332,21 @@ def test_the_exported_model_is_read_by_the_search(work):
 
 
 @pytest.mark.slow
+def test_runs_of_older_versions_resume(work, capsys):
+    """Their config.json lacks the keys that were added since; another value of such a key is another run."""
+    assert cli.main(arguments(work, "older")) == 0
+    file = work / "older" / "config.json"
+    saved = json.loads(file.read_text())
+    assert saved["data"].pop("drop_equal") is saved["train"].pop("head_only") is False
+    file.write_text(json.dumps(saved))
+    capsys.readouterr()
+    assert cli.main(arguments(work, "older", train__head_only="True")) == 1
+    assert "train.head_only: False -> True" in capsys.readouterr().err
+    assert cli.main(arguments(work, "older")) == 0
+    assert "resuming from step" in capsys.readouterr().out
+    assert json.loads(file.read_text())["train"]["head_only"] is False
+
+
 def test_a_run_resumes_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "train__epochs": 3, "loss__lam": 0.5}
     update = "nlgrpo.training.scalar_heads.trainer:Trainer.update"
@@ -351,6 +392,35 @@ def test_outcomes_are_the_drawn_completions(work):
     assert short.too_long > 0
     assert len(short) + short.too_long == 2 * len(found)
     assert all(len(p) + len(c) <= 8 for p, c in zip(short.prompts, short.completions, strict=True))
+
+
+def test_prompts_of_equal_rewards_are_dropped(work, capsys):
+    """IRO, H.4: what is all right or all wrong is not trained on. Held-out prompts stay."""
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    found = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["even"], max_length=64)
+    rewards = found.rewards.view(len(PROMPTS), SAMPLES).clone()
+    rewards[1], rewards[3], rewards[4, 1:] = 1.0, 0.0, rewards[4, 0]
+    rewards[4, 5] = 1 - rewards[4, 0]
+    kept = [i for i, own in enumerate(rewards) if 0 < own.sum() < SAMPLES]
+    assert 1 not in kept
+    assert 3 not in kept
+    assert 4 in kept
+    mixed = dataclasses.replace(found, rewards=rewards.flatten()).mixed()
+    assert [tokenizer.decode(ids) for ids in mixed.prompts] == [PROMPTS[i] for i in kept for _ in range(SAMPLES)]
+    assert mixed.rewards.tolist() == rewards[kept].flatten().tolist()
+    assert mixed.known == found.known
+    assert mixed.equal == (len(PROMPTS) - len(kept)) * SAMPLES
+    assert f"{mixed.equal} dropped because all of their prompt have the same reward" in repr(mixed)
+    run = training.build(config(work, data__rewards="even", data__drop_equal="True"), ALONE)
+    plain = training.build(config(work, data__rewards="even"), ALONE)
+    assert run.held_out.completions == plain.held_out.completions
+    assert run.outcomes.completions == plain.outcomes.mixed().completions
+    (work / "one.py").write_text("def one(completion_ids, **_):\n    return [1.0 for _ in completion_ids]\n")
+    assert cli.main([*rolled_out(work, "ones"), "--rewards.one.function", f"{work / 'one.py'}:one"]) == 0
+    capsys.readouterr()
+    given = {"data__rollouts": work / "ones", "data__rewards": "one", "data__drop_equal": "True"}
+    assert cli.main(arguments(work, "refused", **given)) == 1
+    assert "data.drop_equal needs prompts with different rewards" in capsys.readouterr().err
 
 
 def test_no_prompt_is_on_both_sides(work):

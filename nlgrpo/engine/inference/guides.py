@@ -22,7 +22,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import bins
 from nlgrpo.model.reward_model import score as score_head
 from nlgrpo.model.tokenizer import load_tokenizer
-from nlgrpo.model.value_model import as_values, kind_of
+from nlgrpo.model.value_model import as_values, kind_of, share_weights
 from nlgrpo.runtime import atomic_files
 
 FILE = "guide.json"
@@ -41,7 +41,7 @@ class Guide:
     def digest(self) -> str:
         """Digest of the value models, betas and search."""
         models = [digest_of_value(path) for path in self.values]
-        text = json.dumps([models, self.betas, asdict(self.search)])
+        text = json.dumps([models, self.betas, self.search.settings()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def write(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ def load_values(
     """Load the value models in ``paths`` (runs, directories or hub names), with ``betas`` (default: 1 each).
 
     ``tokenizer`` and ``sampling`` are those of the policy. ``dtype`` is the compute dtype; the values are at least
-    float32. A model with another tokenizer becomes a `TextValue`.
+    float32. A model with another tokenizer becomes a `TextValue`. Weights equal to the first model's are stored once.
     Raises ValueError for a model without a scalar head, and if the numbers of betas and models differ.
     """
     if betas and len(betas) != len(paths):
@@ -128,6 +128,7 @@ def load_values(
             found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
         else:
             found.append((TextValue(name, model, Retokenizer(tokenizer, theirs, sampling.stop_ids)), beta))
+    share_weights([value.model for value, _ in found if isinstance(value, ModelValue | TextValue)])
     return found
 
 
@@ -150,6 +151,7 @@ class TextValue(Prefixes):
 
     def __init__(self, name: str, model: Decoder, retokenizer: Retokenizer) -> None:
         self.name, self.model, self.retokenizer = name, model, retokenizer
+        self.models = [model]
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         self.grow(rows, chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,13 +37,16 @@ class Outcomes:
     """Number of completions dropped because a reward abstained."""
     too_long: int = 0
     """Number of completions dropped because they are too long together with their prompt."""
+    equal: int = 0
+    """Number of completions dropped because all completions of their prompt have the same reward."""
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def __repr__(self) -> str:
         text = f"{len(self):,} completions of {len(set(self.asked)):,} prompts, {self.tokens:,} tokens"
-        notes = ((self.abstained, "dropped because a reward abstained"), (self.too_long, "dropped as too long"))
+        notes = ((self.abstained, "dropped because a reward abstained"), (self.too_long, "dropped as too long"),
+                 (self.equal, "dropped because all of their prompt have the same reward"))  # fmt: skip
         return "; ".join([text, *(f"{count:,} {what}" for count, what in notes if count)])
 
     @cached_property
@@ -82,6 +86,14 @@ class Outcomes:
         for i, prompt in enumerate(self.asked):
             sides[prompt in held_out].append(i)
         return self._part(sides[0]), replace(self._part(sides[1]), abstained=0, too_long=0)
+
+    def mixed(self) -> Outcomes:
+        """Drop the prompts whose completions all have the same reward (IRO, H.4: all right, or all wrong)."""
+        rewards = defaultdict[tuple[int, ...], set[float]](set)
+        for prompt, reward in zip(self.asked, self.rewards.tolist(), strict=True):
+            rewards[prompt].add(reward)
+        rows = [i for i, prompt in enumerate(self.asked) if len(rewards[prompt]) > 1]
+        return replace(self._part(rows), equal=len(self) - len(rows))
 
     def _part(self, rows: Sequence[int]) -> Outcomes:
         pick = torch.tensor(rows, dtype=torch.int64)
@@ -179,6 +191,14 @@ def learned_from(folder: Path) -> set[str] | None:
     if not _all_exist(rollouts):
         return None
     return {prompt for path in rollouts for prompt in reference_rollouts.read_index(path).prompts}
+
+
+def rewards_of(folder: Path) -> set[str]:
+    """Names of the rewards that a value model was fitted to, as far as its run names them. ``folder``: as above."""
+    run = folder.parent
+    if hf_weights.begun_from(run) is None:
+        return set()
+    return set(json.loads((run / "config.json").read_text("utf-8")).get("data", {}).get("rewards", ()))
 
 
 def _all_exist(rollouts: Sequence[Path]) -> bool:

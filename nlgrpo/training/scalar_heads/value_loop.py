@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,15 +27,17 @@ from nlgrpo.config.value_config import (
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.guided_search import Search, Value
+from nlgrpo.engine.guided_search import Candidate, Search, Value
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.inference.guides import Guide
 from nlgrpo.engine.rollouts import convert, reference_rollouts
+from nlgrpo.engine.rollouts.collect import Scorer
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digest_of_text, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import gathered
+from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
 from nlgrpo.training.rollout_job import Job, build, open_folder, roll_out
@@ -67,6 +69,13 @@ class LoopOptions:
     """Above 0, beams are sampled in proportion to exp(V / temperature); 0 keeps the best ones."""
     diverse: bool = True
     """Prefer distinct candidates over duplicates when choosing beams."""
+    softmax: bool = False
+    """Replace the sum of all values but the last by its softmax over the candidates (SPI, Eq. 14)."""
+    keep: Literal["all", "best"] = "all"
+    """Completions of a guided search to learn from: all final candidates, or the one with the largest reward, which is
+    what IRO's Algorithm 4 returns."""
+    searches: int = 1
+    """Independent searches per prompt, from the second iteration on."""
     betas: tuple[float, ...] = ()
     """Weights of the value models: V = sum_t V_t / beta_t. Default: 1 each."""
     value: TrainerOptions = field(default_factory=TrainerOptions)
@@ -77,7 +86,14 @@ class LoopOptions:
 
     @property
     def search(self) -> Search:
-        return Search(self.beams, self.successors, self.chunk, self.search_temperature, self.diverse)
+        return Search(
+            self.beams, self.successors, self.chunk, self.search_temperature, self.diverse, softmax=self.softmax
+        )
+
+    @property
+    def guided_samples(self) -> int:
+        """Completions per prompt from the second iteration on."""
+        return self.searches * (1 if self.keep == "best" else self.search.candidates)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -86,9 +102,14 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class GuidedSampler(Sampler):
-    """Samples the U = K B final candidates of a search per prompt; a candidate that ended early is repeated."""
+    """Samples the U = K B final candidates of each search of a prompt; a candidate that ended early is repeated.
+
+    With ``scorers``, only the candidate of each search with the largest weighted sum of rewards (IRO, Alg. 4, line 9).
+    """
 
     guide: Guide
+    searches: int
+    scorers: Sequence[tuple[Scorer, float]]
     dtype: torch.dtype
     device: torch.device
 
@@ -98,12 +119,30 @@ class GuidedSampler(Sampler):
         return guides.load_values(paths, betas, self.tokenizer, self.sampling, dtype=self.dtype, device=self.device)
 
     def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
-        with gathered(model):
-            candidates, _ = guided_search.search(
-                model, batch.ids, self.guide.search, self.sampling, self.values,
-                seed=self.seed, index=batch.index, max_rows=self.max_rows,
-            )  # fmt: skip
-        return convert.as_rollout(batch.ids, candidates)
+        found: list[list[Candidate]] = [[] for _ in batch.ids]
+        for number in range(self.searches):
+            with gathered(model):
+                candidates, _ = guided_search.search(
+                    model, batch.ids, self.guide.search, self.sampling, self.values,
+                    seed=self.seed ^ (number << 32), index=batch.index, max_rows=self.max_rows,
+                )  # fmt: skip
+            candidates = self._best(batch, candidates) if self.scorers else candidates
+            found = [[*kept, *more] for kept, more in zip(found, candidates, strict=True)]
+        return convert.as_rollout(batch.ids, found)
+
+    def _best(self, batch: Batch, found: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
+        """Return the candidate of each prompt with the largest reward; the first one where all rewards abstain."""
+        samples, rewards = self.guide.search.candidates, [scorer.reward for scorer, _ in self.scorers]
+        scorer = dataclasses.replace(self, samples=samples, rewards=rewards)
+        try:
+            scored = scorer.score(batch, convert.as_rollout(batch.ids, found), first_prompt=batch.index[0])
+        except RewardError as error:
+            raise ValueError(str(error)) from error
+        weights = {scorer.name: weight for scorer, weight in self.scorers}
+        total = torch.stack([weights[name] * values for name, values in scored.values.items()]).sum(0)
+        best = total.nan_to_num(nan=-math.inf).argmax(1).tolist()
+        repeated = [[one for one in candidates for _ in range(one.places)] for candidates in found]
+        return [[dataclasses.replace(own[i], places=1)] for own, i in zip(repeated, best, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -137,11 +176,19 @@ class Loop:
         job = dataclasses.replace(job, batch=batch, sampler=dataclasses.replace(job.sampler, seed=self._seed(t)))
         if t == 1:
             return job
-        options = vars(job.sampler) | {"samples": self.options.search.candidates}
-        guide = self.guide(t - 1)
-        origin = dataclasses.replace(job.origin, guide=guide.digest())
-        sampler = GuidedSampler(**options, guide=guide, dtype=job.dtype, device=self.queue.ranks.device)
+        options = vars(job.sampler) | {"samples": self.options.guided_samples, "searches": self.options.searches}
+        guide, kept = self.guide(t - 1), self._weighted(job) if self.options.keep == "best" else []
+        chosen_by = [[scorer.digest, weight] for scorer, weight in kept]
+        searched = guide.digest() + f"-{digest_of_text(json.dumps(chosen_by))}" * bool(kept)
+        origin = dataclasses.replace(job.origin, guide=searched)
+        device = self.queue.ranks.device
+        sampler = GuidedSampler(**options, guide=guide, scorers=kept, dtype=job.dtype, device=device)
         return dataclasses.replace(job, origin=origin, sampler=sampler)
+
+    def _weighted(self, job: Job) -> list[tuple[Scorer, float]]:
+        """Scorers of the rewards with a weight other than 0, with their weights."""
+        weights = [(scorer, self.cfg.rewards[scorer.name].weight) for scorer in job.scorers]
+        return [(scorer, weight) for scorer, weight in weights if weight != 0]
 
     def _prompts(self, t: int, ids: Sequence[Sequence[int]]) -> list[int]:
         """Indices of the prompts of iteration t: new training prompts, then the held-out ones, always the same."""
@@ -177,7 +224,8 @@ class Loop:
         cfg = self._fit(self.compressed, values[-1], rollouts)
         data = RolloutsConfig(tuple(map(str, rollouts)))  # no rewards: the teachers' values are the targets
         teachers = CompressConfig(values, self.options.weights)
-        return dataclasses.replace(cfg, data=data, compress=teachers, loss=RegressionConfig())
+        train = dataclasses.replace(cfg.train, head_only=False)  # one head does not have the values of several
+        return dataclasses.replace(cfg, data=data, compress=teachers, loss=RegressionConfig(), train=train)
 
     def _fit(self, folder: Path, start: str, rollouts: Sequence[Path]) -> ValueConfig:
         options, train = self.options.value, self.cfg.train
@@ -186,12 +234,15 @@ class Loop:
         return ValueConfig(
             name=folder.name,
             model=dataclasses.replace(self.cfg.model, path=start),
-            data=RolloutsConfig(tuple(map(str, rollouts)), tuple(weights), tuple(weights.values())),
+            data=RolloutsConfig(
+                tuple(map(str, rollouts)), tuple(weights), tuple(weights.values()), drop_equal=options.drop_equal
+            ),
             loss=RegressionConfig(kind=options.kind, lam=options.lam, gamma=options.gamma),
             optim=OptimConfig(lr=options.lr, schedule="cosine"),
             train=ValueTrainConfig(
                 epochs=options.epochs,
                 completions=options.completions,
+                head_only=options.head_only,
                 seed=train.seed,
                 out=str(folder),
                 micro_batch_tokens=train.micro_batch_tokens,
@@ -208,8 +259,7 @@ class Loop:
         ``job``: job of any iteration. The digests of its model, prompts and rewards identify the loop. Raises
         ValueError if the folder holds something else.
         """
-        options = {name: value for name, value in vars(self.options).items() if name not in ("out", "dry_run")}
-        identity = _Identity(options, self.cfg, _contents(job))
+        identity = _Identity(_kept(self.options), self.cfg, _contents(job))
         free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in trainer.FREE))
         run_folder.claim(self.folder, identity, self.queue.ranks, free=free, restart=False, advice=ADVICE)
 
@@ -250,9 +300,14 @@ class Loop:
 class _Identity:
     """Content of ``config.json`` in the loop's folder."""
 
-    iro: dict[str, Any]
-    config: Config
-    contents: dict[str, Any]
+    iro: dict[str, Any] = field(default_factory=lambda: _kept(LoopOptions()))
+    config: Config = field(default_factory=Config)
+    contents: dict[str, Any] = field(default_factory=dict)
+
+
+def _kept(options: LoopOptions) -> dict[str, Any]:
+    """Options that the loop's results depend on."""
+    return {name: value for name, value in vars(options).items() if name not in ("out", "dry_run")}
 
 
 def _contents(job: Job) -> dict[str, Any]:
@@ -274,6 +329,8 @@ def results(loop: Loop) -> list[dict[str, Any]]:
         rollouts = reference_rollouts.load(loop.rollouts(t))
         weights = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
         rewards = torch.stack([weight * rollouts.reward(name) for name, weight in weights]).sum(0)
+        completions = [own for _, own in rollouts.tokens()]
+        quarters = [math.ceil(rollouts.index.origin.sampling.max_new_tokens * i / 4) for i in (1, 2, 3, 4)]
         evaluation = json.loads((loop.value(t) / value_training.ValueTrainer.RESULTS).read_text("utf-8"))["after"]
         rows.append(
             {
@@ -285,9 +342,15 @@ def results(loop: Loop) -> list[dict[str, Any]]:
                 "explained_variance": evaluation.get("explained_variance"),
                 "value": str(loop.value(t).relative_to(loop.folder)),
                 "beta": loop.options.weights[t - 1],
+                "distinct_prefixes": {str(length): distinct_prefixes(completions, length) for length in quarters},
             }
         )
     return rows
+
+
+def distinct_prefixes(completions: Sequence[Sequence[Sequence[int]]], length: int) -> float:
+    """Mean number of different prefixes of up to ``length`` tokens among the completions of a prompt."""
+    return sum(len({tuple(ids[:length]) for ids in own}) for own in completions) / len(completions)
 
 
 def _mean(values: Tensor) -> dict[str, float | None]:

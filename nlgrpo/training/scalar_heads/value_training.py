@@ -243,9 +243,18 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
         held_out = rest if len(rest) else None
         if not len(outcomes):
             raise ValueError(f"no completion to train on: all are held out ({rest!r}); lower evaluation.prompts")
+    if cfg.data.drop_equal:
+        outcomes = outcomes.mixed()
+        if not len(outcomes):
+            raise ValueError(
+                f"no completion to train on: {outcomes!r}. data.drop_equal needs prompts with different rewards"
+            )
     run = ValueTrainer(
         outcomes=outcomes, held_out=held_out, teachers=[], **trainer.begin(cfg, ranks, tokenizer, longest)
     )
+    if cfg.train.head_only:
+        run.model.requires_grad_(False)
+        reward_model.head_of(run.model).requires_grad_(True)
     set_kind(run.model, cfg.loss.kind)
     betas = cfg.compress.betas or (1.0,) * len(cfg.compress.values)
     run.teachers = [_teacher(path, beta, run) for path, beta in zip(cfg.compress.values, betas, strict=True)]
@@ -286,7 +295,8 @@ def plan(run: ValueTrainer) -> Table:
         "target": _target(run),
         "loss": "cross-entropy of sigmoid(V)" if cfg.loss.kind == "bce" else "(V - target)^2",
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.completions} completions, "
-        f"{cfg.train.epochs:g} epochs; learning rate {cfg.optim.lr:g}, {cfg.optim.schedule} schedule",
+        f"{cfg.train.epochs:g} epochs; {'the head alone; ' * cfg.train.head_only}"
+        f"learning rate {cfg.optim.lr:g}, {cfg.optim.schedule} schedule",
         "folder": str(run.folder),
     }
     return named_lines("plan", rows)
