@@ -18,9 +18,18 @@ from nlgrpo import __version__
 from nlgrpo.data import prompt_dataset
 from nlgrpo.data.prompt_dataset import Batch, plain_text
 from nlgrpo.engine.guided_search import Cost, Search
+from nlgrpo.engine.inference import guides
 from nlgrpo.engine.inference.options import ResponderOptions
 from nlgrpo.engine.inference.responder import Responder, Scored
 from nlgrpo.engine.rollouts.inputs import embedded
+from nlgrpo.engine.rollouts.store import (
+    digest_of_function,
+    digest_of_model,
+    digest_of_prompt,
+    digest_of_text,
+    digests_of_columns,
+)
+from nlgrpo.model import hf_weights
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.line_file import LineFile
 
@@ -84,7 +93,7 @@ def generate(arguments: Sequence[str]) -> int:
     if responder.chooser is not None and responder.chooser.reward is not None:
         reward_functions.check_columns([responder.chooser.reward], list(batch.columns))
     total, start = Cost(), perf_counter()
-    with nullcontext() if options.out is None else LineFile(options.out, _identity(options)) as lines:
+    with nullcontext() if options.out is None else LineFile(options.out, _identity(options, responder, batch)) as lines:
         done = 0 if lines is None else len(lines) // (1 if options.chooses else options.samples or 1)
         for rows in _rows(options, responder, batch.only(range(done, len(batch.ids))), total):
             if lines is not None:
@@ -148,10 +157,18 @@ def _scored(one: Scored) -> dict[str, Any]:
     return _row(one) | {"score": one.score}
 
 
-def _identity(options: Generate) -> str:
-    """Everything that the output depends on, except the contents of files."""
+def _identity(options: Generate, responder: Responder, batch: Batch) -> str:
+    """Everything that the output depends on: options, and digests of the models, the reward and the prompts."""
     settings = {name: value for name, value in asdict(options).items() if name not in ("out", "json", "max_rows")}
-    return json.dumps({"nlgrpo": __version__} | settings, default=str, sort_keys=True)
+    models = [hf_weights.locate(name) for name in (options.model, options.reference) if name is not None]
+    reward = None if responder.chooser is None else responder.chooser.reward
+    contents = {
+        "models": [*map(digest_of_model, models), *map(guides.digest_of_guide, options.guide)],
+        "prompts": digest_of_text(*map(digest_of_prompt, batch.ids)),
+        "columns": digest_of_text(*digests_of_columns(batch.columns, len(batch.ids))),
+        "reward": reward and digest_of_function(reward.function, options.choose or "", options.choose or ""),
+    }
+    return json.dumps({"nlgrpo": __version__} | settings | contents, default=str, sort_keys=True)
 
 
 def _shown(row: dict[str, Any], responder: Responder) -> str:

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
+import sys
 from collections import Counter
 
 import pytest
@@ -20,6 +22,7 @@ from nlgrpo.engine.guided_search import Search
 from nlgrpo.engine.inference import Chooser, Procedure, Responder
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
+from nlgrpo.runtime.line_file import LineFile
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
 REWARDS = """
@@ -381,6 +384,55 @@ def test_a_killed_command_resumes(work, tmp_path, monkeypatch):
     assert cli.main([*arguments, "--out", str(out)]) == 0
     assert out.read_bytes() == whole.read_bytes()
     assert (tmp_path / "calls").read_text().split() == ["8", "8", "6"]
+
+
+@pytest.mark.parametrize("changed", ["prompts", "column", "weights", "reward"])
+def test_work_on_other_contents_is_not_resumed(work, tmp_path, monkeypatch, changed):
+    """The options stay the same, and the partial file of the other work is replaced."""
+    for name in ("rewards.py", "prompts.jsonl"):
+        (tmp_path / name).write_text((work / name).read_text())
+    shutil.copytree(work / "policy", tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "generate",
+        "--model",
+        "policy",
+        "--max-new-tokens",
+        "4",
+        "--source",
+        "prompts.jsonl",
+        "--samples",
+        "2",
+    ]
+    arguments += ["--choose", "rewards.py:close", "--out", "out.jsonl", "--max-rows", "8"]
+
+    def die(self, lines):
+        raise ValueError("stopped")
+
+    with monkeypatch.context() as patched:
+        add, done = LineFile.add, []
+        patched.setattr(LineFile, "add", lambda self, lines: (die if done else add)(self, lines) or done.append(1))
+        assert cli.main(arguments) == 1
+    partial = (tmp_path / "out.jsonl.partial").read_text()
+    assert partial.count("\n") == 5
+    if changed == "prompts":
+        (tmp_path / "prompts.jsonl").write_text((work / "prompts.jsonl").read_text().replace('"w1 w2"', '"w1 w3"'))
+    elif changed == "column":
+        (tmp_path / "prompts.jsonl").write_text((work / "prompts.jsonl").read_text().replace("230", "231"))
+    elif changed == "weights":
+        tiny_model(tmp_path / "policy", "gpt2", scale=0.3, seed=1)
+    else:
+        for name in [name for name in sys.modules if name.startswith("_nlgrpo_user_")]:
+            monkeypatch.delitem(sys.modules, name)  # or the file is not read again
+        (tmp_path / "rewards.py").write_text(REWARDS.replace("-abs(", "-2 * abs("))
+    assert cli.main(arguments) == 0
+    fresh = [*arguments[:-4], "--out", "fresh.jsonl"]
+    assert cli.main(fresh) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len(lines) == 23
+    if changed != "column":
+        assert lines[0] != partial.splitlines()[1]
 
 
 def refused(arguments, capsys):

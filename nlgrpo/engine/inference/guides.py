@@ -98,6 +98,12 @@ def digest_of_value(path: Path) -> str:
     return f"{digest_of_model(folder)}-{digest_of_tokenizer(load_tokenizer(folder))}"
 
 
+def digest_of_guide(path: Path) -> str:
+    """Digest of a guide, or of a single value model."""
+    guide = read_guide(path)
+    return digest_of_value(path) if guide is None else guide.digest()
+
+
 def load_values(
     paths: Sequence[Path],
     betas: Sequence[float],
