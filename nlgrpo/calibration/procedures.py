@@ -10,10 +10,15 @@ the procedure have the CDF G(F(u)), and those of the reference G(u).
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from nlgrpo.calibration.quadrature import FINE, LAST, MOST, NODES, ROUNDS, WEIGHTS, Panels
+from nlgrpo.calibration.quadrature import COEFFICIENTS, FINE, LAST, MOST, NODES, ROUNDS, WEIGHTS, Panels
 from nlgrpo.objectives.base import Objective
 from nlgrpo.objectives.rank_based import RankBased
 
@@ -63,11 +68,35 @@ class Procedure:
         partial = (self.objective.weight_at(self._nodes(begin, ranks)) @ WEIGHTS) * (ranks - begin) / 2
         return (self._below[i] + partial) / self._total
 
-    def side(self, piece: int) -> tuple[float, float]:
-        """Return the ends of the ``piece``-th interval between breaks, at which g has the limits from inside."""
+    def on(self, piece: int) -> Callable[[float], float]:
+        """Return g on the ``piece``-th interval between breaks, continued by its values at the ends.
+
+        For single numbers, where a tensor operation would take most of the time: by the polynomials of `_resolved`.
+        """
         ends = (0.0, *self.breaks, 1.0)
-        low, high = ends[piece], ends[piece + 1]
-        return low + MARGIN * (piece > 0), high - MARGIN * (piece < len(self.breaks))
+        low, high = ends[piece] + MARGIN * (piece > 0), ends[piece + 1] - MARGIN * (piece < len(self.breaks))
+        begins, widths, polynomials = self._begin.tolist(), self._width.tolist(), self._polynomials
+
+        def g(rank: float) -> float:
+            z = min(max(rank, low), high)
+            i = bisect_right(begins, z) - 1
+            x, value = 2 * (z - begins[i]) / widths[i] - 1, 0.0
+            for coefficient in polynomials[i]:  # Horner's rule
+                value = value * x + coefficient
+            return value
+
+        return g
+
+    @cached_property
+    def _polynomials(self) -> list[list[float]]:
+        """Coefficients of g on each piece in x from -1 to 1, highest power first, without those below rounding."""
+        values = self.density(self._nodes(self._begin, self._begin + self._width))
+        series = (values @ COEFFICIENTS.T).numpy()
+        series[np.abs(series) < 1e-16 * self.highest] = 0
+        return [
+            np.polynomial.legendre.leg2poly(np.trim_zeros(row, "b"))[::-1].tolist() if row.any() else []
+            for row in series
+        ]
 
     @property
     def highest(self) -> float:

@@ -42,9 +42,9 @@ from nlgrpo.objectives.rank_based import RankBased
 LEAST, MOST = 1e-12, 1e12  # range of beta
 TOLERANCE = 1e-8  # of the residual
 SHOTS = 33  # values of s in the search for solutions
-SCAN, ROUGH, FINE = 1e-5, 1e-8, 1e-13  # relative tolerances of the search on the grid, in a cell, and of the solution
-WIDER = 1e-3  # fraction of a cell that is added to it at both ends, more than the error of the search on the grid
-NEAR = 1e-5  # fraction of a cell, more than the error of the search in it
+ROUGH, FINE = 1e-8, 1e-13  # relative tolerances of the integration, of the search and of the solution
+NEAR = 1e-5  # fraction of a cell, more than the error of the search
+BEYOND = 2.0  # R at which an integration ends: it only grows, and must end at 1
 LONGEST = {ROUGH: 1.0, FINE: 0.05}  # step in u; the interpolation of the solution is of order 7
 CLOSE = 1e-12  # distance to a jump that counts as reached
 
@@ -83,7 +83,8 @@ class StationaryPoint:
 class _Shot:
     """R = 1 - F and Phi as functions of w = 1 - u, integrated from w = 0 with log p = ``s`` there.
 
-    ``end``: R at w = 1, which is 1 for a solution. ``crossed``: log(u / w) where F reaches a jump of g.
+    ``end``: R at w = 1, which is 1 for a solution, or 2 if it would be larger. ``crossed``: log(u / w) where F reaches
+    a jump of g.
     """
 
     def __init__(self, procedure: Procedure, beta: float, s: float, tolerance: float) -> None:
@@ -108,7 +109,7 @@ class _Shot:
                 state,
                 method="DOP853",
                 dense_output=True,
-                events=_reaches(breaks[in_f - 1]) if in_f else None,
+                events=[_reaches(1 - BEYOND), *([_reaches(breaks[in_f - 1])] if in_f else [])],
                 max_step=LONGEST[tolerance],
                 rtol=tolerance,
                 atol=(tolerance / 100, tolerance / 100 * min(1.0, beta)),
@@ -118,6 +119,10 @@ class _Shot:
             times += solution.sol.ts[1:].tolist()
             parts += solution.sol.interpolants
             w, state = float(solution.t[-1]), solution.y[:, -1]
+            if solution.status == 1:
+                if len(solution.t_events[0]):
+                    break
+                in_f = self._cross(in_f, w)
         self.end = float(state[0])
         self._curve = OdeSolution(np.array(times), parts)
 
@@ -152,12 +157,10 @@ def _slopes(
     procedure: Procedure, beta: float, s: float, in_u: int, in_f: int
 ) -> Callable[[float, np.ndarray], tuple[float, float]]:
     """Return the derivatives of R and Phi in w, with g continued from the given pieces."""
-    (low_u, high_u), (low_f, high_f) = procedure.side(in_u), procedure.side(in_f)
+    of_u, of_f = procedure.on(in_u), procedure.on(in_f)
 
     def slopes(w: float, y: np.ndarray) -> tuple[float, float]:
-        ranks = min(max(1 - w, low_u), high_u), min(max(1 - y[0], low_f), high_f)
-        of_u, of_f = procedure.density(torch.tensor(ranks, dtype=torch.float64)).tolist()
-        return math.exp(s + min(y[1], 0.0) / beta), -of_u * of_f
+        return math.exp(s + min(float(y[1]), 0.0) / beta), -of_u(1 - w) * of_f(1 - float(y[0]))
 
     return slopes
 
@@ -179,9 +182,9 @@ def _starts(procedure: Procedure, beta: float) -> list[float]:
     grid = np.array([0.0, most])
     if not procedure.increases() and a > 0.1:
         grid = np.linspace(0, most, SHOTS)
-    signs = np.sign(_ends(procedure, beta, grid[1:-1]) - 1) if len(grid) > 2 else np.zeros(0)
-    signs = np.concatenate(([-1.0], signs, [1.0]))  # known at both ends
-    cells = [(grid[i], grid[i + 1]) for i in range(len(grid) - 1) if signs[i] != signs[i + 1]]
+    inside = [_Shot(procedure, beta, float(s), ROUGH).end >= 1 for s in grid[1:-1]]
+    above = [False, *inside, True]  # known at both ends
+    cells = [(float(grid[i]), float(grid[i + 1])) for i in range(len(grid) - 1) if above[i] != above[i + 1]]
     found = [s for cell in cells if (s := _root(procedure, beta, *cell)) is not None]
     if not found:
         raise ValueError(
@@ -191,20 +194,6 @@ def _starts(procedure: Procedure, beta: float) -> list[float]:
     return found
 
 
-def _ends(procedure: Procedure, beta: float, starts: np.ndarray) -> np.ndarray:
-    """Return R at u = 0 for several s (S,), roughly: jumps of g are only met by short steps."""
-    from scipy.integrate import solve_ivp
-
-    def slopes(w: float, y: np.ndarray) -> np.ndarray:
-        R, phi = y.reshape(2, -1)
-        g = procedure.density(torch.from_numpy(np.append(1 - R, 1 - w).clip(0, 1))).numpy()
-        return np.concatenate((np.exp(starts + np.minimum(phi, 0) / beta), -g[-1] * g[:-1]))
-
-    solution = solve_ivp(slopes, (0, 1), np.zeros(2 * len(starts)), method="DOP853", rtol=SCAN, atol=SCAN / 10)
-    ends: np.ndarray = solution.y[: len(starts), -1]
-    return ends
-
-
 def _root(procedure: Procedure, beta: float, low: float, high: float) -> float | None:
     """Return the s in a cell for which R(u = 0) = 1, or None if the signs at its ends were wrong."""
     from scipy.optimize import brentq
@@ -212,8 +201,8 @@ def _root(procedure: Procedure, beta: float, low: float, high: float) -> float |
     def excess(s: float, tolerance: float) -> float:
         return _Shot(procedure, beta, s, tolerance).end - 1
 
-    near, wider = NEAR * (high - low), WIDER * (high - low)
-    low, high = max(0.0, low - wider), high + wider
+    near = NEAR * (high - low)
+    low, high = max(0.0, low - near), high + near
     if excess(low, ROUGH) * excess(high, ROUGH) < 0:
         rough = brentq(excess, low, high, args=(ROUGH,), xtol=near / 100)
         if excess(rough - near, FINE) * excess(rough + near, FINE) < 0:

@@ -328,6 +328,17 @@ def test_the_best_of_several_stationary_points_is_taken(beta, upper):
     assert min(reached) < found.value - 0.02  # other starts end at the other
 
 
+def test_a_solution_that_lies_close_to_the_grid_is_not_missed():
+    """The best of three, at which R(u = 0) is within 0.004 of 1 at a value of s of the grid."""
+    objective, beta = Distortion([0.3673, 2.8505, 0.04206, 0.6471, 0.014, 0, 0, 0, 0, 0.1354, 0.05773]), 0.00154197
+    found = stationary.solve(objective, beta)
+    assert found.others == 2
+    top = torch.zeros(1100, dtype=torch.float64)
+    top[-10:] = 0.1  # mass on the highest hundredth alone, which wins less but more than the other two
+    assert 0.98 < float(Grid(objective, beta, 1100).value(top)) <= found.value
+
+
+@pytest.mark.slow  # the search for beta halves an interval 45 times
 def test_a_kl_that_the_optimum_jumps_over():
     with pytest.raises(ValueError, match=r"no optimum has KL = 0.7: the best stationary point changes at beta = 0.08"):
         at_kl("fp:distortion:2,0,0,1", [0.7], 4)
