@@ -17,10 +17,10 @@ solution is then found by shooting.
 g may jump: the integration stops where u or F reaches a jump and resumes with the values of the other side.
 
 If g increases, W is concave and there is one solution, which is the optimum. Otherwise a solution is a stationary point
-of W - beta KL: Theorem 1 is a necessary condition. A table such as "distortion:2,0,0,1" can have three, and the best one
-is returned; one that the grid does not separate from another may be missed. For worst-of-N the solution is the optimum
-(`nlgrpo.calibration.fixed_point`). For CVaR it is Phi = min(u, alpha) / alpha^2 for every beta, because F(u) is at most
-u.
+of W - beta KL: Theorem 1 is a necessary condition. A table such as "distortion:2,0,0,1" can have three, and the best
+is returned; one that the grid does not separate from another may be missed. For worst-of-N it is the optimum
+(`nlgrpo.calibration.fixed_point`). For CVaR the solution is Phi = min(u, alpha) / alpha^2 for every beta, because
+F(u) is at most u.
 """
 
 from __future__ import annotations
