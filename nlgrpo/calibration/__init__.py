@@ -1,8 +1,9 @@
 """Rewards as ranks among samples of the reference: empirical CDFs, InfAlign-CTRL, variational best-of-N.
 
-`ecdf`, `log_cdf` and `kolmogorov_smirnov` handle empirical distributions of many samples. `transforms`, `fixed_point`
-and `alignment` are InfAlign-CTRL: transforms of a calibrated reward, and their win rates against KL. `variational` is
-vBoN. Pure tensor functions that import `nlgrpo.objectives` and `nlgrpo.kernels`. Read `alignment.py` first.
+`ecdf`, `log_cdf` and `kolmogorov_smirnov` handle empirical distributions of many samples. `transforms`, `fixed_point`,
+`procedures`, `stationary` and `alignment` are InfAlign-CTRL: transforms of a calibrated reward, and their win rates
+against KL under any calibrated procedure. `variational` is vBoN. Pure tensor functions that import `nlgrpo.objectives`
+and `nlgrpo.kernels`. Read `alignment.py` first.
 """
 
 from nlgrpo.calibration.alignment import (

@@ -13,21 +13,25 @@ Legend: P prompts, M samples per prompt, K samples of the reference per prompt, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nlgrpo.calibration.quadrature import Panels, panels_for
+from nlgrpo.calibration.procedures import Procedure
+from nlgrpo.calibration.quadrature import Panels, logit, panels_for
 from nlgrpo.calibration.transforms import Exponential, Transform, as_transform, parse_transform
 from nlgrpo.kernels import ecdf
-from nlgrpo.objectives.base import first, is_number
+from nlgrpo.objectives.base import Objective, first, is_number
+from nlgrpo.objectives.registry import parse
 
 __all__ = ["Curve", "Transform", "alignment_curve", "at_kl", "calibrate", "parse_transform", "suggest"]
 
 FURTHEST = 700.0  # largest |log beta| in the search for a KL
 EXPONENTS = (0.1, 500.0)  # range of |t| in the search for the best exp:t
+JUMP = 1e-6  # error of a KL beyond which it jumps at the beta that was found
+NONE: Mapping[str, Procedure] = {}
 
 
 def calibrate(rewards: Tensor, reference: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ class Curve:
     """KL and win rates against the reference at the optimum for each ``beta``; all (B,), float64.
 
     ``kl`` in nats; win rates in [0, 1]: one sample against one, best of ``n`` against best of ``n``, and worst of ``n``
-    against worst of ``n``.
+    against worst of ``n``. ``procedures`` has the win rates (B,) under further procedures, by name.
     """
 
     n: int
@@ -73,9 +77,15 @@ class Curve:
     win_rate: Tensor
     bon_win_rate: Tensor
     won_win_rate: Tensor
+    procedures: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def alignment_curve(transform: Transform | str, betas: Iterable[float] | Tensor, n: int) -> Curve:
+def alignment_curve(
+    transform: Transform | str,
+    betas: Iterable[float] | Tensor,
+    n: int,
+    procedures: Sequence[Objective | str] = (),
+) -> Curve:
     """Compute KL and win rates of the optimum for Phi and each beta (InfAlign, Theorem 3). F: CDF of u at the optimum.
 
         F(u) = int_0^u e^{Phi/beta} / Z,  Z = int_0^1 e^{Phi/beta},       KL = E_F[Phi] / beta - log Z
@@ -87,23 +97,32 @@ def alignment_curve(transform: Transform | str, betas: Iterable[float] | Tensor,
     ``transform``: a `Transform` or its name (`parse_transform`), such as "exp:10" or "bon_fp:4". "bon_fp" and "won_fp"
     without a number take N = ``n``. A fixed point without a beta is solved for each beta.
 
-    Errors are about 1e-12. Raises ValueError for n < 1, another transform, a beta that is not positive and finite, and
-    a density too concentrated to be integrated.
+    ``procedures``: rank-based objectives or their names, such as "cvar:0.1". Each gives the win rate of the optimum
+    against the reference when both answer through the procedure (Theorem 4), with g and G as in `Procedure`:
+
+        win rate 1 - int_0^1 G(F(u)) dG(u)
+
+    Errors are about 1e-12. Raises ValueError for n < 1, another transform, a beta that is not positive and finite, a
+    density too concentrated to be integrated, and as `Procedure` for an objective that is not rank-based or has a
+    negative weight.
     """
     _check_n(n)
-    phi = as_transform(transform, n)
-    return _curve(n, [_aligned(phi, beta) for beta in (betas.tolist() if isinstance(betas, Tensor) else betas)])
+    phi, extra = as_transform(transform, n), _named(procedures)
+    each = betas.tolist() if isinstance(betas, Tensor) else betas
+    return _curve(n, [_aligned(phi, beta, extra) for beta in each], extra)
 
 
-def at_kl(transform: Transform | str, kls: Sequence[float], n: int) -> Curve:
+def at_kl(
+    transform: Transform | str, kls: Sequence[float], n: int, procedures: Sequence[Objective | str] = ()
+) -> Curve:
     """Compute the curve at given KLs: ``beta`` is solved for, with an error of the KL below 1e-9.
 
-    ``transform`` is as in `alignment_curve`. Raises ValueError as `alignment_curve`, for a KL that is not positive, and
-    for one that the transform cannot reach.
+    ``transform`` and ``procedures`` are as in `alignment_curve`. Raises ValueError as `alignment_curve`, for a KL that
+    is not positive, and for one that the transform cannot reach or, for a fixed point that is not unique, jumps over.
     """
     _check_n(n)
-    phi = as_transform(transform, n)
-    return _curve(n, [_aligned(phi, _beta_for(phi, kl)) for kl in kls])
+    phi, extra = as_transform(transform, n), _named(procedures)
+    return _curve(n, [_aligned(phi, _beta_for(phi, kl), extra) for kl in kls], extra)
 
 
 def suggest(n: int, kl: float, *, worst: bool = False) -> float:
@@ -150,11 +169,21 @@ class _Aligned:
         return single, best, worst
 
 
-def _aligned(transform: Transform, beta: float) -> _Aligned:
+def _aligned(transform: Transform, beta: float, procedures: Mapping[str, Procedure] = NONE) -> _Aligned:
+    """Compute the optimum, on panels that end where a procedure's g jumps, in u or in F."""
     if not (is_number(beta) and beta > 0):
         raise ValueError(f"beta = {beta!r}: expected a finite number > 0, the weight of the KL penalty.")
     phi = transform.at(beta)
-    panels, logs = panels_for(lambda u, w: phi.below_top(u, w) / beta)
+    optimum = _on_panels(phi, beta, ())
+    breaks = sorted({b for procedure in procedures.values() for b in procedure.breaks})
+    if not breaks:
+        return optimum
+    in_f = [optimum.panels.crossing(optimum.F, b) for b in breaks]
+    return _on_panels(phi, beta, [*(logit(b) for b in breaks), *in_f])
+
+
+def _on_panels(phi: Transform, beta: float, edges_at: Sequence[float]) -> _Aligned:
+    panels, logs = panels_for(lambda u, w: phi.below_top(u, w) / beta, edges_at)
     total = panels.total(logs.exp())
     density = logs.exp() / total
     mean = panels.total(torch.where(density > 0, density * logs, 0.0))  # avoids 0 * -inf
@@ -162,10 +191,14 @@ def _aligned(transform: Transform, beta: float) -> _Aligned:
     return _Aligned(beta, max(0.0, float(mean - total.log())), panels, F)
 
 
-def _curve(n: int, optima: Sequence[_Aligned]) -> Curve:
+def _curve(n: int, optima: Sequence[_Aligned], procedures: Mapping[str, Procedure] = NONE) -> Curve:
     rows = torch.tensor([(a.beta, a.kl, *a.losses(n)) for a in optima], dtype=torch.float64).view(-1, 5)
-    beta, kl, *losses = rows.unbind(1)
-    return Curve(n, beta, kl, *(1 - loss for loss in losses))
+    beta, kl, single, best, worst = rows.unbind(1)
+    extra = {
+        name: 1 - torch.tensor([procedure.loss_rate(a.panels, a.F) for a in optima], dtype=torch.float64)
+        for name, procedure in procedures.items()
+    }
+    return Curve(n, beta, kl, 1 - single, 1 - best, 1 - worst, extra)
 
 
 def _beta_for(transform: Transform, kl: float) -> float:
@@ -190,7 +223,13 @@ def _beta_for(transform: Transform, kl: float) -> float:
             step, why = step / 2, str(error).rstrip(".")
             continue
         if next_value * value <= 0:
-            return math.exp(brentq(excess, log_beta, next_log_beta, xtol=1e-12, rtol=1e-14))
+            beta = math.exp(brentq(excess, log_beta, next_log_beta, xtol=1e-12, rtol=1e-14))
+            if abs(_aligned(transform, beta).kl - kl) > JUMP:
+                raise ValueError(
+                    f"{transform}: no optimum has KL = {kl:g}: the best stationary point changes at beta = {beta:.6g}, "
+                    "and the KL jumps; choose a beta instead, or another KL."
+                )
+            return beta
         log_beta, value, step = next_log_beta, next_value, 2 * step
     raise ValueError(f"{transform}: KL = {kl:g} is out of reach, the furthest is {value + kl:.3g}: {why}.")
 
@@ -200,6 +239,13 @@ def _rise(phi: Transform) -> float:
     u = torch.tensor([0.5, 0.0], dtype=torch.float64)
     half, whole = (-phi.below_top(u, 1 - u)).tolist()
     return half or whole
+
+
+def _named(procedures: Sequence[Objective | str]) -> dict[str, Procedure]:
+    """Return each procedure by its text, or the objective's name."""
+    if isinstance(procedures, str):
+        raise ValueError(f"procedures = {procedures!r}: expected a sequence, such as ['{procedures}'].")
+    return {str(p): Procedure(parse(p) if isinstance(p, str) else p) for p in procedures}
 
 
 def _check_n(n: int, least: int = 1) -> None:

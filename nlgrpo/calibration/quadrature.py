@@ -7,7 +7,7 @@ higher at u = 1 than at u = 0, or as narrow as 1e-17, is therefore integrated ac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ ROUGH = 1e-6  # fraction of the integral that may stay unresolved
 
 
 def _tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return nodes and weights on [-1, 1], and matrices for integrals from -1 to each node and the last 2 coefficients.
+    """Return nodes and weights on [-1, 1], and matrices for integrals from -1 to each node and Legendre coefficients.
 
     The polynomial through values at the nodes is sum_k c_k P_k, c_k = (2k + 1)/2 sum_i weight_i P_k(x_i) value_i. The
     integral of P_k is (P_{k+1} - P_{k-1}) / (2k + 1), that of P_0 is x + 1.
@@ -32,20 +32,21 @@ def _tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     k = np.arange(ORDER)
     coefficients = (k[:, None] + 0.5) * weights * P[:, :-1].T  # (k, i)
     integrals = np.concatenate(((x + 1)[:, None], (P[:, 2:] - P[:, :-2]) / (2 * k[1:] + 1)), axis=1)  # (i, k)
-    of_nodes, of_weights, of_integrals, last = (
-        torch.from_numpy(np.ascontiguousarray(table))
-        for table in (x, weights, integrals @ coefficients, coefficients[-2:])
+    of_nodes, of_weights, of_integrals, of_coefficients = (
+        torch.from_numpy(np.ascontiguousarray(table)) for table in (x, weights, integrals @ coefficients, coefficients)
     )
-    return of_nodes, of_weights, of_integrals, last
+    return of_nodes, of_weights, of_integrals, of_coefficients
 
 
-NODES, WEIGHTS, INTEGRALS, LAST = _tables()
+NODES, WEIGHTS, INTEGRALS, COEFFICIENTS = _tables()
+LAST = COEFFICIENTS[-2:]
 
 
 class Panels:
     """Nodes of all panels, (J, 16) in ascending order: ``u``, and ``w`` = 1 - u, float64."""
 
     def __init__(self, edges: Tensor) -> None:
+        self._edges = edges
         half = edges.diff()[:, None] / 2
         z = edges[:-1, None] + half * (1 + NODES)
         self.u, self.w = z.sigmoid(), (-z).sigmoid()
@@ -70,16 +71,43 @@ class Panels:
         last = (values * self._steps @ LAST.T).abs().sum(-1)
         return last / self.total(values)
 
+    def crossing(self, values: Tensor, level: float) -> float:
+        """Return the z at which an increasing function, given at the nodes, reaches ``level``."""
+        from scipy.optimize import brentq  # the import takes half a second
 
-def panels_for(log_density: Callable[[Tensor, Tensor], Tensor]) -> tuple[Panels, Tensor]:
+        coefficients = values @ COEFFICIENTS.T
+        above = (coefficients.sum(-1) >= level).nonzero()  # its values at the upper edges, where every P_k is 1
+        if not len(above):
+            return float(self._edges[-1])
+        j = int(above[0])
+        low, high = self._edges[j : j + 2].tolist()
+        series = coefficients[j].numpy()
+
+        def excess(x: float) -> float:
+            return float(np.polynomial.legendre.legval(x, series)) - level
+
+        return low if excess(-1.0) >= 0 else low + (high - low) * (1 + brentq(excess, -1.0, 1.0, xtol=1e-15)) / 2
+
+
+def logit(u: float) -> float:
+    """Return z of ``u`` in (0, 1)."""
+    return math.log(u) - math.log1p(-u)
+
+
+def panels_for(
+    log_density: Callable[[Tensor, Tensor], Tensor], edges_at: Iterable[float] = ()
+) -> tuple[Panels, Tensor]:
     """Return panels that resolve a density, and its logarithm at their nodes minus the maximum.
 
     ``log_density`` maps u and 1 - u to a tensor of their shape, which may contain -inf. Panels in which it is not
-    smooth, as at a kink or a jump, are halved until their error is negligible.
+    smooth, as at a kink or a jump, are halved until their error is negligible. ``edges_at``: values of z at which
+    panels end, where another integrand is not smooth.
 
     Raises ValueError for a density that is too narrow for the panels or too rough to be resolved.
     """
     edges = torch.linspace(-REACH, REACH, 321, dtype=torch.float64)
+    extra = torch.tensor([z for z in edges_at if abs(z) < REACH], dtype=torch.float64)
+    edges = torch.cat((edges, extra)).unique()
     for _ in range(ROUNDS):
         panels = Panels(edges)
         logs = log_density(panels.u, panels.w)

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.calibration import fixed_point
+from nlgrpo.calibration import fixed_point, stationary
+from nlgrpo.calibration.procedures import Procedure
+from nlgrpo.objectives import registry
 from nlgrpo.objectives.base import is_number
+from nlgrpo.objectives.rank_based import BestOfN, RankBased, WorstOfN
 
 Loader = Callable[[str], Callable[..., Any]]
 
@@ -26,10 +29,13 @@ FORMS = {  # name: syntax
     "identity": "identity",
     "log": "log",
     "exp": "exp:T",
+    "power": "power:T",
     "bon_fp": "bon_fp:N:BETA",
     "won_fp": "won_fp:N:BETA",
+    "fp": "fp:PROCEDURE:BETA",
 }
 STEEPEST = 500.0  # largest |t| of exp:t; e^710 overflows float64
+POWERS = 1e-6, 1e6  # range of t of power:t
 GRID = 1025  # points at which a user's function is checked
 
 
@@ -58,6 +64,11 @@ class Transform(ABC):
     def at(self, beta: float) -> Transform:
         """Return the transform for training with this ``beta``: itself, unless it depends on beta."""
         return self
+
+    @property
+    def residual(self) -> float | None:
+        """Of a fixed point: the largest error of its equations, at most 1e-8. None for other transforms."""
+        return None
 
     @property
     @abstractmethod
@@ -149,6 +160,35 @@ class Exponential(Transform):
 
 
 @dataclass(frozen=True)
+class Power(Transform):
+    """Phi(u) = u^t, t > 0. With t = N, best-of-N of it is InfAlign's objective for best-of-N (Definition 5):
+
+        E max(u_1^N, .., u_N^N) = 1 - N int F^N u^{N-1} = best-of-N win rate
+
+    Training with the objective "bon:N" and the transform "power:N" therefore has the optimum of "mean" and "bon_fp:N"
+    at the same beta, without solving for it. "power:1" is the identity. Raises ValueError for t outside [1e-6, 1e6].
+    """
+
+    t: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.t) and POWERS[0] <= self.t <= POWERS[1]):
+            raise ValueError(
+                f"power:{self.t}: expected a number in [{POWERS[0]:g}, {POWERS[1]:g}], such as 'power:4' for best-of-4."
+            )
+
+    @property
+    def name(self) -> str:
+        return f"power:{self.t:g}" if float(f"{self.t:g}") == self.t else f"power:{self.t!r}"
+
+    def _phi(self, u: Tensor) -> Tensor:
+        return u**self.t
+
+    def below_top(self, u: Tensor, w: Tensor) -> Tensor:
+        return torch.expm1(self.t * torch.where(w < 0.25, torch.log1p(-w), u.log()))
+
+
+@dataclass(frozen=True)
 class FixedPoint(Transform):
     """The best transform for best-of-n, or ``worst``-of-n, at ``beta`` (InfAlign, Corollary 2), with Phi(1) = 0.
 
@@ -183,6 +223,50 @@ class FixedPoint(Transform):
         if self.beta is None:
             raise ValueError(f"{self.name} depends on beta; write '{self.name}:0.1', or give beta=0.1.")
         return fixed_point.solve(self.n, self.beta, self.worst)
+
+    def _phi(self, u: Tensor) -> Tensor:
+        return self._solved()(1 - u)
+
+    def below_top(self, u: Tensor, w: Tensor) -> Tensor:
+        return self._solved()(w)
+
+
+@dataclass(frozen=True)
+class ProcedureFixedPoint(Transform):
+    """The transform of InfAlign's Theorem 1 for any calibrated procedure, a rank-based objective, at ``beta``.
+
+        Phi(u) = -int_u^1 g(F(v)) g(v) dv,    F' ~ e^{Phi / beta},    Phi(1) = 0
+
+    g is the procedure's density of the rank. If g increases (best-of-N, best-of-Poisson), this is the optimum of the
+    win rate minus beta KL. Otherwise it is the best stationary point that was found, which Theorem 1 requires of the
+    optimum; see `nlgrpo.calibration.stationary`. Without ``beta`` it adapts to the beta of the training (`at`), and
+    calling it raises ValueError. For best-of-N and worst-of-N it equals `FixedPoint`.
+    """
+
+    procedure: RankBased
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        Procedure(self.procedure)
+        if self.beta is not None:
+            stationary.solve(self.procedure, self.beta)
+
+    @property
+    def residual(self) -> float:
+        """Largest difference between the two sides of Theorem 1's equation, by quadrature; at most 1e-8."""
+        return self._solved().residual
+
+    @property
+    def name(self) -> str:
+        return f"fp:{self.procedure.name}" + (f":{float(self.beta)!r}" if self.beta is not None else "")
+
+    def at(self, beta: float) -> ProcedureFixedPoint:
+        return replace(self, beta=float(beta)) if self.beta is None else self
+
+    def _solved(self) -> stationary.StationaryPoint:
+        if self.beta is None:
+            raise ValueError(f"{self.name} depends on beta; write '{self.name}:0.1', or give beta=0.1.")
+        return stationary.solve(self.procedure, self.beta)
 
     def _phi(self, u: Tensor) -> Tensor:
         return self._solved()(1 - u)
@@ -243,9 +327,11 @@ def parse_transform(
 ) -> Transform:
     """Parse the name of a transform.
 
-    - "identity"; "log", clamped at 1/(2K) for K = ``references``; "exp:10", "exp:-10".
+    - "identity"; "log", clamped at 1/(2K) for K = ``references``; "exp:10", "exp:-10"; "power:4".
     - "bon_fp:4:0.1" and "won_fp:4:0.1", the fixed points for N = 4 at beta = 0.1. ``n`` and ``beta`` are the defaults
       for a text without them, such as "bon_fp". Without any beta the transform adapts to that of the training.
+    - "fp:cvar:0.25:0.1", the fixed point for any rank-based objective (`nlgrpo.objectives.parse`) at beta = 0.1, and
+      "fp:cvar:0.25" without it. "fp:bon:4" and "fp:wor:4" are "bon_fp:4" and "won_fp:4".
     - "file.py:f" or "module:f", loaded by ``function`` (`nlgrpo.runtime.user_code.function`).
 
     Raises ValueError for an unknown name, suggesting the nearest known one, and for invalid arguments.
@@ -258,6 +344,10 @@ def parse_transform(
         return Identity() if name == "identity" else Log(references)
     if name == "exp":
         return Exponential(_number(text, given, float))
+    if name == "power":
+        return Power(_number(text, given, float))
+    if name == "fp":
+        return _fixed_point(text, beta, function)
     if name in ("bon_fp", "won_fp"):
         n = _number(text, given[:1], int) if given or n is None else n
         beta = _number(text, given[1:], float) if given[1:] else beta
@@ -280,6 +370,28 @@ def as_transform(transform: Transform | str, n: int | None = None) -> Transform:
     if not isinstance(transform, Transform):
         raise ValueError(f"transform = {transform!r}: expected a Transform, or a name such as 'log' or 'exp:10'.")
     return transform
+
+
+def _fixed_point(text: str, beta: float | None, function: Loader | None) -> Transform:
+    """Parse "fp:PROCEDURE" or "fp:PROCEDURE:BETA"."""
+    name, *given = text.split(":")[1:] or [""]
+    if name not in registry.FORMS:
+        raise ValueError(f"transform {text!r}: expected {FORMS['fp']!r} with a rank-based objective: 'fp:cvar:0.25'.")
+    needed = max(registry.FORMS[name].needed, name == "distortion")  # arguments of the procedure itself
+    if len(given) > needed and _is_float(given[-1]):
+        beta = float(given.pop())
+    objective = registry.parse(":".join((name, *given)), function)
+    if isinstance(objective, BestOfN | WorstOfN) and objective.n > 1:
+        return FixedPoint(objective.n, beta, isinstance(objective, WorstOfN))
+    return ProcedureFixedPoint(Procedure(objective).objective, beta)
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _number(text: str, given: list[str], kind: Callable[[str], Any]) -> Any:

@@ -104,8 +104,8 @@ class RewardConfig:
     """Factor on the reward, before the objective; -1 for users who want it low."""
     transform: str = ""
     """Transform of the reward's rank among samples of the reference (section `calibration`), usually with the objective
-    "mean". InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", or a function of the rank. Variational
-    best-of-N: "vbon:N", "vbon:N:bound"."""
+    "mean". InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", "fp:PROCEDURE" ("fp:cvar:0.1"), "power:N"
+    (with "bon:N"), or a function of the rank. Variational best-of-N: "vbon:N", "vbon:N:bound"."""
     timeout: float = 600.0
     """Timeout of one call, in seconds."""
     on_error: Literal["stop", "skip"] = "stop"

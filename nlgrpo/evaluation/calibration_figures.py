@@ -20,24 +20,36 @@ DELTA = 0.05  # the band contains a prompt's whole curve with probability 1 - DE
 def alignment(curves: Mapping[str, Curve], reference: Curve) -> Figure:
     """Draw win rates over KL for each transform: one sample, best-of-N and worst-of-N (InfAlign, Figs. 2 and 11).
 
-    ``reference``: the curve of a policy whose single samples are best-of-m samples of the reference, for a few m.
+    A panel for each further procedure of ``reference`` follows. ``reference``: the curve of a policy whose single
+    samples are best-of-m samples of the reference, for a few m.
     """
-    n = reference.n
-    panels = {"One sample": "win_rate", f"Best-of-{n}": "bon_win_rate", f"Worst-of-{n}": "won_win_rate"}
-    figure = figure_of((11.4, 4.4))
-    every = figure.subplots(1, len(panels))
-    for axes, (title, column) in zip(every, panels.items(), strict=True):
+    panels = _rates(reference)
+    rows = math.ceil(len(panels) / 4)
+    columns = math.ceil(len(panels) / rows)
+    figure = figure_of((3.8 * columns, 4.4 * rows))
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in every[len(panels) :]:
+        axes.remove()
+    for axes, title in zip(every, panels, strict=False):
         for i, (name, curve) in enumerate(curves.items()):
             order = curve.kl.argsort()
-            axes.plot(curve.kl[order], 100 * getattr(curve, column)[order], **series_style(i).line, label=name)
+            axes.plot(curve.kl[order], 100 * _rates(curve)[title][order], **series_style(i).line, label=name)
         label = "best-of-2, 4, 8 of the reference"
-        axes.plot(reference.kl, 100 * getattr(reference, column), "x", color=GREY, markersize=7, label=label)
+        axes.plot(reference.kl, 100 * panels[title], "x", color=GREY, markersize=7, label=label)
         axes.set_title(title)
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_xlim(left=0)
-    every[0].set_ylabel("win rate (%)")
-    legend(figure, every)
+    for axes in every[: len(panels) : columns]:
+        axes.set_ylabel("win rate (%)")
+    legend(figure, every[: len(panels)])
     return figure
+
+
+def _rates(curve: Curve) -> dict[str, Tensor]:
+    """Return the win rates of a curve by the title of their panel."""
+    n = curve.n
+    own = {"One sample": curve.win_rate, f"Best-of-{n}": curve.bon_win_rate, f"Worst-of-{n}": curve.won_win_rate}
+    return own | dict(curve.procedures)
 
 
 def calibration(rewards: Tensor) -> Figure:

@@ -44,6 +44,15 @@ class RankBased(Objective):
         """Return w_k = f(k/M) for k = 1 .. M, (M,) in float64."""
         return self._f(_steps(M)[1:])
 
+    def weight_at(self, ranks: Tensor) -> Tensor:
+        """Return f(z) for ``ranks`` z in [0, 1], of their shape."""
+        return self._f(ranks)
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        """Ranks in (0, 1) at which f jumps, ascending, as far as known: not those of a user's function."""
+        return ()
+
     def masses(self, M: int) -> Tensor:
         """Return the weight in R of the k-th smallest of M rewards, F(k/M) - F((k-1)/M), (M,) in float64."""
         return self._masses(_steps(M))
@@ -273,6 +282,10 @@ class CVaR(RankBased):
     def name(self) -> str:
         return f"cvar:{self.alpha!r}"
 
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        return (self.alpha,) if self.alpha < 1 else ()
+
     def weights(self, M: int) -> Tensor:
         """Return M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
         return M * self.masses(M)
@@ -316,6 +329,11 @@ class Distortion(RankBased):
         if not callable(self.f):
             return f"distortion:{','.join(map(repr, self.f))}"
         return f"distortion:{self.named or getattr(self.f, '__qualname__', type(self.f).__name__)}"
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        table = () if callable(self.f) else self.f
+        return tuple(k / len(table) for k in range(1, len(table)) if table[k - 1] != table[k])
 
     def _f(self, z: Tensor) -> Tensor:
         if not callable(self.f):

@@ -206,7 +206,7 @@ def _on_transforms(config: Config) -> Iterator[str]:
                 f"rewards.{name}: the objective of {reward.transform} gives the KL the reward's weight; set "
                 f"loss.beta = {reward.weight:g}, constant (no loss.target_kl), and loss.kl_in = 'reward'."
             )
-        if reward.transform.startswith(("bon_fp", "won_fp")) and loss.target_kl is not None:
+        if reward.transform.startswith(("bon_fp", "won_fp", "fp:")) and loss.target_kl is not None:
             yield (
                 f"rewards.{name}: {reward.transform} is the optimal transform for one beta, and loss.target_kl "
                 "changes beta during training; remove loss.target_kl."

@@ -46,7 +46,7 @@ def test_win_rates_of_the_paper(n, tmp_path, capsys):
         assert (row["residual"] is not None) == (row["transform"] == "bon_fp")
     assert table["bon_fp"]["residual"] < 1e-11
     assert f"best of {n}" in out
-    assert "residual of Corollary 2 at most" in out
+    assert "residual of Theorem 1 at most" in out
 
 
 def test_files_hold_the_curves(tmp_path, capsys, monkeypatch):
@@ -90,6 +90,40 @@ def test_at_betas(tmp_path, capsys):
     assert out.index("0.1   identity") < out.index("1   identity")
 
 
+def test_further_procedures_are_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(z):\n    return z ** 3\n")
+    drawn, draw = [], calibration_figures.alignment
+    monkeypatch.setattr(calibration_figures, "alignment", lambda *given: drawn.append(draw(*given)) or drawn[-1])
+    procedures = ["bop:4.0", "distortion:0.0,1.0,2.0", "cvar:0.1", "distortion:mine.py:f"]
+    given = ["--procedures", "bop:4, distortion:0,1,2,cvar:0.1,distortion:mine.py:f", "--betas", "0.1,0.5", "--n", 4]
+    transforms = ["log", "fp:distortion:0,1,2", "fp:bop:4:0.1"]
+    assert run(*given, "--transforms", ",".join(transforms), "--out", tmp_path / "out") == 0
+    record = json.loads((tmp_path / "out" / "curves.json").read_text("utf-8"))
+    assert [row["transform"] for row in record["table"]] == [name for name in transforms for _ in range(2)]
+    out = capsys.readouterr().out
+    for row in record["table"]:
+        assert (row["residual"] is not None) == row["transform"].startswith("fp:")
+        curve = alignment_curve(row["transform"], [row["beta"]], 4, procedures[:3])
+        for name in procedures[:3]:
+            assert row[name] == float(curve.procedures[name])
+            assert f"{row[name]:.4f}" in out
+        assert row["distortion:mine.py:f"] == pytest.approx(row["bon_win_rate"], abs=1e-12)  # z^3 is best-of-4
+    with (tmp_path / "out" / "curves.csv").open(newline="") as file:
+        assert [float(row["cvar:0.1"]) for row in csv.DictReader(file)] == [row["cvar:0.1"] for row in record["curves"]]
+    (figure,) = drawn
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "One sample",
+        "Best-of-4",
+        "Worst-of-4",
+        *procedures,
+    ]
+    of_log = [100 * row["bop:4.0"] for row in record["curves"][:2]]
+    assert figure.axes[3].lines[0].get_ydata() == pytest.approx(of_log[::-1])  # in the order of KL
+    crosses = alignment_curve("log", [1, 1 / 3, 1 / 7], 4, ["bop:4.0"]).procedures["bop:4.0"]
+    assert figure.axes[3].lines[-1].get_ydata() == pytest.approx(100 * crosses)
+
+
 def test_a_function_of_the_user(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def top(u):\n    return (u > 0.9).double()\n\ndef back(u):\n    return -u\n")
@@ -126,6 +160,12 @@ def test_what_is_refused(tmp_path, capsys, monkeypatch):
         ("--n", "1"): "bon_fp: N = 1; expected an integer >= 2",
         ("--suggest", "1"): "N = 1: expected an integer >= 2",
         ("--suggest", "4", "--kl", "-1"): "KL = -1.0",
+        ("--procedures", "soft:0.1"): "soft:0.1: expected a rank-based objective",
+        ("--procedures", "distortion:1,-1"): "f(0.500977) = -1; a procedure needs f >= 0",
+        ("--procedures", "cvar:0.1,bom:4"): "objective 'bom:4' is not known",
+        ("--procedures", "distortion:absent.py:f"): "there is no file 'absent.py'",
+        ("--transforms", "fp:soft:0.1"): "soft:0.1: expected a rank-based objective",
+        ("--transforms", "fp:cvar:0.25", "--kls", "1"): "KL = 1 is out of reach, the furthest is 0.288",
         ("--out", "file/folder"): "cannot write into file/folder",
     }.items():
         assert message in error_of(capsys, *arguments), arguments

@@ -44,6 +44,7 @@ def test_recipes_have_no_notes():
         ({"algorithm": "ipo", "beta": 0.1, "kl_in": "reward"}, "loss.kl_in = 'reward': ignored by ipo"),
         ({"transform": "vbon:4"}, "vbon:4 gives the KL the reward's weight; set loss.beta = 1, constant"),
         ({"transform": "bon_fp:4", "target_kl": 0.1}, "bon_fp:4 is the optimal transform for one beta"),
+        ({"transform": "fp:cvar:0.25", "target_kl": 0.1}, "fp:cvar:0.25 is the optimal transform for one beta"),
         ({"aggregate": "smooth_min:4"}, "its gradient is taken at values from 6 prompts"),
         (
             {"rollout": RolloutConfig(top_k=5, min_p=0.1)},

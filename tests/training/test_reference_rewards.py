@@ -9,6 +9,7 @@ import torch
 from helpers import WORDS, tiny_model
 
 from nlgrpo import cli, train
+from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, LossConfig, RewardConfig, RolloutConfig
@@ -174,14 +175,23 @@ def test_a_failed_calibration_stops_the_run_with_a_checkpoint(root, rollouts, tm
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
-def test_a_fixed_point_is_that_of_the_weighted_reward(root, rollouts):
+@pytest.mark.parametrize("transform", ["bon_fp:4", "fp:bop:4.0"])
+def test_a_fixed_point_is_that_of_the_weighted_reward(transform, root, rollouts):
     """w Phi - beta KL has the optimum of Phi - beta/w KL."""
-    more = {"calibration__rollouts": rollouts, "rewards__first__transform": "bon_fp:4"}
+    more = {"calibration__rollouts": rollouts, "rewards__first__transform": transform}
     calibrated, half = (
-        calibrated_of(root, **more, rewards__first__weight=weight, loss__beta=beta)[4]["first"].values
+        calibrated_of(root, **more, rewards__first__weight=weight, loss__beta=beta)[4]["first"]
         for weight, beta in ((1.0, 0.5), (0.5, 0.25))
     )
-    torch.testing.assert_close(calibrated, half, rtol=1e-12, atol=0)
+    torch.testing.assert_close(calibrated.values, half.values, rtol=1e-12, atol=0)
+    expected = parse_transform(transform, beta=0.5)(calibrated.ranks)
+    torch.testing.assert_close(calibrated.values, expected, rtol=1e-12, atol=0)
+
+
+def test_a_fixed_point_of_cvar_is_linear_up_to_alpha(root, rollouts):
+    more = {"calibration__rollouts": rollouts, "rewards__first__transform": "fp:cvar:0.5", "loss__beta": 0.1}
+    first = calibrated_of(root, **more)[4]["first"]
+    torch.testing.assert_close(first.values, 4 * (first.ranks.clamp(max=0.5) - 0.5), rtol=0, atol=1e-10)
 
 
 # --- prompts without rollouts -----------------------------------------------------------------------------------------
