@@ -93,8 +93,10 @@ def generate(arguments: Sequence[str]) -> int:
     if responder.chooser is not None and responder.chooser.reward is not None:
         reward_functions.check_columns([responder.chooser.reward], list(batch.columns))
     total, start = Cost(), perf_counter()
-    with nullcontext() if options.out is None else LineFile(options.out, _identity(options, responder, batch)) as lines:
-        done = 0 if lines is None else len(lines) // (1 if options.chooses else options.samples or 1)
+    per_prompt = 1 if options.chooses else options.samples or 1
+    identity = "" if options.out is None else _identity(options, responder, batch)
+    with nullcontext() if options.out is None else LineFile(options.out, identity, per_prompt) as lines:
+        done = 0 if lines is None else len(lines) // per_prompt
         for rows in _rows(options, responder, batch.only(range(done, len(batch.ids))), total):
             if lines is not None:
                 lines.add(json.dumps(row) for row in rows)

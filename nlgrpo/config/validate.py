@@ -13,6 +13,7 @@ from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
 from nlgrpo.objectives import aggregation, registry
+from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import user_code
 
 SPLIT = "empty, because data.evaluation is empty"
@@ -110,6 +111,11 @@ def _faults(config: Config, world: int) -> list[str]:
             all(1 <= n <= evaluation.samples for n in evaluation.ns) and len(evaluation.ns) > 0,
         ),
     ]
+    if (
+        any(registry.is_voted(r.objective) for r in config.rewards.values())
+        and max(evaluation.ns, default=0) > MOST_VOTES
+    ):
+        faults.append(f"evaluation.ns: at most {MOST_VOTES} with the objective maj:N")
     if rollout.prompts % world:
         faults.append(f"rollout.prompts = {rollout.prompts}: it must be a multiple of the number of ranks, {world}")
     if loss.offline:

@@ -26,7 +26,7 @@ from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import pack
 from nlgrpo.model.tokenizer import load_tokenizer
-from nlgrpo.objectives.registry import Objective
+from nlgrpo.objectives.registry import Objective, is_voted
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
@@ -173,6 +173,7 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
     ids = [rollout.completion_ids() for rollout in rollouts]
     groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
     completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
+    voted = any(map(is_voted, e.options.procedures))
     return EvaluationSamples(
         rewards={s.name: torch.cat([candidate.scores(chunk, s) for chunk in chunks]).double() for s in e.scorers},
         lengths=torch.cat([rollout.lengths for rollout in rollouts]),
@@ -186,7 +187,7 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
         answers={
             reward.name: reward_functions.answer_numbers(reward.function, completions)
             for reward in (scorer.reward for scorer in e.scorers)
-            if reward.voted or hasattr(reward.function, "answer")
+            if voted or reward.voted or hasattr(reward.function, "answer")
         },
     )
 

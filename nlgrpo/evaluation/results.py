@@ -273,10 +273,9 @@ def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Ro
     """Rows with mean (N = 1) and best-of-N of each reward and, for several rewards, of their weighted sum.
 
     Rewards with the objective "wor:N" have worst-of-N instead, those with "maj:N" the majority of N, and diversity only
-    its mean. In the weighted sum each
-    reward is used as in its own rows; the procedure is "each of N" if these differ. A prompt on which a reward abstains
-    for any sample is left out for that reward and for the weighted sum; without any prompt the row is NaN. Intervals
-    are 95%. Raises ValueError if N exceeds the number of samples per prompt.
+    its mean. In the weighted sum each reward is used as in its own rows; the procedure is "each of N" if these differ.
+    A prompt on which a reward abstains for any sample is left out for that reward and for the weighted sum; without
+    any prompt the row is NaN. Intervals are 95%. Raises ValueError if N exceeds the number of samples per prompt.
     """
     picks = {name: _pick(text) for name, text in sampled.objectives.items()}
     per_prompt = {
@@ -305,7 +304,7 @@ def _pick(objective: str) -> str:
 
 def _picked(sampled: EvaluationSamples, name: str, scored: Tensor, ns: Sequence[int], pick: str) -> Tensor:
     """Best-of-N, worst-of-N or the majority of N of a reward, or for diversity its mean for every N, (len(ns), P')."""
-    if pick == "majority" and name in sampled.answers:
+    if pick == "majority":
         return _voted(sampled, name, scored, ns)
     rewards = sampled.rewards[name][scored]
     if pick == "diversity":

@@ -19,7 +19,7 @@ from nlgrpo.kernels import reference
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, first, masses
 
-MOST_VOTES = 64
+MOST_VOTES = 128  # n! and C(M, n) stay within float64
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MajorityVote(Objective):
 
     has the policy gradient of R as its expectation; it needs M > n. With ``probs`` both are exact.
 
-    Raises ValueError for an n that is not an integer in [1, 64], another estimator, inputs of another shape, rewards
+    Raises ValueError for an n that is not an integer in [1, 128], another estimator, inputs of another shape, rewards
     that are not finite, answers that are not integers >= -1, and with "unbiased" for n > M.
     """
 
@@ -124,7 +124,7 @@ class MajorityVote(Objective):
         total = none.rewards[:, 0, self.n] / self.n
         for k in range(1, self.n + 1):
             total = total + _won_with(k, votes, none.counts[:, 0], self.n)
-        orders = math.factorial(self.n) if replaced else 1 / math.comb(rewards.shape[1], self.n)
+        orders = float(math.factorial(self.n)) if replaced else 1 / math.comb(rewards.shape[1], self.n)
         return total * orders
 
     def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -161,7 +161,7 @@ def _membership(answers: Tensor) -> tuple[Tensor, Tensor]:
     leader = same.double().argmax(-1)  # the first atom with the same answer
     leads = (leader == torch.arange(answers.shape[1], device=answers.device)) & ~silent
     number = (leads.cumsum(-1) - 1).gather(1, leader)
-    K = max(1, int(leads.sum(-1).max()))
+    K = max([1, *leads.sum(-1).tolist()])
     member = torch.nn.functional.one_hot(number.clamp(min=0), K).double()
     return member.masked_fill(silent[..., None], 0.0), silent
 

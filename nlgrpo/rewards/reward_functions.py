@@ -318,8 +318,16 @@ def score(
     extra = {name: column for log in logs for name, column in log.extra.items()}
     texts = [text_of(completion) for completion in completions]
     grouped = [texts[i : i + samples] for i in range(0, len(texts), samples)]
-    answers = {reward.name: answer_numbers(reward.function, grouped) for reward in rewards if reward.voted}
+    answers = {reward.name: _answers(reward, grouped, batch) for reward in rewards if reward.voted}
     return Scores(values, skipped, metrics, extra, answers)
+
+
+def _answers(reward: Reward, completions: Sequence[Sequence[str]], batch: _Batch) -> Tensor:
+    try:
+        return answer_numbers(reward.function, completions)
+    except Exception as error:  # its method `answer` is user code
+        fault = Fault(f"raised {type(error).__name__} in its method answer: {error}", "Its traceback is above.")
+        raise RewardError(_message(reward, fault, batch)) from error
 
 
 def answer_numbers(function: Callable[..., Any], completions: Sequence[Sequence[str]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -13,24 +14,41 @@ from nlgrpo.runtime.atomic_files import atomic_write_bytes, into
 class LineFile:
     """Writes lines into ``FILE.partial``, and renames the content to ``FILE`` when the context ends without an error.
 
-    The first line of ``FILE.partial`` is the ``identity`` of the work. If it is the same, the complete lines that are
-    there are kept, and ``len`` is their number; otherwise the file starts anew. Raises ValueError if ``path`` exists,
-    and if a file cannot be written.
+    The first line of ``FILE.partial`` is the ``identity`` of the work. The complete lines that are there are kept, up
+    to a multiple of ``together``, and ``len`` is their number. The file is locked while it is open. Raises ValueError
+    if ``path`` exists, if ``FILE.partial`` belongs to other work or another process, and if a file cannot be written.
     """
 
-    def __init__(self, path: Path, identity: str) -> None:
+    def __init__(self, path: Path, identity: str, together: int = 1) -> None:
         if path.exists():
             raise ValueError(f"{path} exists; remove it or choose another file")
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         first = identity.encode() + b"\n"
         with into(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            found = self.partial.read_bytes() if self.partial.exists() else b""
-            kept = found[: found.rfind(b"\n") + 1] if found.startswith(first) else first
-            self.file: IO[bytes] = self.partial.open("r+b" if found else "w+b")
-            self.file.write(kept)
-            self.file.truncate()
-        self.start, self.lines = len(first), kept.count(b"\n") - 1
+            self.file: IO[bytes] = self.partial.open("a+b")
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.file.close()
+                raise ValueError(
+                    f"another process is writing {path}; wait until it ends, or choose another file"
+                ) from None
+            self.file.seek(0)
+            found = self.file.read()
+            if b"\n" in found and not found.startswith(first):
+                self.file.close()
+                raise ValueError(
+                    f"{self.partial} has results of other options, prompts, models or another version; remove it or "
+                    "choose another file"
+                )
+            lines = found[len(first) :].split(b"\n")[:-1] if found.startswith(first) else []
+            lines = lines[: len(lines) // together * together]
+            self.file.truncate(len(first) + sum(len(line) + 1 for line in lines) if found.startswith(first) else 0)
+            if not found.startswith(first):
+                self.file.write(first)
+                self.file.flush()
+        self.start, self.lines = len(first), len(lines)
 
     def __len__(self) -> int:
         return self.lines
@@ -50,9 +68,8 @@ class LineFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with into(self.path.parent):
-            self.file.seek(self.start)
-            content = self.file.read() if kind is None else b""
+            if kind is None:
+                self.file.seek(self.start)
+                atomic_write_bytes(self.path, self.file.read())
+                self.partial.unlink()
             self.file.close()
-        if kind is None:
-            atomic_write_bytes(self.path, content)
-            self.partial.unlink()

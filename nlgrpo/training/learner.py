@@ -136,13 +136,13 @@ class Learner:
             row_lengths = lengths[rows]
             counts = torch.tensor([len(rows), float(row_lengths.sum())], dtype=torch.float64, device=lengths.device)
             sequences, tokens = self.ranks.sum(counts).tolist()
-            if sequences == 0:
+            if sequences == 0 and other is None:
                 continue
             weights = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
             weights[rows] = token_weights(
                 self.loss.normalization,
                 row_lengths,
-                sequences=int(sequences),
+                sequences=max(1, int(sequences)),
                 tokens=dapo_tokens if self.loss.normalization == "dapo" else tokens,
                 max_length=self.max_new_tokens,
             )

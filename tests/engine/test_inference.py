@@ -1,5 +1,6 @@
 """Inference-time procedures: their rules by hand, their responses against the engine, and the command."""
 
+import contextlib
 import json
 import math
 import os
@@ -18,10 +19,12 @@ from nlgrpo import cli, inference
 from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import generate
-from nlgrpo.engine.guided_search import Search
+from nlgrpo.engine.guided_search import Candidate, Search
 from nlgrpo.engine.inference import Chooser, Procedure, Responder
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
+from nlgrpo.rewards.builtin import Gsm8k
+from nlgrpo.rewards.reward_functions import answer_numbers
 from nlgrpo.runtime.line_file import LineFile
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
@@ -223,6 +226,27 @@ def test_majority_chooses_the_first_of_the_most_frequent_answers(work):
     assert len(won) > 1
 
 
+def test_the_answers_of_a_vote_are_those_that_the_reward_extracts(work):
+    """`gsm8k()` takes the last number of a box, and `vote` its text, as training for maj:N does."""
+    texts = [r"\boxed{2x+1}", r"\boxed{3x+1}", r"\boxed{5}"]
+    candidates = [[Candidate((i,), True) for i in range(3)]]
+    assert Chooser.by_votes("gsm8k()").scores(["w1"], candidates, [texts]) == [[2 / 3, 2 / 3, 1 / 3]]
+    assert Chooser.by_votes().scores(["w1"], candidates, [texts]) == [[1 / 3, 1 / 3, 1 / 3]]
+    numbers = answer_numbers(Gsm8k(), [texts])
+    assert numbers.tolist() == [[0, 0, 1]]
+
+
+def test_the_tokens_of_a_response_do_not_depend_on_the_batch(work):
+    found = responder(work, "rewind:0.9:4", reference_samples=8)
+    batch = batch_of(found)
+    together, cost = found.respond(batch, seed=2, stop=["w3"])
+    assert cost.tokens == sum(response.sampled for response in together)
+    for p, response in enumerate(together):
+        [alone], own = found.respond(batch.only([p]), seed=2, stop=["w3"])
+        assert alone.sampled == response.sampled == own.tokens
+        assert response.sampled > sum(len(one.tokens) for one in response.candidates)  # and those of the reference
+
+
 def test_a_stop_string_ends_candidates_before_the_reward_sees_them(work):
     found = responder(work, "bon:8")
     batch = batch_of(found, [f"w{i}" for i in range(1, 12)])
@@ -387,8 +411,8 @@ def test_a_killed_command_resumes(work, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["prompts", "column", "weights", "reward"])
-def test_work_on_other_contents_is_not_resumed(work, tmp_path, monkeypatch, changed):
-    """The options stay the same, and the partial file of the other work is replaced."""
+def test_work_on_other_contents_is_not_resumed(work, tmp_path, monkeypatch, capsys, changed):
+    """The options stay the same. The partial file of the other work is kept, and the command is refused."""
     for name in ("rewards.py", "prompts.jsonl"):
         (tmp_path / name).write_text((work / name).read_text())
     shutil.copytree(work / "policy", tmp_path / "policy")
@@ -425,14 +449,38 @@ def test_work_on_other_contents_is_not_resumed(work, tmp_path, monkeypatch, chan
         for name in [name for name in sys.modules if name.startswith("_nlgrpo_user_")]:
             monkeypatch.delitem(sys.modules, name)  # or the file is not read again
         (tmp_path / "rewards.py").write_text(REWARDS.replace("-abs(", "-2 * abs("))
+    capsys.readouterr()
+    assert cli.main(arguments) == 1
+    assert "out.jsonl.partial has results of other options, prompts, models" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl.partial").read_text() == partial
+    (tmp_path / "out.jsonl.partial").unlink()
     assert cli.main(arguments) == 0
-    fresh = [*arguments[:-4], "--out", "fresh.jsonl"]
-    assert cli.main(fresh) == 0
-    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(lines) == 23
     if changed != "column":
         assert lines[0] != partial.splitlines()[1]
+
+
+def test_a_line_file_keeps_whole_groups_and_is_locked(tmp_path):
+    path = tmp_path / "x.jsonl"
+    with contextlib.suppress(RuntimeError), LineFile(path, "work", 3) as lines:
+        lines.add(["a", "b", "c", "d"])
+        raise RuntimeError
+    with open(tmp_path / "x.jsonl.partial", "a") as torn:
+        torn.write("half")
+    with LineFile(path, "work", 3) as lines:
+        assert len(lines) == 3
+        with pytest.raises(ValueError, match="another process is writing"):
+            LineFile(path, "work", 3)
+        lines.add(["e", "f", "g"])
+    assert path.read_text() == "a\nb\nc\ne\nf\ng\n"
+    assert not (tmp_path / "x.jsonl.partial").exists()
+    with pytest.raises(ValueError, match="exists; remove it"):
+        LineFile(path, "work")
+    (tmp_path / "y.jsonl.partial").write_text("torn identity")  # killed before its end
+    with LineFile(tmp_path / "y.jsonl", "work") as lines:
+        lines.add(["a"])
+    assert (tmp_path / "y.jsonl").read_text() == "a\n"
 
 
 def refused(arguments, capsys):
@@ -450,7 +498,8 @@ def refused(arguments, capsys):
         (["w1", "--choose", "length(target=1, scale=1)"], "number of candidates is missing; add --samples N"),
         (["w1", "--procedure", "bon:4"], "procedure 'bon:4' chooses by a reward: name one with --choose"),
         (["w1", "--procedure", "bon:4", "--samples", "3"], "samples 4 candidates, but samples = 3"),
-        (["w1", "--procedure", "maj:4", "--choose", "length(target=1, scale=1)"], "chooses by the majority"),
+        (["w1", "--procedure", "maj:4", "--choose", "length(target=1, scale=1)"], "extracts no final answers"),
+        (["w1", "--procedure", "rewind:0.5:1"], "chooses by a reward: name one with --choose"),
         (["w1", "--procedure", "soft:0.1", "--choose", "length(target=1, scale=1)"], "write 'soft:TAU:N'"),
         (["w1", "--procedure", "bon:4", "--guide", "x", "--choose", "majority"], "guided search is a procedure of its"),
         (["w1", "--choose", "value", "--samples", "2"], "only for guided search"),

@@ -285,23 +285,24 @@ USER = [{"role": "user", "content": "w1"}]
         ({"prompt": "w1", "model": "gpt-5"}, 404, "the model 'gpt-5' does not exist; this server has 'tiny'"),
         ({"prompt": "w1", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         ({"prompt": "w1", "max_tokens": 9}, 400, "max_tokens = 9: this server generates at most 8 tokens"),
-        ({"prompt": "w1", "max_tokens": 2.5}, 400, "max_tokens"),
+        ({"prompt": "w1", "max_tokens": 2.5}, 400, "max_tokens: "),
         ({"prompt": "w1", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
-        ({"prompt": "w1", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "w1", "temperature": "hot"}, 400, "temperature: "),
         (b'{"prompt": "w1", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
         ({"prompt": "w1", "top_p": 0}, 400, "top_p: Input should be greater than 0"),
         ({"prompt": "w1", "n": 17}, 400, "1 prompts x n = 17: this server returns at most 16 responses"),
         ({"prompt": ["w1"] * 17}, 400, "17 prompts x n = 1"),
-        ({"prompt": "w1", "n": 10**30}, 400, "n"),
-        ({"prompt": "w1", "seed": 2**63}, 400, "seed"),
-        ({"prompt": "w1", "stop": ""}, 400, "stop"),
-        ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop"),
+        ({"prompt": "w1", "n": 10**30}, 400, "this server returns at most 16 responses"),
+        ({"prompt": "w1", "seed": 2**63}, 400, "seed: "),
+        ({"prompt": "w1", "stop": ""}, 400, "stop: "),
+        ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop: "),
         ({"prompt": "w1", "logprobs": 5}, 400, "logprobs: Input should be less than or equal to 1"),
         ({"prompt": "w1", "best_of": 4}, 400, "'best_of' is not supported"),
         ({"prompt": "w1", "presence_penalty": 0.5}, 400, "'presence_penalty' is not supported"),
+        ({"prompt": "w1", "stream_options": {"include_usage": True}}, 400, "stream_options: only with stream"),
         ({"prompt": "w1", "echo": True}, 400, "'echo' is not supported"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"prompt": [[]]}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt: "),
+        ({"prompt": [[]]}, 400, "prompt: "),
         ({"prompt": [99]}, 400, "token id outside [0, 32)"),
         ({"prompt": [-1]}, 400, "token id outside [0, 32)"),
         ({"prompt": ""}, 200, ""),  # the BOS token alone
@@ -326,8 +327,27 @@ def test_bad_requests_are_refused(port, body, status, said):
         assert answer["error"]["type"] == "invalid_request_error"
 
 
+def test_log_probs_of_streams_and_of_zero(port):
+    """`logprobs: 0` asks for the log-probs of the chosen tokens; a stream has them in its last chunk."""
+    body = {"prompt": "w1", "seed": 3, "logprobs": 0}
+    whole = post(port, body)[1]["choices"][0]["logprobs"]
+    assert len(whole["tokens"]) == len(whole["token_logprobs"]) > 0
+    stream = client(port).completions.create(model="tiny", **body, stream=True)
+    last = [chunk.choices[0] for chunk in stream][-1]
+    assert last.logprobs.token_logprobs == whole["token_logprobs"]
+    assert post(port, {"prompt": "w1", "seed": 3})[1]["choices"][0]["logprobs"] is None
+
+
 def test_neutral_and_harmless_options_are_accepted(port):
-    body = {"prompt": "w1", "presence_penalty": 0, "best_of": 1, "user": "me", "suffix": None, "logit_bias": {}}
+    body = {
+        "prompt": "w1",
+        "presence_penalty": 0,
+        "best_of": 1,
+        "user": "me",
+        "suffix": None,
+        "logit_bias": {},
+        "n": None,
+    }
     assert post(port, body)[0] == 200
     chat = {"messages": USER, "response_format": {"type": "text"}, "tools": [], "store": False, "stream": None}
     assert post(port, chat, "/v1/chat/completions")[0] == 200
@@ -511,7 +531,7 @@ def test_the_command_in_its_own_process_ends_by_itself(work):
         (["--api-key", ""], "api_key is empty"),
         (["--port", "0", "--procedure", "bon:4"], "chooses by a reward"),
         (["--port", "0", "--choose", "majority"], "the number of candidates is missing"),
-        (["--port", "0", "--model", "nowhere"], "nowhere"),
+        (["--port", "0", "--model", "nowhere"], "model 'nowhere' is neither a directory"),
     ],
 )
 def test_wrong_options_are_refused(options, message, capsys, monkeypatch):
@@ -551,6 +571,8 @@ class Recorder:
         self.batches.append((list(batch.prompts), sampling.temperature))
         if "bad" in batch.prompts:
             raise ValueError("bad")
+        if "panic" in batch.prompts:
+            raise KeyboardInterrupt("panic")  # as the panics of libraries in Rust, not an Exception
         return [Response([], 0) for _ in batch.prompts], Cost(tokens=1)
 
 
@@ -594,10 +616,20 @@ def test_a_job_fails_alone():
     good, bad, other = (batcher.submit(job(prompt)) for prompt in ("b", "bad", "c"))
     for _ in range(5):
         recorder.permits.release()
-    assert first.result(timeout=20)[1].tokens == 1
-    assert [len(future.result(timeout=20)[0]) for future in (good, other)] == [1, 1]
+    assert [len(future.result(timeout=20)) for future in (first, good, other)] == [1, 1, 1]
     with pytest.raises(ValueError, match="bad"):
         bad.result(timeout=20)
+    batcher.close(timeout=20)
+
+
+def test_a_panic_fails_its_job_and_the_queue_goes_on():
+    recorder = Recorder()
+    batcher = Batcher(recorder)
+    for _ in range(4):
+        recorder.permits.release()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        batcher.submit(job("panic")).result(timeout=20)
+    assert len(batcher.submit(job("a")).result(timeout=20)) == 1
     batcher.close(timeout=20)
 
 

@@ -100,6 +100,19 @@ def test_many_votes_and_atoms_stay_exact():
     torch.testing.assert_close(MajorityVote(64, "unbiased").value(votes), expected, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("n", [21, 64, 128])
+def test_many_votes_with_replacement(n):
+    """Two answers, of which one has probability p: a binomial tail, with half of the ties."""
+    from scipy.stats import binom
+
+    votes = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]], dtype=torch.float64)
+    p = torch.tensor([[0.55, 0.25, 0.2]], dtype=torch.float64)
+    truth = binom.sf(n // 2, n, 0.55) + (0.5 * binom.pmf(n // 2, n, 0.55) if n % 2 == 0 else 0.0)
+    assert MajorityVote(n).value(votes, p).item() == pytest.approx(truth, rel=1e-9)
+    assert MajorityVote(n).linearize(votes, p).isfinite().all()
+    assert MajorityVote(n).value(votes[:0]).shape == (0,)
+
+
 def test_the_procedure_that_is_used_has_this_mean():
     """The first response of the first of the most frequent answers, over all orders of the draws."""
     votes = groups(1, 4, 2, seed=8)[0]
@@ -188,8 +201,8 @@ def test_the_numbers_of_answers_do_not_matter():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: MajorityVote(0), r"n=0.*expected an integer in \[1, 64\]"),
-        (lambda: MajorityVote(65), "n=65"),
+        (lambda: MajorityVote(0), r"n=0.*expected an integer in \[1, 128\]"),
+        (lambda: MajorityVote(129), "n=129"),
         (lambda: MajorityVote(True), "n=True"),
         (lambda: MajorityVote(2, "exact"), "expected 'plugin' or 'unbiased'"),
         (lambda: MajorityVote(2).value(torch.zeros(2, 3)), r"maj:2: expected rewards and answers \(P, M, 2\)"),

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import WORDS, random_rollout, tiny_model
+from helpers import WORDS, fork_ranks, random_rollout, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.config import validate
@@ -306,6 +306,24 @@ def test_bond_leads_towards_the_best_of_n(root, rollouts, tmp_path, capsys):
     (forward_before, backward_before), (forward, backward) = jeffreys(before), jeffreys(after)
     assert forward < 0.75 * forward_before
     assert backward < 0.3 * backward_before
+
+
+def test_two_ranks_take_the_steps_of_one(root, rollouts, tmp_path):
+    """BOND's two terms under majority voting, with minibatches: the same gradients up to the rounding of float32."""
+    found = {}
+    for world in (1, 2):
+        given = options(
+            root, loss__algorithm="grpo", loss__jeffreys=0.5, loss__minibatches=2, offline__n=3, loss__kl_in="reward",
+            rewards__first__objective="maj:2:unbiased", rollout__samples=6, rollout__prompts=4, train__steps=2,
+            train__out=tmp_path / str(world),
+        )  # fmt: skip
+        ended = fork_ranks(lambda given=given: train.main(given), world)
+        assert [one.status for one in ended] == [0] * world, ended[-1].output
+        found[world] = metrics_of(tmp_path / str(world))
+    for one, two in zip(found[1], found[2], strict=True):
+        for name in ("grad_norm", "objective/first", "loss"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4), name
+    assert found[1][0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("world", [2, 3])

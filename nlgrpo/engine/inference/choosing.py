@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,16 +26,34 @@ class Chooser:
     """Scores the candidates of a prompt, and chooses the one with the largest score. The first of ties wins.
 
     ``how``: "value", the V of a guided search; "majority", the share of candidates with the same final answer
-    (extracted by `builtin.vote`, such as the content of ``\\boxed{}``; a candidate without an answer has 0); or a
+    (extracted by ``extract``, such as the content of ``\\boxed{}``; a candidate without an answer has 0); or a
     reward, written as in a configuration. Raises ValueError for a reward that does not exist.
     """
 
     how: str
     reward: Reward | None = None
+    extract: Callable[[str], Hashable | None] = vote
+    """Final answer of a text, for "majority"; None does not vote."""
 
     @classmethod
-    def of(cls, how: str, device: str | torch.device = "cpu") -> Chooser:
-        return cls(how, None if how in (VALUE, MAJORITY) else reward_functions.load("choose", how, device=device))
+    def of(cls, how: str, device: str | torch.device = "cpu", *, timeout: float = 600.0) -> Chooser:
+        """Build a chooser; ``device`` and ``timeout`` are those of the reward."""
+        if how in (VALUE, MAJORITY):
+            return cls(how)
+        return cls(how, reward_functions.load("choose", how, device=device, timeout=timeout))
+
+    @classmethod
+    def by_votes(cls, how: str | None = None) -> Chooser:
+        """Build a chooser by majority. ``how``: a reward whose method ``answer`` extracts the answers, as in training.
+
+        Raises ValueError for a reward that extracts none.
+        """
+        if how is None or how == MAJORITY:
+            return cls(MAJORITY)
+        extract = getattr(reward_functions.load("choose", how).function, "answer", None)
+        if extract is None:
+            raise ValueError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
+        return cls(MAJORITY, extract=extract)
 
     def scores(
         self,
@@ -53,7 +71,7 @@ class Chooser:
             return _rewards(self.reward, prompts, candidates, texts, columns or {})
         if self.how == MAJORITY:
             return [
-                _votes([vote(text) for text in own_texts], [one.places for one in own])
+                _votes([self.extract(text) for text in own_texts], [one.places for one in own])
                 for own, own_texts in zip(candidates, texts, strict=True)
             ]
         return [[one.value for one in own] for own in candidates]

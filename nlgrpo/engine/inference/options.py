@@ -34,7 +34,9 @@ class ResponderOptions:
     choose: str | None = None
     """How the response is chosen among the candidates: by a reward, written as in a configuration:
     "lexicon(path='vader_lexicon.txt')"; by the "majority" of final answers; in a guided search also by "value", its
-    default."""
+    default. With maj:N, a reward extracts the final answers: "gsm8k()"."""
+    timeout: float = 600.0
+    """Timeout of one call of the reward, in seconds."""
     max_new_tokens: int = 128
     """Maximum number of tokens of a completion."""
     temperature: float = 1.0
@@ -110,7 +112,7 @@ class ResponderOptions:
             found = Procedure("majority" if self.choose == MAJORITY else "largest", samples)
         else:
             return Procedure("largest", 1)
-        if found.needs_reward and self.choose in (None, MAJORITY) and found.samples > 1:
+        if found.needs_reward and self.choose in (None, MAJORITY) and (found.samples > 1 or found.rewind is not None):
             raise ValueError(f"procedure {str(found)!r} chooses by a reward: name one with --choose")
         return found
 
@@ -126,8 +128,7 @@ class ResponderOptions:
         source = hf_weights.locate(self.model)
         tokenizer = load_tokenizer(source)
         sampling = self.sampling(stop_ids_of(tokenizer, source))
-        how = self.choose or (VALUE if self.guide else MAJORITY if str(procedure).startswith("maj") else None)
-        chooser = None if how is None else Chooser.of(how, device)
+        chooser = self._chooser(procedure, device)
         model = transformers_backend.load(source, dtype=dtype, device=device)
         notes = [f"{self.model}{note}"] if (note := transformers_backend.note(source)) else []
         values: list[tuple[Value, float]] = []
@@ -139,6 +140,12 @@ class ResponderOptions:
             model, tokenizer, procedure, chooser, sampling, values, reference, self.reference_samples, self.max_rows
         )
         return responder, notes
+
+    def _chooser(self, procedure: Procedure | Search, device: torch.device) -> Chooser | None:
+        if isinstance(procedure, Procedure) and procedure.rule == "majority":
+            return Chooser.by_votes(self.choose)
+        how = self.choose or (VALUE if self.guide else None)
+        return None if how is None else Chooser.of(how, device, timeout=self.timeout)
 
     def _guided(
         self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, dtype: torch.dtype, device: torch.device

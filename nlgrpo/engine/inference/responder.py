@@ -54,6 +54,8 @@ class Response:
 
     candidates: list[Scored]
     chosen: int
+    sampled: int | None = None
+    """Tokens that were sampled for it, with those that were cut off; None after a guided search."""
 
     @property
     def best(self) -> Scored:
@@ -104,7 +106,7 @@ class Responder:
                 raise ValueError("--choose value needs a value model: set one, or choose by majority or a reward")
         elif self.values or (chooser is not None and chooser.how == VALUE):
             raise ValueError(f"{procedure} has no value models; only a guided search does")
-        elif chooser is None and procedure.samples > 1:
+        elif chooser is None and (procedure.samples > 1 or procedure.rewind is not None):
             raise ValueError(f"{procedure} needs a chooser: the reward by which the response is chosen")
         elif chooser is not None and procedure.needs_reward != (chooser.reward is not None):
             needed = "a reward" if procedure.needs_reward else "the majority of final answers"
@@ -137,17 +139,21 @@ class Responder:
         """
         sampling = sampling or self.sampling
         if isinstance(self.procedure, Search):
+            if stop and self._by == VALUE:
+                raise ValueError("stop: a value belongs to the whole candidate; choose by a reward or by majority")
             found, cost = guided_search.search(
                 self.model, batch.ids, self.procedure, sampling, self.values, seed=seed, index=batch.index,
                 max_rows=self.max_rows, valued=self._by == VALUE,
             )  # fmt: skip
-            scored = self._scored(batch, found, stop, self.chooser)
-        elif self.procedure.rewind is not None:
-            scored, cost = self._rewind(batch, self.procedure.rewind, sampling, stop, seed)
+            return self._choose(batch, self._scored(batch, found, stop, self.chooser), seed), cost
+        if self.procedure.rewind is not None:
+            scored, sampled = self._rewind(batch, self.procedure.rewind, sampling, stop, seed)
         else:
             found = self._draw(self.model, batch, self.procedure.samples, sampling, seed)
-            scored, cost = self._scored(batch, found, stop, self.chooser), Cost(tokens=_tokens(found))
-        return self._choose(batch, scored, seed), cost
+            scored, sampled = self._scored(batch, found, stop, self.chooser), list(map(_tokens, found))
+        responses = self._choose(batch, scored, seed)
+        each = [replace(response, sampled=tokens) for response, tokens in zip(responses, sampled, strict=True)]
+        return each, Cost(tokens=sum(sampled))
 
     def sample(self, batch: Batch, samples: int, *, seed: int = 0, stop: Sequence[str] = ()) -> list[list[Scored]]:
         """Sample completions of each prompt without choosing or scoring. Arguments and errors as in `respond`."""
@@ -168,23 +174,23 @@ class Responder:
 
     def _rewind(
         self, batch: Batch, again: RewindAndRepeat, sampling: Sampling, stop: Sequence[str], seed: int
-    ) -> tuple[list[list[Scored]], Cost]:
-        """Sample candidates one at a time until one reaches the threshold of its prompt."""
+    ) -> tuple[list[list[Scored]], list[int]]:
+        """Sample candidates one at a time until one reaches the threshold of its prompt; also count the tokens."""
         references = self._draw(self.reference or self.model, batch, self.reference_samples, sampling, seed ^ REFERENCE)
         rewards = self._rewards(batch, self._scored(batch, references, stop, self.chooser))
         threshold = again.threshold(rewards).tolist()
-        cost, scored = Cost(tokens=_tokens(references)), [list[Scored]() for _ in batch.ids]
+        sampled, scored = list(map(_tokens, references)), [list[Scored]() for _ in batch.ids]
         waiting = list(range(len(batch.ids)))
         for draw in range(again.most):
             rest = batch.only(waiting)
             drawn = self._draw(self.model, rest, 1, sampling, seed, first=draw)
-            cost.tokens += _tokens(drawn)
-            for p, [one] in zip(waiting, self._scored(rest, drawn, stop, self.chooser), strict=True):
+            for p, [one], own in zip(waiting, self._scored(rest, drawn, stop, self.chooser), drawn, strict=True):
                 scored[p].append(one)
+                sampled[p] += _tokens(own)
             waiting = [p for p in waiting if not _number(scored[p][-1]) >= threshold[p]]
             if not waiting:
                 break
-        return scored, cost
+        return scored, sampled
 
     def _rewards(self, batch: Batch, scored: Sequence[Sequence[Scored]]) -> Tensor:
         """Rewards (P, n) of the reference's samples. Raises ValueError if the reward abstains."""
@@ -244,5 +250,5 @@ def _number(one: Scored) -> float:
     return math.nan if one.score is None else one.score
 
 
-def _tokens(found: Sequence[Sequence[Candidate]]) -> int:
-    return sum(len(one.tokens) for own in found for one in own)
+def _tokens(candidates: Sequence[Candidate]) -> int:
+    return sum(len(one.tokens) for one in candidates)

@@ -8,11 +8,12 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.encoding import decode
+from nlgrpo.data.encoding import BROKEN, decode
 from nlgrpo.engine.inference.responder import Response, Scored
 from nlgrpo.engine.serving.requests import Request
 
@@ -28,8 +29,6 @@ class Answer:
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt."""
     responses: Sequence[Response]
-    sampled: int
-    """Tokens sampled for all candidates."""
 
     def complete(self) -> dict[str, Any]:
         """The JSON object of a response that is not streamed."""
@@ -46,7 +45,9 @@ class Answer:
                 part = _delta(i, {"content": word}) if self.chat else _text(i, word)
                 yield _event(head | {"choices": [part]} | asked)
             last = _delta(i, {}) if self.chat else _text(i, "")
-            ending = {"finish_reason": response.best.finish_reason} | self._scores(response)
+            ending = {"finish_reason": response.best.finish_reason, "logprobs": self._logprobs(i)} | self._scores(
+                response
+            )
             yield _event(head | {"choices": [last | ending]} | asked)
         if asked:
             yield _event(head | {"choices": [], "usage": self._usage()})
@@ -73,7 +74,8 @@ class Answer:
 
     def _logprobs(self, i: int) -> dict[str, Any] | None:
         """Log-probs of the tokens; the text of a token is what it adds to the tokens before it."""
-        if getattr(self.request, "logprobs", None) in (None, False):
+        asked = getattr(self.request, "logprobs", None)
+        if asked is None or asked is False:
             return None
         best = self.responses[i].best
         before = [] if self.chat else list(self.prompts[i // self.request.n])
@@ -83,24 +85,30 @@ class Answer:
             rows = zip(pieces, best.logprobs, strict=True)
             return {
                 "content": [
-                    {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+                    {"token": piece, "logprob": logprob, "bytes": _bytes(piece), "top_logprobs": []}
                     for piece, logprob in rows
                 ]
             }
-        offsets = [sum(map(len, pieces[:t])) for t in range(len(pieces))]
+        offsets = [0, *accumulate(map(len, pieces))][:-1]
         return {
             "tokens": pieces, "token_logprobs": list(best.logprobs), "top_logprobs": None, "text_offset": offsets,
         }  # fmt: skip
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, int | None]:
         prompt = sum(map(len, self.prompts))
         completion = sum(len(response.best.tokens) for response in self.responses)
+        sampled = [response.sampled for response in self.responses]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "sampled_tokens": self.sampled,
+            "sampled_tokens": None if None in sampled else sum(tokens or 0 for tokens in sampled),
         }
+
+
+def _bytes(piece: str) -> list[int] | None:
+    """UTF-8 bytes of a token; None for a part of a character."""
+    return None if BROKEN in piece else list(piece.encode())
 
 
 def _delta(i: int, delta: dict[str, str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nlgrpo import __version__
 from nlgrpo.data.prompt_dataset import Prompt, encode
 from nlgrpo.engine.generation import check_prompts
+from nlgrpo.engine.inference.choosing import VALUE
 from nlgrpo.engine.inference.responder import Responder
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.engine.serving.answers import Answer
@@ -34,6 +35,7 @@ from nlgrpo.engine.serving.batching import Batcher, Closed, Job, QueueFull
 from nlgrpo.engine.serving.requests import ChatRequest, Request, TextRequest
 
 BODY_SECONDS = 30.0  # for the body of a request to arrive
+ENCODING = 2  # requests whose prompts are tokenized at the same time
 WATCH_SECONDS = 0.5  # between checks that the client is still there
 
 
@@ -68,6 +70,7 @@ class Service:
 
     def __init__(self, batcher: Batcher, name: str, limits: Limits) -> None:
         self.batcher, self.name, self.limits = batcher, name, limits
+        self.encoding = asyncio.Semaphore(ENCODING)
 
     @property
     def responder(self) -> Responder:
@@ -77,7 +80,7 @@ class Service:
         """Respond to a conversation."""
         self._check(request, 1)
         messages: Prompt = [message.plain() for message in request.messages]
-        return await self._respond(request, [messages], self._encode([messages]), http, chat=True)
+        return await self._respond(request, [messages], await self._encode([messages]), http, chat=True)
 
     async def text(self, request: TextRequest, http: HttpRequest) -> Response:
         """Continue texts."""
@@ -85,7 +88,7 @@ class Service:
         self._check(request, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         if texts:
-            return await self._respond(request, texts, self._encode(texts), http, chat=False)
+            return await self._respond(request, texts, await self._encode(texts), http, chat=False)
         ids = [prompt for prompt in given if not isinstance(prompt, str)]
         self._fits(ids, self._sampling(request))  # before an id outside the vocabulary is decoded
         prompts = self.responder.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -115,9 +118,11 @@ class Service:
         given = {name: value for name, value in asked.items() if value is not None}
         return replace(default, **given, max_new_tokens=tokens or default.max_new_tokens)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Tokenize in a thread: a body of the largest size takes seconds, in which the loop has to respond."""
         try:
-            return encode(self.responder.tokenizer, prompts)
+            async with self.encoding:
+                return await asyncio.to_thread(encode, self.responder.tokenizer, prompts)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_prompt") from error
 
@@ -130,7 +135,11 @@ class Service:
     async def _respond(
         self, request: Request, prompts: Sequence[Prompt], ids: list[list[int]], http: HttpRequest, *, chat: bool
     ) -> Response:
-        sampling, choices = self._sampling(request), range(request.n)
+        sampling, choices, chooser = self._sampling(request), range(request.n), self.responder.chooser
+        if request.stops and chooser is not None and chooser.how == VALUE:
+            raise ApiError(
+                400, "stop: this server chooses by a value, which belongs to the whole text", "invalid_value", "stop"
+            )
         self._fits(ids, sampling)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         job = Job(
@@ -141,7 +150,7 @@ class Service:
             stop=request.stops,
         )
         try:
-            responses, cost = await _wait(self.batcher.submit(job), http)
+            responses = await _wait(self.batcher.submit(job), http)
         except QueueFull:
             raise ApiError(
                 429, f"{self.batcher.max_queue} requests are waiting; try again later", "queue_full"
@@ -151,11 +160,11 @@ class Service:
         except ValueError as error:
             raise ApiError(500, str(error), "generation_failed") from error
         except Exception as error:
-            raise ApiError(500, f"{type(error).__name__}: {error}", "generation_failed") from error
-        answer = Answer(self.name, chat, request, self.responder.tokenizer, ids, responses, cost.tokens)
+            raise ApiError(500, f"{type(error).__name__}; the server's log has more", "generation_failed") from error
+        answer = Answer(self.name, chat, request, self.responder.tokenizer, ids, responses)
         if request.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
-        return JSONResponse(answer.complete())
+        return JSONResponse(await asyncio.to_thread(answer.complete))
 
 
 def _key(seed: int, place: int) -> int:
@@ -182,7 +191,7 @@ async def _wait(future: Future[Responses], http: HttpRequest) -> Responses:
 def build(batcher: Batcher, name: str, limits: Limits) -> ASGIApp:
     """Build the application: ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``."""
     service = Service(batcher, name, limits)
-    app = FastAPI(title="nlgrpo", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="nlgrpo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, http: HttpRequest) -> Response:
@@ -248,7 +257,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
 
 def _names_a_type(part: str | int) -> bool:
     """Whether a part of an error's place is an alternative of a union, such as "str" or "list[int]"."""
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part or part.startswith("constrained-"))
 
 
 class Gate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nlgrpo.data.prompt_dataset import Batch, Prompt
-from nlgrpo.engine.guided_search import Cost
 from nlgrpo.engine.inference.responder import Responder, Response
 from nlgrpo.engine.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
-Answer = tuple[list[Response], Cost]
+Answer = list[Response]
+PATIENCE = 60.0  # seconds of a batch that failed, above which its jobs do not run again: its reward may hang
 
 
 class QueueFull(Exception):
@@ -86,17 +87,22 @@ class Batcher:
             running = [job for job in jobs if job.future.set_running_or_notify_cancel()]
             if not running:
                 continue
+            start = time.monotonic()
             try:
                 self._respond(running)
-            except Exception as error:  # rewards are user code
-                if len(running) == 1:
-                    self._fail(running[0], error)
-                    continue
-                for job in running:
-                    try:
-                        self._respond([job])
-                    except Exception as own:
-                        self._fail(job, own)
+            except BaseException as error:  # rewards are user code, and libraries in Rust panic with a BaseException
+                slow = time.monotonic() - start > PATIENCE
+                self._respond_alone(running, error, retry=len(running) > 1 and not slow)
+
+    def _respond_alone(self, jobs: Sequence[Job], error: BaseException, *, retry: bool) -> None:
+        """Respond to the jobs of a failed batch one by one, or fail them all with its error."""
+        for job in jobs:
+            try:
+                if not retry:
+                    raise error
+                self._respond([job])
+            except BaseException as own:
+                self._fail(job, own)
 
     def _next(self) -> list[Job]:
         """Wait for jobs and take those of the next batch. Returns an empty list when the queue is closed."""
@@ -124,16 +130,19 @@ class Batcher:
             prompts=_joined(job.prompts for job in jobs),
             columns={},
         )
-        responses, cost = self.responder.respond(batch, seed=self.seed, sampling=jobs[0].sampling, stop=jobs[0].stop)
-        rest, shared = iter(responses), len(jobs) == 1
+        responses, _ = self.responder.respond(batch, seed=self.seed, sampling=jobs[0].sampling, stop=jobs[0].stop)
+        rest = iter(responses)
         for job in jobs:
-            own = [next(rest) for _ in job.ids]
-            tokens = cost.tokens if shared else sum(len(one.tokens) for r in own for one in r.candidates)
-            job.future.set_result((own, Cost(tokens=tokens)))
+            job.future.set_result([next(rest) for _ in job.ids])
 
-    def _fail(self, job: Job, error: Exception) -> None:
-        log.error("request failed: %s: %s", type(error).__name__, error, exc_info=not isinstance(error, ValueError))
-        job.future.set_exception(error)
+    def _fail(self, job: Job, error: BaseException) -> None:
+        log.error(
+            "request failed: %s: %s",
+            type(error).__name__,
+            error,
+            exc_info=None if isinstance(error, ValueError) else error,
+        )
+        job.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 def _joined(parts: Any) -> list[Any]:

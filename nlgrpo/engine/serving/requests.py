@@ -73,10 +73,12 @@ class Request(BaseModel):
         for name, neutral in NEUTRAL.items():
             if name in data and name not in cls.model_fields and data[name] not in neutral:
                 raise ValueError(f"{name!r} is not supported by this server")
+        if data.get("stream_options") is not None and not data.get("stream"):
+            raise ValueError("stream_options: only with stream")
         return {
             name: value
             for name, value in data.items()
-            if name in cls.model_fields or (name not in NEUTRAL and name not in IGNORED)
+            if value is not None and (name in cls.model_fields or (name not in NEUTRAL and name not in IGNORED))
         }
 
     @property
