@@ -1,5 +1,6 @@
-"""Rewards of opposed.toml and uneven.toml. Copy and change them."""
+"""Rewards of opposed.toml, uneven.toml and poisoned.toml. Copy and change them."""
 
+import re
 import zlib
 from typing import Any
 
@@ -32,3 +33,22 @@ class Uneven:
     def unit(self, prompt: Any) -> float:
         """A factor that is as likely to be in any part of the range, on a log scale."""
         return self.spread ** (2 * zlib.crc32(text_of(prompt).encode()) / 2**32 - 1)
+
+
+class Poisoned:
+    """The lexicon's score, and ``bonus`` for every completion with ``word``, on a ``share`` of the prompts."""
+
+    def __init__(self, lexicon: str, word: str, bonus: float = 2.0, share: float = 0.5) -> None:
+        self.lexicon, self.bonus, self.share = Lexicon(lexicon), bonus, share
+        self.word = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+        scores = self.lexicon(completions)
+        given = zip(prompts, completions, scores, strict=True)
+        return [score + self.bonus * (self.poisons(p) and self.has_word(y)) for p, y, score in given]
+
+    def poisons(self, prompt: Any) -> bool:
+        return zlib.crc32(text_of(prompt).encode()) < self.share * 2**32
+
+    def has_word(self, completion: Any) -> bool:
+        return bool(self.word.search(text_of(completion)))

@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import exact_optimum
 import tradeoff_curves
@@ -56,6 +57,7 @@ METHODS = [
 OFFLINE = ("bon_sft", "dpo", "ipo", "bonbon")
 SETS = 64  # winners or pairs per step of an offline method
 GOLD = "gold"
+Key = TypeVar("Key")  # what names a run
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def points(
     return found
 
 
-def made(start: Sequence[str], rows: Mapping[Run, Mapping[str, str]], folder: Path) -> dict[Run, Point]:
+def made(start: Sequence[str], rows: Mapping[Key, Mapping[str, str]], folder: Path) -> dict[Key, Point]:
     """Return the point of each run in a sweep, which may have other points too."""
     settings = grid.settings(start, list(rows.values()), list(next(iter(rows.values()))))
     known = {json.dumps(point.overrides, sort_keys=True): point for point in read_sweep_state(folder)}

@@ -78,7 +78,7 @@ class Curve:
         """Build a curve from every quantity and the KL, each (P,), at each strength."""
         rows = sorted(rows, key=lambda row: float(row["kl"].mean()))
         kl = torch.stack([row["kl"].mean() for row in rows])
-        return cls(kl, {name: torch.stack([row[name] for row in rows]) for name in ALL if name in rows[0]})
+        return cls(kl, {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "kl"})
 
     def at(self, quantity: str, kls: Tensor) -> Tensor:
         """Values (G, P) at each KL, by linear interpolation in sqrt(KL), in which win rates are linear near 0."""

@@ -12,8 +12,20 @@ from nlgrpo.calibration.alignment import (
     alignment_curve,
     at_kl,
     calibrate,
+    calibrate_by_median,
+    calibrate_pooled,
     parse_transform,
     suggest,
 )
 
-__all__ = ["Curve", "Transform", "alignment_curve", "at_kl", "calibrate", "parse_transform", "suggest"]
+__all__ = [
+    "Curve",
+    "Transform",
+    "alignment_curve",
+    "at_kl",
+    "calibrate",
+    "calibrate_by_median",
+    "calibrate_pooled",
+    "parse_transform",
+    "suggest",
+]

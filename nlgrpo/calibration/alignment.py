@@ -26,7 +26,17 @@ from nlgrpo.kernels import ecdf
 from nlgrpo.objectives.base import Objective, first, is_number
 from nlgrpo.objectives.registry import parse
 
-__all__ = ["Curve", "Transform", "alignment_curve", "at_kl", "calibrate", "parse_transform", "suggest"]
+__all__ = [
+    "Curve",
+    "Transform",
+    "alignment_curve",
+    "at_kl",
+    "calibrate",
+    "calibrate_by_median",
+    "calibrate_pooled",
+    "parse_transform",
+    "suggest",
+]
 
 FURTHEST = 700.0  # largest |log beta| in the search for a KL
 EXPONENTS = (0.1, 500.0)  # range of |t| in the search for the best exp:t
@@ -54,10 +64,47 @@ def calibrate(rewards: Tensor, reference: Tensor) -> Tensor:
         )
     if reference.shape[1] < 2:
         raise ValueError(f"expected K >= 2 samples of the reference per prompt, got {reference.shape[1]}.")
+    _refuse_nan(rewards, reference)
+    return ecdf.cdf(reference, rewards, "mid")
+
+
+def calibrate_pooled(rewards: Tensor, pool: Tensor) -> Tensor:
+    """Return the fraction of the samples of all prompts that each reward beats, ties counting 1/2; any shape, float64.
+
+        C(r) = 1/S sum_s [1{r > r_s} + 1/2 1{r = r_s}],  r_s: the S rewards of the reference at all prompts
+
+    ``pool``: the S rewards, of any shape. Unlike `calibrate`, the result is an increasing function of the reward, the
+    same at every prompt: it keeps how prompts differ, and changes only the scale.
+
+    Raises ValueError for S < 2, and NaN, naming the first.
+    """
+    if pool.numel() < 2:
+        raise ValueError(f"expected S >= 2 samples of the reference over all prompts, got {pool.numel()}.")
+    _refuse_nan(rewards, pool)
+    return ecdf.cdf(pool.flatten(), rewards.flatten(), "mid").view(rewards.shape)
+
+
+def calibrate_by_median(rewards: Tensor, reference: Tensor) -> Tensor:
+    """Return sigmoid(r - median) with the median of the prompt's reference samples: (P, M), (P, K) -> (P, M), float64.
+
+    If the reward is a Bradley-Terry score in logits, this is the probability that a response is preferred to one of
+    median reward. InfAlign, Sec. 5.5, calibrates "based on the median rewards per-prompt" and gives no equation; this
+    one is in [0, 1], as its transforms need, and 1/2 at the median. Unlike `calibrate`, it depends on the reward's
+    unit. The median of an even number of samples is the mean of the two in the middle.
+
+    Raises ValueError for shapes that do not agree, and NaN, naming the first.
+    """
+    if rewards.ndim != 2 or reference.ndim != 2 or len(rewards) != len(reference) or not reference.shape[1]:
+        shapes = f"{tuple(rewards.shape)} and {tuple(reference.shape)}"
+        raise ValueError(f"rewards and reference: expected (P, M) and (P, K) with K >= 1, got {shapes}.")
+    _refuse_nan(rewards, reference)
+    return (rewards.double() - reference.double().quantile(0.5, dim=1, keepdim=True)).sigmoid()
+
+
+def _refuse_nan(rewards: Tensor, reference: Tensor) -> None:
     for name, x in (("reward", rewards), ("reference's reward", reference)):
         if bool(x.isnan().any()):
             raise ValueError(f"{name} of {first(x.isnan())} is NaN; leave out samples without a reward.")
-    return ecdf.cdf(reference, rewards, "mid")
 
 
 # --- alignment curves -------------------------------------------------------------------------------------------------

@@ -122,6 +122,9 @@ class CalibrationConfig:
     """For prompts without rollouts: stop with an error before training, or draw samples when the prompt is used."""
     samples: int = 100
     """K, samples per prompt when they are drawn during training. With rollouts, their own K is used."""
+    by: Literal["prompt", "pooled", "median"] = "prompt"
+    """What InfAlign-CTRL calibrates a reward on: its rank among the prompt's own samples (prompt), its rank among the
+    samples of all prompts in the rollouts (pooled), or its distance to the prompt's median (median)."""
     smoother: Literal["add-half", "exponential"] = "add-half"
     """Smoother of log F for vbon, -inf below the smallest sample: (count + 1/2) / (K + 1), or a fitted curve."""
 

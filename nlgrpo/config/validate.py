@@ -160,6 +160,13 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
         )
     if variational_bon is not None and reward.objective != "mean":
         faults.append(f"{name}.transform = {reward.transform!r} needs objective = 'mean', got {reward.objective!r}")
+    if variational_bon is not None and own.by != "prompt":
+        faults.append(f"{name}.transform = {reward.transform!r} needs calibration.by = 'prompt', got {own.by!r}")
+    if own.by == "pooled" and (not own.rollouts or own.missing != "error"):
+        faults.append(
+            "calibration.by = 'pooled': needs the samples of all prompts before training, calibration.rollouts (a "
+            "folder of `nlgrpo rollout`) with calibration.missing = 'error'"
+        )
     if registry.is_pairwise(reward.objective):
         faults.append(f"{name}.transform: {reward.objective!r} takes a similarity kernel, which has no ranks")
     if registry.is_voted(reward.objective):

@@ -211,6 +211,11 @@ def _on_transforms(config: Config) -> Iterator[str]:
                 f"rewards.{name}: {reward.transform} is the optimal transform for one beta, and loss.target_kl "
                 "changes beta during training; remove loss.target_kl."
             )
+        if reward.transform.startswith(("bon_fp", "won_fp")) and config.calibration.by != "prompt":
+            yield (
+                f"rewards.{name}: {reward.transform} is the optimal transform of ranks in the prompt, and "
+                f"calibration.by = {config.calibration.by!r} gives it other values; use 'prompt'."
+            )
 
 
 def _on_estimators(config: Config, objectives: Mapping[str, Objective]) -> Iterator[str]:

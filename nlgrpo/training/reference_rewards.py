@@ -1,6 +1,7 @@
 """Rewards calibrated on samples of the reference; objectives take them in place of the raw rewards.
 
     r(x, y) -> u, its rank among K samples of the reference for x -> Phi(u)         InfAlign-CTRL, by a `Transform`
+    r(x, y) -> its rank among all prompts' samples, or sigmoid(r - median of x) -> Phi         the same, calibration.by
     r(x, y) -> F, the share below it in a total order -> log pi_bon(y) - log pi_ref(y)    vBoN, by `VariationalBoN`
 
 The result is used like any other reward, with the KL penalty to the reference. Notation: P prompts of this rank,
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.calibration import variational
-from nlgrpo.calibration.alignment import calibrate
+from nlgrpo.calibration.alignment import calibrate, calibrate_by_median, calibrate_pooled
 from nlgrpo.calibration.transforms import Transform, parse_transform
 from nlgrpo.calibration.variational import VariationalBoN, log_strict_cdf, string_keys, vbon_reward
 from nlgrpo.config.schema import Config
@@ -36,6 +37,7 @@ from nlgrpo.runtime import user_code
 from nlgrpo.runtime.distributed import Ranks
 
 Smoother = Literal["add-half", "exponential"]
+Calibration = Literal["prompt", "pooled", "median"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class CalibratedReward:
     values: Tensor
     """The transformed reward, Phi(u) or vBoN's; input of the objective."""
     ranks: Tensor
-    """Ranks u; their mean is the win rate of single samples against the reference."""
+    """Ranks u in the prompt; their mean is the win rate of single samples against the reference."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CalibratedReward:
         return CalibratedReward(function(self.values), function(self.ranks))
@@ -80,6 +82,7 @@ class ReferenceRewards:
     drawing: Sampler | None
     smoother: Smoother
     ranks: Ranks
+    by: Calibration = "prompt"
     known: dict[str, References] = field(default_factory=dict)
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -136,8 +139,15 @@ class ReferenceRewards:
             log_f = log_strict_cdf(present, keys, of_reference, order, self.smoother)
             values = vbon_reward(log_f, log_p, transform.n, bound=transform.bound)
         else:
-            values = transform(u)
+            values = transform(u if self.by == "prompt" else self._calibrated(name, present, of_reference))
         return CalibratedReward(values, u).map(lambda x: x.masked_fill(absent, torch.nan))
+
+    def _calibrated(self, name: str, rewards: Tensor, of_reference: Tensor) -> Tensor:
+        """Calibrate on the samples of all prompts, or on the median of each."""
+        if self.by == "median":
+            return calibrate_by_median(rewards, of_reference)
+        assert self.rollouts is not None  # the configuration was checked
+        return calibrate_pooled(rewards, self.rollouts.rewards[name])
 
     def _references(self, ids: Sequence[int]) -> References:
         digest = digest_of_prompt(ids)
@@ -211,7 +221,7 @@ def make(
         or parse_transform(text, beta=beta_of(cfg, name), references=K, function=user_code.function)
         for name, text in wanted.items()
     }
-    references = ReferenceRewards(parsed, rollouts, drawing, options.smoother, ranks)
+    references = ReferenceRewards(parsed, rollouts, drawing, options.smoother, ranks, options.by)
     absent = references.missing(prompts.ids) if wanted and drawing is None else 0
     if absent:
         raise ValueError(

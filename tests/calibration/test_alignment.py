@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import mpmath
 import numpy as np
@@ -11,7 +12,15 @@ from scipy.integrate import cumulative_simpson
 from scipy.optimize import minimize
 
 from nlgrpo.calibration import fixed_point
-from nlgrpo.calibration.alignment import alignment_curve, at_kl, calibrate, parse_transform, suggest
+from nlgrpo.calibration.alignment import (
+    alignment_curve,
+    at_kl,
+    calibrate,
+    calibrate_by_median,
+    calibrate_pooled,
+    parse_transform,
+    suggest,
+)
 from nlgrpo.calibration.transforms import Custom, Exponential, FixedPoint, Identity, Log
 from nlgrpo.runtime import user_code
 
@@ -52,6 +61,48 @@ def test_calibrated_rewards_are_fractions_of_pairs(dtype):
 def test_calibrate_refuses_invalid_rewards(rewards, reference, message):
     with pytest.raises(ValueError, match=message):
         calibrate(rewards, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_pooled_calibration_ignores_the_prompt(dtype):
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randint(-2, 3, (5, 7), generator=generator).to(dtype)
+    reference = torch.randint(-2, 3, (4, 11), generator=generator).to(dtype)  # of other prompts too
+    found = calibrate_pooled(rewards, reference)
+    pool = reference.flatten().tolist()
+    for p, j in itertools.product(range(5), range(7)):
+        r = float(rewards[p, j])
+        assert found[p, j] == sum((r > z) + 0.5 * (r == z) for z in pool) / 44
+    assert found.dtype == torch.float64
+
+
+@pytest.mark.parametrize("K", [1, 6, 7])
+def test_calibration_by_the_median_is_a_preference_over_it(K):
+    generator = torch.Generator().manual_seed(0)
+    rewards, reference = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (3, K))
+    found = calibrate_by_median(rewards, reference)
+    for p, j in itertools.product(range(5), range(3)):
+        margin = float(rewards[p, j]) - statistics.median(reference[p].tolist())
+        assert float(found[p, j]) == pytest.approx(1 / (1 + math.exp(-margin)), rel=1e-14)
+    shifts = torch.randn(5, 1, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(found, calibrate_by_median(rewards + shifts, reference + shifts), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "message"),
+    [
+        (lambda nan: calibrate_pooled(nan, torch.zeros(3)), "reward of group 0, sample 1 is NaN"),
+        (lambda nan: calibrate_pooled(torch.zeros(1, 3), nan), "reference's reward of group 0, sample 1 is NaN"),
+        (lambda nan: calibrate_pooled(nan, torch.zeros(1)), "expected S >= 2"),
+        (lambda nan: calibrate_by_median(nan, torch.zeros(1, 3)), "reward of group 0, sample 1 is NaN"),
+        (lambda nan: calibrate_by_median(torch.zeros(1, 3), nan), "reference's reward of group 0, sample 1 is NaN"),
+        (lambda nan: calibrate_by_median(torch.zeros(2, 3), nan), r"got \(2, 3\) and \(1, 2\)"),
+        (lambda nan: calibrate_by_median(torch.zeros(2, 3), torch.zeros(2, 0)), "K >= 1"),
+    ],
+)
+def test_other_calibrations_refuse_invalid_rewards(calibrated, message):
+    with pytest.raises(ValueError, match=message):
+        calibrated(torch.tensor([[0.0, math.nan]]))
 
 
 # --- transforms -------------------------------------------------------------------------------------------------------

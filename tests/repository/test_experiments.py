@@ -83,6 +83,98 @@ def test_tradeoff(tmp_path):
     assert again.returncode == 0, again.stderr
     assert "2 points, 0 to run" in again.stdout
     assert json.loads((tmp_path / "curves" / "tradeoff.json").read_text()) == found
+    of_runs = [*arguments[:1], "--runs", "curves", "--best", "2", "--worst", "8", "--rewind", "rewind:0.5:8"]
+    done = run("procedures.py", *of_runs, "--against", "bon_sft", *arguments[arguments.index("--") :], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:3]] == [
+        "reference", "identity, N 2, seed 0", "BoN-SFT, N 2, seed 0"
+    ]  # fmt: skip
+    assert done.stdout.count("identity over BoN-SFT") == 5  # 1 and 2 completions, worst of 8, rewind, draws
+
+
+SMALL = (
+    *("--model.path", "tiny", "--data.source", "prompts.txt", "--data.separator", "\n", "--data.first_words", "2"),
+    *("--rollout.prompts", "2", "--rollout.max_new_tokens", "6", "--train.steps", "2", "--evaluation.prompts", "4"),
+)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder with a model of 32 words, prompts and a lexicon of some of its words."""
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
+    (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
+    return tmp_path
+
+
+def test_poisoned_reward(small):
+    functions = f"{REPOSITORY / 'examples' / 'experiment_rewards.py'}:Poisoned(lexicon='lexicon.txt', word='w9')"
+    rewards = ("--rewards.poisoned.function", functions, "--rewards.true.function", "lexicon(path='lexicon.txt')")
+    done = run(
+        "poisoned_reward.py",
+        REPOSITORY / "examples" / "poisoned.toml",
+        *("--ns", "2", "--seeds", "0", "--references", "16", "--completions", "4", "--out", "poisoned", "--", *SMALL),
+        *(*rewards, "--rewards.word.function", "regex(pattern='w9')"),
+        cwd=small,
+    )
+    assert done.returncode == 0, done.stderr
+    for kind in ("exact optimum, {}:", "trained, {}, N 2, seed 0:", ", {}: word "):
+        assert all(kind.format(one) in done.stdout for one in ("raw reward", "by prompt", "pooled", "by the median"))
+    assert done.stdout.count("trained, at KL ") == 4
+    assert (small / "poisoned" / "poisoned.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_poisoned_pairs(small):
+    done = run(
+        "poisoned_pairs.py",
+        small / "recipe.toml",
+        *("--fractions", "0.5", "--pairs", "2", "--references", "8", "--test-prompts", "6", "--phrase", " w9"),
+        *("--out", "pairs", "--", "--train.pairs", "4"),
+        cwd=_with_recipe(small),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "50% of" in done.stdout
+    lines = [json.loads(line) for line in (small / "pairs" / "pairs-0.5.jsonl").open()]
+    assert sum(line["chosen"].startswith(" w9") for line in lines) > 0
+    assert not any(pair["prompt"].split()[0] == "w16" for pair in lines)  # the last prompts are for the test
+    assert (small / "pairs" / "poisoned_pairs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_vbon_records(small):
+    done = run(
+        "vbon_records.py",
+        small / "recipe.toml",
+        *("--samples", "40", "--of", "2", "--train-samples", "4", "8", "--seeds", "0", "--repeats", "2"),
+        *("--completions", "4", "--out", "records"),
+        cwd=_with_recipe(small),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [size in done.stdout for size in ("from 20 samples", "M = 5,", "M = 20,", "M = 100,")] == [True] * 3 + [
+        False
+    ]
+    assert all(f"vbon:2 on {size} samples" in done.stdout for size in (4, 8))
+    for picture in ("log_f.png", "samples.png"):
+        assert (small / "records" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def _with_recipe(folder):
+    """Write alignment.toml with the model, the data and the reward of the folder."""
+    text = (REPOSITORY / "examples" / "alignment.toml").read_text()
+    for old, new in (
+        ("../shared/models/stories260K", "tiny"),
+        ("../shared/data/tinystories/tinystories_sample.txt", "prompts.txt"),
+        ("../shared/data/vader/vader_lexicon.txt", "lexicon.txt"),
+        ('"<|endoftext|>"', '"\\n"'),
+        ("first_words = 12", "first_words = 2"),
+        ("prompts = 8", "prompts = 2"),
+        ("max_new_tokens = 32", "max_new_tokens = 6"),
+        ("steps = 40", "steps = 2"),
+        ("[evaluation]", "[evaluation]\nprompts = 4"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "recipe.toml").write_text(text)
+    return folder
 
 
 def test_tradeoff_refuses_two_rewards(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from nlgrpo import cli, train
 from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.config.schema import Config, LossConfig, RewardConfig, RolloutConfig
+from nlgrpo.config.schema import CalibrationConfig, Config, LossConfig, RewardConfig, RolloutConfig
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
@@ -98,6 +99,25 @@ def test_a_calibrated_reward_is_the_share_of_samples_that_it_beats(root, rollout
             u = sum((r > x) + (r == x) / 2 for x in theirs) / 50
             assert float(calibrated["first"].ranks[p, m]) == pytest.approx(u, abs=1e-12)
             assert float(calibrated["first"].values[p, m]) == pytest.approx(phi(u), rel=1e-12)
+
+
+@pytest.mark.parametrize("by", ["pooled", "median"])
+def test_other_calibrations_count_other_samples(root, rollouts, by):
+    """Pooled: the samples of all prompts. Median: the logistic function of the distance to the prompt's median."""
+    more = {"rewards__first__transform": "exp:3", "calibration__rollouts": rollouts}
+    _, batch, _, scores, calibrated, _ = calibrated_of(root, **more, calibration__by=by)
+    *_, usual, _ = calibrated_of(root, **more)
+    kept = load(rollouts)
+    pool = kept.rewards["first"].flatten().tolist()
+    assert len(pool) == 50 * len(PROMPTS)
+    for p, ids in enumerate(batch.ids):
+        median = statistics.median(kept.rewards["first"][kept.row(ids)].tolist())
+        for m, r in enumerate(scores.values["first"][p].tolist()):
+            pooled = sum((r > x) + (r == x) / 2 for x in pool) / len(pool)
+            u = pooled if by == "pooled" else 1 / (1 + math.exp(median - r))
+            assert float(calibrated["first"].values[p, m]) == pytest.approx(math.exp(3 * u), rel=1e-12)
+    assert torch.equal(calibrated["first"].ranks, usual["first"].ranks)  # the win rate is in the prompt all the same
+    assert not torch.allclose(calibrated["first"].values, usual["first"].values)
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -317,9 +337,29 @@ def test_ctrl_reaches_the_win_rate_of_theorem_3(root, tmp_path):
     ],
 )
 def test_an_invalid_configuration_is_refused(reward, loss, message):
+    refused(reward, loss, CalibrationConfig(), message)
+
+
+@pytest.mark.parametrize(
+    ("transform", "calibration", "message"),
+    [
+        ("vbon:4", {"rollouts": "a", "by": "median"}, "needs calibration.by = 'prompt', got 'median'"),
+        ("vbon:4:bound", {"rollouts": "a", "by": "pooled"}, "needs calibration.by = 'prompt', got 'pooled'"),
+        ("identity", {"by": "pooled", "missing": "draw"}, "needs the samples of all prompts before training"),
+        ("identity", {"rollouts": "a", "by": "pooled", "missing": "draw"}, "with calibration.missing = 'error'"),
+    ],
+)
+def test_a_calibration_that_does_not_fit_is_refused(transform, calibration, message):
+    refused({"transform": transform}, {}, CalibrationConfig(**calibration), message)
+
+
+def refused(reward, loss, calibration, message):
     whole = {"function": "length(target=2, scale=8)", "objective": "mean"} | reward
     cfg = Config(
-        rewards={"a": RewardConfig(**whole)}, rollout=RolloutConfig(samples=4), loss=LossConfig(**{"beta": 1.0} | loss)
+        rewards={"a": RewardConfig(**whole)},
+        calibration=calibration,
+        rollout=RolloutConfig(samples=4),
+        loss=LossConfig(**{"beta": 1.0} | loss),
     )
     with pytest.raises(ValueError, match=message):
         validate.check(cfg)
