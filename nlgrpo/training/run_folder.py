@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _claim(
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(_completed(saved, json.loads(json.dumps(asdict(type(cfg)())))), current)
+        changed = schema.differences(completed(saved, current, type(cfg)), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(
@@ -86,13 +86,20 @@ def _claim(
     return ""
 
 
-def _completed(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys that the saved configuration lacks, with their defaults: the run started before they existed."""
-    complete = defaults | saved
-    for key, value in saved.items():
-        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
-            complete[key] = _completed(value, defaults[key])
-    return complete
+def completed(saved: dict[str, Any], current: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Add the keys of ``current`` that a saved configuration lacks: the run started before they existed.
+
+    They get the defaults of ``kind``, the dataclass of the configuration.
+    """
+
+    def merged(theirs: dict[str, Any], ours: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: defaults[key] for key in ours if key in defaults} | theirs
+        for key, value in theirs.items():
+            if all(isinstance(x, Mapping) for x in (value, ours.get(key), defaults.get(key))):
+                found[key] = merged(value, ours[key], defaults[key])
+        return found
+
+    return merged(saved, current, json.loads(json.dumps(asdict(kind()))))
 
 
 def _lock(folder: Path) -> bool:

@@ -361,6 +361,20 @@ def test_points_are_added_and_kept(fake, tmp_path):
     assert (status, ran) == (0, ["beta=4"])
 
 
+def test_a_sweep_of_an_older_version_goes_on(fake, tmp_path):
+    """Its manifest lacks keys that did not exist: they have their defaults, and nothing else does."""
+    assert fake("--loss.beta", "1,2")[0] == 0
+    manifest = json.loads((tmp_path / "out" / FILE).read_text())
+    for section, key in (("loss", "jeffreys"), ("loss", "epochs"), ("calibration", "by")):
+        del manifest["base"][section][key]
+    (tmp_path / "out" / FILE).write_text(json.dumps(manifest))
+    assert fake("--loss.beta", "3")[:2] == (0, ["beta=3"])
+    (tmp_path / "out" / FILE).write_text(json.dumps(manifest))
+    status, ran, out = fake("--loss.beta", "4", "--loss.epochs", "2")
+    assert (status, ran) == (1, [])
+    assert "loss.epochs: 1 -> 2" in out
+
+
 def test_axes_in_another_order_are_the_same_points(fake, tmp_path):
     assert fake("--loss.beta", "1,2", "--seed", "0,1")[1] == [f"beta={b},seed={s}" for b in (1, 2) for s in (0, 1)]
     assert fake("--seed", "2,0", "--loss.beta", "1,2")[1] == ["beta=1,seed=2", "beta=2,seed=2"]

@@ -24,9 +24,10 @@ import torch
 
 from nlgrpo.config import grid
 from nlgrpo.config.grid import Setting
-from nlgrpo.config.schema import differences, to_dict
+from nlgrpo.config.schema import Config, differences, to_dict
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.timing import StopSignal
+from nlgrpo.training.run_folder import completed
 from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.sweeps.state import Point, State, SweepState
 
@@ -86,7 +87,7 @@ def _same_sweep(manifest: SweepState, base: Mapping[str, Any], overrides: Mappin
             f"{manifest.folder} holds a sweep over {', '.join(known)}, but this one is over {', '.join(overrides)}; "
             "pass all options of the saved sweep, even with one value, or choose another folder with --out"
         )
-    changed = differences(manifest.base, base)
+    changed = differences(completed(manifest.base, base, Config), base)
     if changed:
         lines = [f"{manifest.folder} holds a sweep with a different configuration:", *(f"  {line}" for line in changed)]
         raise ValueError("\n".join([*lines, "  Choose another folder with --out"]))
