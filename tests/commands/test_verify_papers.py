@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,9 +65,9 @@ def squared(self, n):
     return float(self.panels.total(self.F**2)), best, worst
 
 
-def larger_kl(transform, beta):
-    optimum = aligned(transform, beta)
-    return alignment._Aligned(optimum.beta, optimum.kl + 1e-3, optimum.panels, optimum.F)
+def larger_kl(transform, beta, *procedures):
+    optimum = aligned(transform, beta, *procedures)
+    return replace(optimum, kl=optimum.kl + 1e-3)
 
 
 def without_sign(self, u):

@@ -276,7 +276,7 @@ def test_a_group_of_one_needs_no_baseline_with_a_critic():
 def test_which_completions_have_a_reward():
     rewards = {name: torch.tensor([[1.0, torch.nan, 2.0], [torch.nan] * 3]) for name in ("a", "b", "c")}
     rewards["b"] = torch.tensor([[torch.nan, torch.nan, 2.0], [torch.nan, torch.nan, 5.0]])
-    groups = GlobalBatch(rewards, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, 0, {}, {})
+    groups = GlobalBatch(rewards, {}, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, 0, {}, {})
     means = {"a": parse("mean"), "b": parse("mean"), "c": parse("mean")}
     of_a = [[True, False, True], [False] * 3]
     assert groups.has_reward(means, {"a": 1.0, "b": 0.0, "c": 0.0}).tolist() == of_a
