@@ -104,7 +104,8 @@ def calibrate_by_median(rewards: Tensor, reference: Tensor) -> Tensor:
 def _refuse_nan(rewards: Tensor, reference: Tensor) -> None:
     for name, x in (("reward", rewards), ("reference's reward", reference)):
         if bool(x.isnan().any()):
-            raise ValueError(f"{name} of {first(x.isnan())} is NaN; leave out samples without a reward.")
+            rows = torch.atleast_2d(x.isnan()).flatten(0, -2)
+            raise ValueError(f"{name} of {first(rows)} is NaN; leave out samples without a reward.")
 
 
 # --- alignment curves -------------------------------------------------------------------------------------------------

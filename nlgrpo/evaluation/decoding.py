@@ -141,9 +141,8 @@ class Comparison:
 
     def file(self, method: DecodingMethod) -> Path:
         """Results file of a method. Equal methods, such as "iro" and "iro:3" with three value models, share it."""
-        guides = [[self.digests[i], self.betas[i]] for i in method.values]
         settings = {
-            "values": guides,
+            "values": [[self.digests[i], self.betas[i]] for i in method.values],
             "budget": method.budget,
             "search": method.search.settings(),
             "weight": method.weight,

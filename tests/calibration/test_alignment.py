@@ -93,6 +93,8 @@ def test_calibration_by_the_median_is_a_preference_over_it(K):
     [
         (lambda nan: calibrate_pooled(nan, torch.zeros(3)), "reward of group 0, sample 1 is NaN"),
         (lambda nan: calibrate_pooled(torch.zeros(1, 3), nan), "reference's reward of group 0, sample 1 is NaN"),
+        (lambda nan: calibrate_pooled(torch.zeros(3), nan[0]), "reference's reward of group 0, sample 1 is NaN"),
+        (lambda nan: calibrate_pooled(nan[None], torch.zeros(3)), "reward of group 0, sample 1 is NaN"),
         (lambda nan: calibrate_pooled(nan, torch.zeros(1)), "expected S >= 2"),
         (lambda nan: calibrate_by_median(nan, torch.zeros(1, 3)), "reward of group 0, sample 1 is NaN"),
         (lambda nan: calibrate_by_median(torch.zeros(1, 3), nan), "reference's reward of group 0, sample 1 is NaN"),

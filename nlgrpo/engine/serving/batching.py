@@ -97,9 +97,10 @@ class Batcher:
     def _respond_alone(self, jobs: Sequence[Job], error: BaseException, *, retry: bool) -> None:
         """Respond to the jobs of a failed batch one by one, or fail them all with its error."""
         for job in jobs:
+            if not retry:
+                self._fail(job, error)
+                continue
             try:
-                if not retry:
-                    raise error
                 self._respond([job])
             except BaseException as own:
                 self._fail(job, own)
