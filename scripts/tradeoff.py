@@ -32,6 +32,7 @@ from typing import TypeVar
 
 import exact_optimum
 import tradeoff_curves
+import tradeoff_figures
 from exact_optimum import Goal
 from scipy.optimize import brentq
 from torch import Tensor
@@ -209,13 +210,12 @@ def main() -> int:
         if len(config.rewards) != 1 or GOLD in config.rewards:
             raise ValueError(f"{given.recipe} has {len(config.rewards)} rewards; expected one, not named gold")
         name = next(iter(config.rewards))
-        if gold:
-            judge = {"function": given.gold, "objective": "mean", "weight": "0"}
-            start += [f"--rewards.{GOLD}.{key}={value}" for key, value in judge.items()]
-            config, _ = from_arguments(start)
+        judge = {"function": given.gold, "objective": "mean", "weight": "0"}
+        judged = [f"--rewards.{GOLD}.{key}={value}" for key, value in judge.items()] if gold else []
+        from_arguments([*start, *judged])
         given.out.mkdir(parents=True, exist_ok=True)
         drawn = [f"--samples={given.references}", f"--out={rollouts}"]
-        nlgrpo(["rollout", *start, *drawn], given.jobs, given.out / "rollout.log")
+        nlgrpo(["rollout", *start, *judged, *drawn], given.jobs, given.out / "rollout.log")
         kept = reference_rollouts.load(rollouts)
         kept.ecdf(name)  # refuses abstentions
         if not (kept.rewards[name].amax(1) > kept.rewards[name].amin(1)).any():
@@ -232,7 +232,6 @@ def main() -> int:
         return status or 1
     named = [f"{method} N {n} seed {seed}={point.folder}" for (method, n, seed), point in where.items()]
     sampled = [f"--samples={given.completions}", "--ns=1", f"--out={results}"]
-    judged = [f"--rewards.{GOLD}.function={given.gold}", f"--rewards.{GOLD}.weight=0"] if gold else []
     nlgrpo(["evaluate", *named, *sampled, *judged], given.jobs, given.out / "evaluate.log")
     _, *models = read_evaluation(results).values()
     measured = {
@@ -240,12 +239,19 @@ def main() -> int:
         for run, model in zip(where, models, strict=True)
     }
     found = tradeoff_curves.curves(measured, reference.best_of(1.0))
-    lines = [*tradeoff_curves.means(measured, reference), *tradeoff_curves.findings(found, reference, measured)]
-    content = {"points": tradeoff_curves.table(measured), "findings": lines}
+    equal = tradeoff_curves.at_equal_kls(found, reference, [distance(n) for n in given.ns])
+    lines = [
+        *tradeoff_curves.means(measured, reference),
+        *tradeoff_curves.equal_kl_lines(equal),
+        *tradeoff_curves.findings(found, reference, measured),
+    ]
+    content = {"points": tradeoff_curves.table(measured), "equal_kl": equal, "findings": lines}
     atomic_write(given.out / "tradeoff.json", json.dumps(content, indent=1) + "\n")
     pictures = {
-        "win_rates.png": functools.partial(tradeoff_curves.draw_curves, found, reference, ["single", "best4", "worst"]),
-        "fronts.png": functools.partial(tradeoff_curves.draw_points, measured, reference, ["single", "reward"]),
+        "win_rates.png": functools.partial(
+            tradeoff_figures.draw_curves, found, reference, ["single", "best4", "worst"]
+        ),
+        "fronts.png": functools.partial(tradeoff_figures.draw_points, measured, reference, ["single", "reward"]),
     }
     for file, draw in pictures.items():
         atomic_write_bytes(given.out / file, figures.render(draw))

@@ -1,24 +1,22 @@
-"""Results of tradeoff.py: curves over KL, comparisons between methods, and figures."""
+"""Results of tradeoff.py: curves over KL and comparisons between methods."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from scipy.optimize import brentq
 from scipy.special import stdtrit
 from torch import Tensor
 
 from nlgrpo.calibration import ecdf
-from nlgrpo.calibration.alignment import at_kl
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.inputs import load_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
-from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import bootstrap, selected_value, win_rate
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import shape_of
@@ -50,6 +48,7 @@ GOLD = {  # with a reward that evaluates and does not choose
 ALL = TITLES | GOLD
 Run = tuple[str, int, int]  # method, N, seed
 Measured = Mapping[Run, Mapping[str, Tensor]]
+Row = dict[str, Any]
 
 
 def label(method: str) -> str:
@@ -197,79 +196,26 @@ def _difference(seeds: Sequence[Tensor], scale: float) -> str:
     each = ", ".join(f"{one:+.2f}" for one in means)
     text = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] over prompts"
     if len(means) > 1:
-        reach = float(stdtrit(len(means) - 1, 0.975)) * np.std(means, ddof=1) / len(means) ** 0.5
+        reach = _reach(means)
         text += f", [{mean - reach:+.2f}, {mean + reach:+.2f}] over seeds"
     return f"{text} (seeds {each})"
+
+
+def _reach(means: Sequence[float]) -> float:
+    """Half the width of the 95% interval of the mean, by Student's t; NaN for one number."""
+    count = len(means)
+    return float(stdtrit(count - 1, 0.975) * np.std(means, ddof=1) / count**0.5) if count > 1 else math.nan
+
+
+def points(measured: Measured, quantity: str) -> list[tuple[float, float]]:
+    """KL and mean of a quantity of each run."""
+    scale = scale_of(quantity)
+    return [(float(each["kl"].mean()), scale * float(each[quantity].mean())) for each in measured.values()]
 
 
 def undominated(where: Sequence[tuple[float, float]]) -> list[bool]:
     """For each point (KL, value): whether no other point has both a lower KL and a higher value."""
     return [not any(k < kl and v > value for k, v in where) for kl, value in where]
-
-
-def optimum(quantity: str, furthest: float) -> tuple[Tensor, Tensor] | None:
-    """KLs, and the best win rate of any policy at each, for rewards without ties (InfAlign, Theorem 3, Cor. 2)."""
-    known = {f"best{n}": (f"bon_fp:{n}", n) for n in BEST_OF} | {"worst": (f"won_fp:{WORST_OF}", WORST_OF)}
-    if quantity not in known or furthest < 0.1:
-        return None
-    transform, n = known[quantity]
-    curve = at_kl(transform, np.geomspace(0.02, min(furthest, 20.0), 24).tolist(), n)
-    return curve.kl, curve.won_win_rate if quantity == "worst" else curve.bon_win_rate
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def draw_curves(found: Mapping[str, Sequence[Curve]], reference: Reference, quantities: Sequence[str]) -> Figure:
-    """Curves through the means over seeds, with intervals over prompts (InfAlign, Fig. 4)."""
-    figure, every = _panels(quantities, max(float(curve.kl[-1]) for own in found.values() for curve in own), reference)
-    for axes, quantity in zip(every, quantities, strict=True):
-        for i, (method, seeds) in enumerate(found.items()):
-            kl = torch.stack([curve.kl for curve in seeds]).mean(0)
-            values = torch.stack([curve.values[quantity] for curve in seeds]).mean(0)
-            mean, low, high = (scale_of(quantity) * x.numpy() for x in bootstrap(values))
-            look, reach = figures.series_style(i), np.stack([mean - low, high - mean]).clip(min=0)
-            axes.errorbar(kl, mean, reach, **look.line, marker=look.marker, capsize=2, label=label(method))
-    figures.legend(figure, every)
-    return figure
-
-
-def draw_points(measured: Measured, reference: Reference, quantities: Sequence[str]) -> Figure:
-    """One point per run; pale points are dominated by another run of their method (vBoN, Fig. 2)."""
-    figure, every = _panels(quantities, max(float(each["kl"].mean()) for each in measured.values()), reference)
-    for axes, quantity in zip(every, quantities, strict=True):
-        for i, method in enumerate(dict.fromkeys(method for method, _, _ in measured)):
-            look = figures.series_style(i)
-            own = _points({run: x for run, x in measured.items() if run[0] == method}, quantity)
-            for (x, y), best in zip(own, undominated(own), strict=True):
-                axes.plot(x, y, look.marker, color=look.colour, alpha=1.0 if best else 0.3, linewidth=0)
-            axes.plot([], [], look.marker, color=look.colour, linewidth=0, label=label(method))
-    figures.legend(figure, every)
-    return figure
-
-
-def _points(measured: Measured, quantity: str) -> list[tuple[float, float]]:
-    scale = scale_of(quantity)
-    return [(float(each["kl"].mean()), scale * float(each[quantity].mean())) for each in measured.values()]
-
-
-def _panels(quantities: Sequence[str], furthest: float, reference: Reference) -> tuple[Figure, list[Axes]]:
-    """Panels with the curves of best-of-N of the reference and of the best policy."""
-    figure = figures.figure_of((5.2 * len(quantities), 5.2))
-    every = list(figure.subplots(1, len(quantities), squeeze=False)[0])
-    bon = [reference.best_of(float(n)) for n in np.geomspace(1, reference.rewards.shape[1], 60)]
-    near = [each for each in bon if float(each["kl"].mean()) <= 1.05 * max(furthest, 0.1)]
-    for axes, quantity in zip(every, quantities, strict=True):
-        xs, ys = ([float(each[key].mean()) for each in near] for key in ("kl", quantity))
-        axes.plot(xs, [scale_of(quantity) * y for y in ys], color=figures.GREY, linestyle="--", label=BON)
-        best = optimum(quantity, furthest)
-        if best is not None:
-            axes.plot(best[0], 100 * best[1], color=figures.GREY, linestyle=":", label="best possible policy")
-        axes.set_title(ALL[quantity])
-        axes.set_xlabel("KL to the reference (nats)")
-        axes.set_xscale("function", functions=(lambda kl: np.sqrt(np.maximum(kl, 0)), np.square))  # `Curve.at`
-        axes.set_xlim(0, 1.08 * max(furthest, 0.1))
-    return figure, every
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
@@ -297,7 +243,7 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
             gap = behind(quantity, own, reference, scale_of(quantity))
             lines.append(f"{ALL[quantity]}: {BON} over {label(method)}, at the same KLs: {gap}")
     for quantity in ("single", "reward"):
-        best = undominated(_points(measured, quantity))
+        best = undominated(points(measured, quantity))
         on = [method for (method, _, _), chosen in zip(measured, best, strict=True) if chosen]
         shares = ", ".join(f"{label(m)} {100 * on.count(m) / len(on):.0f}%" for m in found if m in on)
         lines.append(f"{ALL[quantity]}: shares of the {len(on)} points on the front: {shares}")
@@ -321,6 +267,46 @@ def means(measured: Measured, reference: Reference) -> list[str]:
             columns.append(", ".join(f"{value:.{digits}f}" for value in values))
         lines.append(f"{name}: {' | '.join(columns)}")
     return lines
+
+
+def at_equal_kls(found: Mapping[str, Sequence[Curve]], reference: Reference, kls: Sequence[float]) -> list[Row]:
+    """Every quantity of every method at each KL: mean over seeds and half the width of its 95% interval.
+
+    Values are interpolated (`Curve.at`). A method has no row at a KL that some seed does not reach. ``reach`` is None
+    for best-of-N of the reference, and with one seed.
+    """
+    rows: list[Row] = []
+    for kl in kls:
+        best, at = reference.best_at(kl), torch.tensor([kl], dtype=torch.float64)
+        for quantity in (q for q in best if q != "kl"):
+            row: Row = {"quantity": quantity, "kl": kl}
+            rows.append(row | {"method": BON, "mean": float(best[quantity].mean()), "reach": None})
+            for method, seeds in found.items():
+                if all(float(curve.kl[-1]) >= kl for curve in seeds):
+                    means = [float(curve.at(quantity, at).mean()) for curve in seeds]
+                    reach = _reach(means) if len(means) > 1 else None
+                    rows.append(row | {"method": method, "mean": float(np.mean(means)), "reach": reach})
+    return rows
+
+
+def equal_kl_lines(rows: Sequence[Row]) -> list[str]:
+    """One table per quantity: a line per method, a column per KL, and "-" for a KL that the method does not reach."""
+    methods, kls, known = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "kl", "quantity"))
+    cells = {(row["quantity"], row["method"], row["kl"]): _cell(row) for row in rows}
+    lines = []
+    for quantity in (q for q in ALL if q in known):
+        lines.append(f"{ALL[quantity]} at KL {', '.join(f'{kl:.3f}' for kl in kls)} (95% intervals over seeds)")
+        for method in methods:
+            shown = [cells.get((quantity, method, kl), "-") for kl in kls]
+            lines.append(f"{label(method)}: {' | '.join(shown)}")
+    return lines
+
+
+def _cell(row: Row) -> str:
+    scale = scale_of(row["quantity"])
+    digits = 1 if scale == 100 else 3
+    text = f"{scale * row['mean']:.{digits}f}"
+    return text if row["reach"] is None else f"{text} ±{scale * row['reach']:.{digits}f}"
 
 
 def table(measured: Measured) -> list[dict[str, object]]:

@@ -103,6 +103,35 @@ def test_curves_are_compared_at_common_kls(curves):
     assert curves.ahead("single", [far], [low], 100) == "have no KLs in common (from 3.00, to 2.25)"
 
 
+def test_values_at_equal_kl(curves):
+    """Values are 3 sqrt(KL) plus those of a seed; a method is left out at a KL that one of its seeds does not reach."""
+    found = {
+        "grpo": [curve(curves, [0.0, 1.0, 4.0], 3.0), curve(curves, [0.0, 2.25], 5.0)],
+        "vbon": [curve(curves, [0.0, 4.0], 1.0), curve(curves, [0.0, 0.5], 1.0)],
+        "dpo": [curve(curves, [0.0, 4.0], 1.0)],
+    }
+    reference = curves.Reference(torch.arange(8.0, dtype=torch.float64).expand(5, 8))
+    rows = curves.at_equal_kls(found, reference, [0.25, 2.25])
+    of = {(row["method"], row["kl"]): row for row in rows if row["quantity"] == "single"}
+    assert of.keys() == {(m, k) for m in (curves.BON, "grpo", "dpo") for k in (0.25, 2.25)} | {("vbon", 0.25)}
+    assert of["grpo", 0.25]["mean"] == pytest.approx(2 + (1.5 + 2.5) / 2)  # 2: the mean over prompts at KL 0
+    assert of["grpo", 2.25]["reach"] == pytest.approx(12.7062 * 1.5, rel=1e-5)  # Student's t, one degree of freedom
+    assert of["dpo", 2.25]["reach"] is None
+    assert of[curves.BON, 0.25]["mean"] == pytest.approx(float(reference.best_at(0.25)["single"].mean()))
+    lines = curves.equal_kl_lines(rows)
+    assert "vBoN, Eq. 5: 250.0 ±0.0 | -" in lines
+    assert len(lines) == 5 * len(curves.TITLES)
+
+
+def test_a_figure_has_a_row_for_each_family_of_many_methods(tradeoff):
+    families = tradeoff.tradeoff_figures.families
+    assert families(["grpo", "exp:5"]) == [("", ["grpo", "exp:5"])]
+    rows = families([*tradeoff.METHODS, "exp:5"])
+    assert [m for _, own in rows for m in own].count("exp:5") == 1
+    assert sorted(m for _, own in rows for m in own) == sorted([*tradeoff.METHODS, "exp:5"])
+    assert max(len(own) for _, own in rows) <= 7  # one colour each
+
+
 def test_undominated_points(curves):
     where = [(0.0, 0.5), (1.0, 0.6), (1.0, 0.7), (2.0, 0.65), (0.5, 0.9)]
     assert curves.undominated(where) == [True, False, False, False, True]
