@@ -13,6 +13,7 @@ Arguments after ``--`` are passed to every command. Finished work is reused, and
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import shlex
@@ -24,13 +25,15 @@ from typing import Any
 
 import torch
 from guided_budgets import Found, Key, nlgrpo, results
+from matplotlib.figure import Figure
 
-from nlgrpo.runtime.atomic_files import atomic_write
+from nlgrpo.evaluation import figures
+from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 from nlgrpo.training.scalar_heads import value_loop
 
 # Options of the variants of each group; "" are the options of --learn alone.
 GROUPS: dict[str, list[str]] = {
-    "kept": ["", "--keep best", "--keep best --searches 4"],
+    "kept": ["", "--keep best", "--keep best --value.epochs 32", "--keep best --searches 4"],
     "beta": ["", "--betas 1 2 2.5", "--betas 1 0.5 0.5"],
     "chunk": ["", "--chunk 4", "--chunk 16", "--chunk 32"],
     "data": [f"--prompts {count}{chunk}" for chunk in ("", " --chunk 16") for count in (48, 96, 192)],
@@ -115,6 +118,30 @@ def rollouts(loops: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> list
     return lines
 
 
+def draw(variants: Mapping[str, Found], budgets: Sequence[int]) -> Figure:
+    """Reward of each variant with 1, 2, .. values and the interval of the last; the band is best-of-N of the first."""
+    figure = figures.figure_of((5.6 * len(budgets), 1.6 + 0.5 * len(variants)))
+    panels = list(figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0])
+    first = next(iter(variants.values()))
+    for axes, budget in zip(panels, budgets, strict=True):
+        mean, low, high = first.mean("bon", budget)
+        axes.axvspan(low, high, color=figures.GREY, alpha=0.2, linewidth=0)
+        axes.axvline(mean, color=figures.GREY, linestyle="--", label="best-of-N")
+        for place, found in enumerate(variants.values()):
+            for i, method in enumerate(method for method in found.methods if method != "bon"):
+                look, (mean, low, high) = figures.series_style(i), found.mean(method, budget)
+                last = method == found.methods[-1]
+                reach = [[max(0.0, mean - low)], [max(0.0, high - mean)]] if last else None
+                y = place + 0.16 * i  # one above the other
+                axes.errorbar([mean], [y], xerr=reach, color=look.colour, marker=look.marker, capsize=2)
+                axes.plot([], [], look.marker, color=look.colour, label=f"{i + 1} value{'s' * (i > 0)}")
+        axes.set_title(f"Reward at N = {budget}")
+    panels[0].set_yticks(range(len(variants)), [figures.shortened(options or "base", 34) for options in variants])
+    panels[0].invert_yaxis()
+    figures.legend(figure, panels)
+    return figure
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", help="recipe or TOML file")
@@ -143,7 +170,8 @@ def main() -> int:
         lines += [f"## {name}", "", *table(given, {options: found[options] for options in group}, found.get(""))]
         lines += [*rollouts({options: [done[options, seed][1] for seed in given.seeds] for options in group}), ""]
     atomic_write(given.out / "findings.md", "\n".join(lines) + "\n")
-    print(*lines, given.out / "findings.md", sep="\n")
+    atomic_write_bytes(given.out / "rewards.png", figures.render(functools.partial(draw, found, given.budgets)))
+    print(*lines, given.out / "findings.md", given.out / "rewards.png", sep="\n")
     return 0
 
 

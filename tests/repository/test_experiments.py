@@ -278,7 +278,8 @@ def test_guided_ablations(tmp_path):
     done = run("guided_ablations.py", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     names = {"base": "base", "--value.head-only": "value.head-only", "--value.drop-equal": "value.drop-equal"}
-    assert {path.name for path in (tmp_path / "ablations").iterdir()} == {*names.values(), "findings.md"}
+    written = {path.name for path in (tmp_path / "ablations").iterdir()}
+    assert written == {*names.values(), "findings.md", "rewards.png"}
     assert done.stdout.count("nlgrpo iro: ablations/base/") == 2  # one per seed
 
     def rewards(folder, method):
