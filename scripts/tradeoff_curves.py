@@ -196,12 +196,12 @@ def _difference(seeds: Sequence[Tensor], scale: float) -> str:
     each = ", ".join(f"{one:+.2f}" for one in means)
     text = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] over prompts"
     if len(means) > 1:
-        reach = _reach(means)
+        reach = reach_over_seeds(means)
         text += f", [{mean - reach:+.2f}, {mean + reach:+.2f}] over seeds"
     return f"{text} (seeds {each})"
 
 
-def _reach(means: Sequence[float]) -> float:
+def reach_over_seeds(means: Sequence[float]) -> float:
     """Half the width of the 95% interval of the mean, by Student's t; NaN for one number."""
     count = len(means)
     return float(stdtrit(count - 1, 0.975) * np.std(means, ddof=1) / count**0.5) if count > 1 else math.nan
@@ -284,7 +284,7 @@ def at_equal_kls(found: Mapping[str, Sequence[Curve]], reference: Reference, kls
             for method, seeds in found.items():
                 if all(float(curve.kl[-1]) >= kl for curve in seeds):
                     means = [float(curve.at(quantity, at).mean()) for curve in seeds]
-                    reach = _reach(means) if len(means) > 1 else None
+                    reach = reach_over_seeds(means) if len(means) > 1 else None
                     rows.append(row | {"method": method, "mean": float(np.mean(means)), "reach": reach})
     return rows
 

@@ -1,0 +1,153 @@
+"""Compare the settings of a sweep over its seeds: the value of best-of-N, and the KL of training.
+
+    nlgrpo sweep examples/opposed.toml --objective mean,bon:4 --train.seed 1,2,3,4,5 --out runs/opposed
+    python scripts/compare_seeds.py runs/opposed [--ns 1 2 4 8 16] [--out runs/opposed]
+
+The value is that of the evaluation after training, sum_i w_i BoN_i over the rewards. Each setting is compared with the
+first one: mean difference over the seeds, 95% interval by Student's t, and the difference of each seed. The KL is that
+per completion over the last tenth of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tradeoff_curves import reach_over_seeds
+
+from nlgrpo.evaluation import figures, run_loader
+from nlgrpo.evaluation.results import weighted_best_of_n
+from nlgrpo.evaluation.run_loader import TRAINING_KL, Model
+from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
+from nlgrpo.training.sweeps.state import read_sweep_state
+
+SEED = "train.seed"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs of one setting by seed: values (S, len(ns)), KL of the end of training (S,), and KL over the steps."""
+
+    values: Tensor
+    kl: list[float]
+    curves: list[tuple[list[int], list[float]]]
+
+
+def read(folder: Path, ns: Sequence[int]) -> tuple[list[int], dict[str, Setting]]:
+    """Return the seeds of a sweep, and its settings by name, in the sweep's order.
+
+    Raises ValueError for a sweep without seeds, with settings of different seeds, or with runs that are not done.
+    """
+    points, models = read_sweep_state(folder), {model.name: model for model in run_loader.read([folder]).models}
+    runs: dict[str, dict[int, Model]] = {}
+    for point in points:
+        if SEED not in point.overrides:
+            raise ValueError(f"{folder}: {point.name} has no {SEED}; compare a sweep over {SEED}")
+        if point.state != "done":
+            raise ValueError(f"{folder}: {point.name} is {point.state}; run the sweep to its end")
+        others = {key: value for key, value in point.overrides.items() if key != SEED}
+        name = ", ".join(f"{key} = {value}" for key, value in others.items()) or "base"
+        runs.setdefault(name, {})[int(point.overrides[SEED])] = models[point.name]
+    seeds = list(next(iter(runs.values())))
+    different = [name for name, own in runs.items() if own.keys() != set(seeds)]
+    if different:
+        raise ValueError(f"{folder}: {different[0]} has other seeds than {next(iter(runs))}")
+    return seeds, {name: _setting([own[seed] for seed in seeds], ns) for name, own in runs.items()}
+
+
+def _setting(models: Sequence[Model], ns: Sequence[int]) -> Setting:
+    values, kls, curves = [], [], []
+    for model in models:
+        if model.sampled is None:
+            raise ValueError(f"{model.label} has no samples of its evaluation")
+        most = model.sampled.lengths.shape[1]
+        if max(ns) > most:
+            raise ValueError(f"--ns {max(ns)}: the evaluation of {model.label} has {most} samples per prompt")
+        values.append(weighted_best_of_n(model.sampled, ns).mean(1))
+        kls.append(next(entry.estimate.value for entry in model.entries if entry.quantity == TRAINING_KL))
+        rows = [row for row in model.logged if "kl" in row and "completions/mean_length" in row]
+        curves.append(([row["step"] for row in rows], [row["kl"] * row["completions/mean_length"] for row in rows]))
+    return Setting(torch.stack(values), kls, curves)
+
+
+def findings(settings: Mapping[str, Setting], ns: Sequence[int]) -> list[str]:
+    """KL and values of each setting, then the differences from the first one."""
+    lines = []
+    for name, own in settings.items():
+        each = ", ".join(f"{kl:.2f}" for kl in own.kl)
+        lines.append(f"{name}: KL {np.mean(own.kl):.3f} nats per completion (seeds {each})")
+        lines += [f"{name}: best of {n}: {_interval(own.values[:, i].tolist(), '')}" for i, n in enumerate(ns)]
+    first, *others = settings
+    for name in others:
+        gaps = settings[name].values - settings[first].values
+        lines += [f"{name} over {first}: best of {n}: {_interval(gaps[:, i].tolist(), '+')}" for i, n in enumerate(ns)]
+    return lines
+
+
+def _interval(values: Sequence[float], sign: str) -> str:
+    mean, reach = float(np.mean(values)), reach_over_seeds(values)
+    text = f"{mean:{sign}.4f}"
+    if not math.isnan(reach):
+        text += f" [{mean - reach:{sign}.4f}, {mean + reach:{sign}.4f}] over seeds"
+    return f"{text} (seeds {', '.join(f'{value:{sign}.4f}' for value in values)})"
+
+
+def draw(settings: Mapping[str, Setting], ns: Sequence[int]) -> Figure:
+    """Value of best-of-N over N with intervals over seeds, and the KL of each run over the steps."""
+    figure = figures.figure_of((10.4, 4.6))
+    left, right = figure.subplots(1, 2)
+    for i, (name, own) in enumerate(settings.items()):
+        look = figures.series_style(i)
+        reach = [reach_over_seeds(own.values[:, j].tolist()) for j in range(len(ns))]
+        shift = [n * 1.02 ** (i - (len(settings) - 1) / 2) for n in ns]  # intervals side by side
+        left.errorbar(shift, own.values.mean(0), reach, **look.line, marker=look.marker, capsize=2, label=name)
+        for steps, kl in own.curves:
+            right.plot(steps, kl, color=look.colour, alpha=0.6, linewidth=0.9)
+    left.set_xscale("log", base=2)
+    left.set_xticks(list(ns), [str(n) for n in ns])
+    left.set_xlabel("N")
+    left.set_title("Value of best-of-N")
+    right.set_xlabel("step")
+    right.set_ylim(bottom=0)
+    right.set_title("KL to the reference (nats per completion)")
+    figures.legend(figure, [left])
+    return figure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("sweep", type=Path, help="folder of a finished `nlgrpo sweep` over train.seed")
+    parser.add_argument("--ns", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="N of best-of-N")
+    parser.add_argument("--out", type=Path, help="folder of seeds.json and seeds.png; default: that of the sweep")
+    given = parser.parse_args()
+    if min(given.ns) < 1:
+        parser.error(f"--ns {min(given.ns)}: expected numbers >= 1")
+    try:
+        seeds, settings = read(given.sweep, given.ns)
+    except ValueError as error:
+        parser.error(str(error))
+    lines = [f"{len(settings)} settings, seeds {', '.join(map(str, seeds))}", *findings(settings, given.ns)]
+    out = given.out or given.sweep
+    out.mkdir(parents=True, exist_ok=True)
+    content = {name: {"values": own.values.tolist(), "kl": own.kl} for name, own in settings.items()}
+    atomic_write(
+        out / "seeds.json",
+        json.dumps({"ns": given.ns, "seeds": seeds, "settings": content, "findings": lines}, indent=1) + "\n",
+    )
+    atomic_write_bytes(out / "seeds.png", figures.render(functools.partial(draw, settings, given.ns)))
+    print(*lines, out / "seeds.png", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
