@@ -240,13 +240,12 @@ def main() -> int:
     }
     found = tradeoff_curves.curves(measured, reference.best_of(1.0))
     equal = tradeoff_curves.at_equal_kls(found, reference, [distance(n) for n in given.ns])
-    lines = [
-        *tradeoff_curves.means(measured, reference),
-        *tradeoff_curves.equal_kl_lines(equal),
-        *tradeoff_curves.findings(found, reference, measured),
-    ]
-    content = {"points": tradeoff_curves.table(measured), "equal_kl": equal, "findings": lines}
+    findings = tradeoff_curves.findings(found, reference, measured)
+    tables = [*tradeoff_curves.means(measured, reference), *tradeoff_curves.equal_kl_tables(equal)]
+    lines = [*tables, "", *(f"- {line}" for line in findings)]
+    content = {"points": tradeoff_curves.table(measured), "equal_kl": equal, "findings": findings}
     atomic_write(given.out / "tradeoff.json", json.dumps(content, indent=1) + "\n")
+    atomic_write(given.out / "findings.md", "\n".join(lines) + "\n")
     pictures = {
         "win_rates.png": functools.partial(
             tradeoff_figures.draw_curves, found, reference, ["single", "best4", "worst"]
@@ -255,7 +254,7 @@ def main() -> int:
     }
     for file, draw in pictures.items():
         atomic_write_bytes(given.out / file, figures.render(draw))
-    print(*lines, *(given.out / file for file in pictures), sep="\n")
+    print(*lines, *(given.out / file for file in ("findings.md", *pictures)), sep="\n")
     return 0
 
 

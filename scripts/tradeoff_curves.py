@@ -59,7 +59,7 @@ def label(method: str) -> str:
 
 
 def scale_of(quantity: str) -> float:
-    return 1 if quantity == "reward" or quantity in GOLD else 100
+    return 1 if quantity in ("kl", "reward") or quantity in GOLD else 100
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -251,21 +251,17 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
 
 
 def means(measured: Measured, reference: Reference) -> list[str]:
-    """One line for best-of-N of the reference and one per method: means over seeds and prompts at each N."""
+    """Markdown table with a row for best-of-N of the reference and for each method: means at each N, over seeds."""
     ns = list(dict.fromkeys(n for _, n, _ in measured))
     rows: dict[str, list[list[Mapping[str, Tensor]]]] = {BON: [[reference.best_of(float(n))] for n in ns]}
     for method in dict.fromkeys(method for method, _, _ in measured):
         rows[label(method)] = [[x for (m, k, _), x in measured.items() if (m, k) == (method, n)] for n in ns]
-    shown = [quantity for quantity in ALL if quantity in rows[BON][0][0]]
-    lines = [f"N = {', '.join(map(str, ns))}: KL | {' | '.join(ALL[quantity] for quantity in shown)}"]
+    shown = ["kl", *(quantity for quantity in ALL if quantity in rows[BON][0][0])]
+    lines = _header([f"N = {', '.join(map(str, ns))}", *(ALL.get(quantity, "KL") for quantity in shown)])
     for name, strengths in rows.items():
-        columns = []
-        for quantity in ("kl", *shown):
-            scale = 1 if quantity == "kl" else scale_of(quantity)
-            digits = 2 if quantity == "kl" else 1 if scale == 100 else 3
-            values = [scale * sum(float(x[quantity].mean()) for x in each) / len(each) for each in strengths]
-            columns.append(", ".join(f"{value:.{digits}f}" for value in values))
-        lines.append(f"{name}: {' | '.join(columns)}")
+        averages = {q: [sum(float(x[q].mean()) for x in each) / len(each) for each in strengths] for q in shown}
+        cells = [", ".join(_number(quantity, value) for value in values) for quantity, values in averages.items()]
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return lines
 
 
@@ -289,24 +285,33 @@ def at_equal_kls(found: Mapping[str, Sequence[Curve]], reference: Reference, kls
     return rows
 
 
-def equal_kl_lines(rows: Sequence[Row]) -> list[str]:
-    """One table per quantity: a line per method, a column per KL, and "-" for a KL that the method does not reach."""
+def equal_kl_tables(rows: Sequence[Row]) -> list[str]:
+    """One Markdown table per KL: a row for each method that reaches it, a column for each quantity."""
     methods, kls, known = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "kl", "quantity"))
-    cells = {(row["quantity"], row["method"], row["kl"]): _cell(row) for row in rows}
+    cells = {(row["method"], row["quantity"], row["kl"]): _cell(row) for row in rows}
+    shown = [quantity for quantity in ALL if quantity in known]
     lines = []
-    for quantity in (q for q in ALL if q in known):
-        lines.append(f"{ALL[quantity]} at KL {', '.join(f'{kl:.3f}' for kl in kls)} (95% intervals over seeds)")
-        for method in methods:
-            shown = [cells.get((quantity, method, kl), "-") for kl in kls]
-            lines.append(f"{label(method)}: {' | '.join(shown)}")
+    for kl in kls:
+        there = [method for method in methods if (method, shown[0], kl) in cells]
+        lines += ["", *_header([f"at KL {kl:.3f} (95% over seeds)", *(ALL[quantity] for quantity in shown)])]
+        lines += [f"| {' | '.join([label(m), *(cells[m, quantity, kl] for quantity in shown)])} |" for m in there]
+        absent = ", ".join(label(method) for method in methods if method not in there)
+        lines += ["", f"Not all seeds reach this KL: {absent}."] if absent else []
     return lines
 
 
+def _header(titles: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+
+
+def _number(quantity: str, value: float) -> str:
+    scale = scale_of(quantity)
+    return f"{scale * value:.{2 if quantity == 'kl' else 1 if scale == 100 else 3}f}"
+
+
 def _cell(row: Row) -> str:
-    scale = scale_of(row["quantity"])
-    digits = 1 if scale == 100 else 3
-    text = f"{scale * row['mean']:.{digits}f}"
-    return text if row["reach"] is None else f"{text} ±{scale * row['reach']:.{digits}f}"
+    text, reach = _number(row["quantity"], row["mean"]), row["reach"]
+    return text if reach is None else f"{text} ±{_number(row['quantity'], reach)}"
 
 
 def table(measured: Measured) -> list[dict[str, object]]:

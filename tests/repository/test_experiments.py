@@ -76,7 +76,8 @@ def test_tradeoff(tmp_path):
         ("identity", 2, 0), ("bon_sft", 2, 0)
     ]  # fmt: skip
     assert all(0 <= low <= won <= high <= 1 for won, low, high in (point["single"] for point in found["points"]))
-    assert set(found["findings"]) <= set(first.stdout.splitlines())
+    shown = (tmp_path / "curves" / "findings.md").read_text().splitlines()
+    assert {f"- {line}" for line in found["findings"]} < set(shown) <= set(first.stdout.splitlines())
     for picture in ("win_rates.png", "fronts.png"):
         assert (tmp_path / "curves" / picture).read_bytes().startswith(b"\x89PNG")
     again = run("tradeoff.py", *arguments, cwd=tmp_path)

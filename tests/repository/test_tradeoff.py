@@ -118,9 +118,10 @@ def test_values_at_equal_kl(curves):
     assert of["grpo", 2.25]["reach"] == pytest.approx(12.7062 * 1.5, rel=1e-5)  # Student's t, one degree of freedom
     assert of["dpo", 2.25]["reach"] is None
     assert of[curves.BON, 0.25]["mean"] == pytest.approx(float(reference.best_at(0.25)["single"].mean()))
-    lines = curves.equal_kl_lines(rows)
-    assert "vBoN, Eq. 5: 250.0 ±0.0 | -" in lines
-    assert len(lines) == 5 * len(curves.TITLES)
+    lines = curves.equal_kl_tables(rows)
+    assert f"| vBoN, Eq. 5 | {'250.0 ±0.0 | ' * 5}2.500 ±0.000 |" in lines
+    assert lines[-1] == "Not all seeds reach this KL: vBoN, Eq. 5."
+    assert sum(line.startswith("| ") for line in lines) == 2 + 4 + 3  # two headers
 
 
 def test_a_figure_has_a_row_for_each_family_of_many_methods(tradeoff):
