@@ -112,9 +112,10 @@ def main() -> int:
         if again is None:
             raise ValueError(f"--rewind {given.rewind}: expected rewind:QUANTILE:MOST")
         rollouts = reference_rollouts.load(given.runs / "rollouts")
-        reference = tradeoff_curves.held_out(config, rollouts, name).rewards
-        found = quantities(given.best, given.worst, again)
+        held_out = tradeoff_curves.held_out(config, rollouts, name)
+        reference, found = held_out.rewards, quantities(given.best, given.worst, again)
         models = runs_of(read_evaluation(given.runs / "evaluation"))
+        held_out.check(next(iter(models.values())))
         measured = {
             run: {"kl": model.kl["k1"].mean(1)} | {q: f(model.rewards[name], reference) for q, f in found.items()}
             for run, model in models.items()

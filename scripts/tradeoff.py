@@ -232,8 +232,10 @@ def main() -> int:
         return status or 1
     named = [f"{method} N {n} seed {seed}={point.folder}" for (method, n, seed), point in where.items()]
     sampled = [f"--samples={given.completions}", "--ns=1", f"--out={results}"]
+    sampled.append(f"--train.seed={config.train.seed}")  # it shuffles the prompts; the first run has another seed
     nlgrpo(["evaluate", *named, *sampled, *judged], given.jobs, given.out / "evaluate.log")
-    _, *models = read_evaluation(results).values()
+    first, *models = read_evaluation(results).values()
+    reference.check(first)
     measured = {
         run: reference.measure(model.rewards[name], model.kl["k1"], model.rewards[gold] if gold else None)
         for run, model in zip(where, models, strict=True)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from nlgrpo.calibration import ecdf
 from nlgrpo.config.schema import Config
+from nlgrpo.data.prompt_dataset import plain_text
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.rollouts.inputs import load_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.evaluation.estimators import bootstrap, selected_value, win_rate
@@ -89,11 +91,21 @@ class Curve:
 class Reference:
     """Rewards of the reference (P, K) on the held-out prompts, from the rollouts, in ascending order.
 
-    ``gold`` (P, K): the gold rewards of the same samples.
+    ``gold`` (P, K): the gold rewards of the same samples. ``prompts``: texts of the prompts.
     """
 
     rewards: Tensor
     gold: Tensor | None = None
+    prompts: Sequence[str] = ()
+
+    def check(self, model: EvaluationSamples) -> None:
+        """Raise ValueError if a model was evaluated on other prompts, or in another order."""
+        same = model.prompts == list(self.prompts[: len(model.prompts)])
+        if not same or len(model.lengths) != len(self.rewards):
+            raise ValueError(
+                "the models and the reference were evaluated on different prompts, or in another order: train.seed "
+                "shuffles them; evaluate with the seed of the configuration"
+            )
 
     def measure(self, rewards: Tensor, kl: Tensor, gold: Tensor | None = None) -> dict[str, Tensor]:
         """Each quantity (P,) of a model whose completions have these rewards and KLs, (P, n)."""
@@ -150,11 +162,13 @@ def held_out(config: Config, rollouts: ReferenceRollouts, name: str, gold: str |
     """Build the `Reference` of a run's evaluation prompts. Raises ValueError if a prompt has no rollouts."""
     source = hf_weights.locate(config.model.path)
     _, prompts = load_prompts(config, load_tokenizer(source), shape_of(read_config(source)))
-    rows = [rollouts.row(ids) for ids in prompts.take(0, min(config.evaluation.prompts, len(prompts))).ids]
+    batch = prompts.take(0, min(config.evaluation.prompts, len(prompts)))
+    rows = [rollouts.row(ids) for ids in batch.ids]
     if None in rows:
         raise ValueError("the evaluation has prompts that are not in data.source; leave data.evaluation empty")
     rewards, order = rollouts.rewards[name][rows].sort(1)
-    return Reference(rewards, None if gold is None else rollouts.rewards[gold][rows].gather(1, order))
+    texts = [plain_text(prompt) for prompt in batch.prompts]
+    return Reference(rewards, None if gold is None else rollouts.rewards[gold][rows].gather(1, order), texts)
 
 
 def curves(measured: Measured, start: Mapping[str, Tensor]) -> dict[str, list[Curve]]:

@@ -63,7 +63,7 @@ def test_tradeoff(tmp_path):
     (tmp_path / "prompts.txt").write_text("".join(f"w{i} w{i + 1}\n" for i in range(5, 17)))
     arguments = [
         REPOSITORY / "examples" / "alignment.toml",
-        *("--methods", "identity", "bon_sft", "--ns", "2", "--seeds", "0", "--references", "16", "--completions", "8"),
+        *("--methods", "identity", "bon_sft", "--ns", "2", "--seeds", "3", "--references", "16", "--completions", "8"),
         *("--gold", "length(target=3, scale=5)"),
         *("--out", "curves", "--", "--model.path", "tiny", "--data.source", "prompts.txt", "--rollout.prompts", "2"),
         *("--rollout.max_new_tokens", "6", "--rewards.joy.function", "lexicon(path='lexicon.txt')"),
@@ -73,7 +73,7 @@ def test_tradeoff(tmp_path):
     assert first.returncode == 0, first.stderr
     found = json.loads((tmp_path / "curves" / "tradeoff.json").read_text())
     assert [(point["method"], point["n"], point["seed"]) for point in found["points"]] == [
-        ("identity", 2, 0), ("bon_sft", 2, 0)
+        ("identity", 2, 3), ("bon_sft", 2, 3)
     ]  # fmt: skip
     assert all(0 <= low <= won <= high <= 1 for won, low, high in (point["single"] for point in found["points"]))
     shown = (tmp_path / "curves" / "findings.md").read_text().splitlines()
@@ -88,7 +88,7 @@ def test_tradeoff(tmp_path):
     done = run("procedures.py", *of_runs, "--against", "bon_sft", *arguments[arguments.index("--") :], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:3]] == [
-        "reference", "identity, N 2, seed 0", "BoN-SFT, N 2, seed 0"
+        "reference", "identity, N 2, seed 3", "BoN-SFT, N 2, seed 3"
     ]  # fmt: skip
     assert done.stdout.count("identity over BoN-SFT") == 5  # 1 and 2 completions, worst of 8, rewind, draws
 
@@ -114,7 +114,7 @@ def test_poisoned_reward(small):
     done = run(
         "poisoned_reward.py",
         REPOSITORY / "examples" / "poisoned.toml",
-        *("--ns", "2", "--seeds", "0", "--references", "16", "--completions", "4", "--out", "poisoned", "--", *SMALL),
+        *("--ns", "2", "--seeds", "3", "--references", "16", "--completions", "4", "--out", "poisoned", "--", *SMALL),
         *(*rewards, "--rewards.word.function", "regex(pattern='w9')"),
         cwd=small,
     )

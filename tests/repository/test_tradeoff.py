@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives import BestOfN
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -131,6 +132,21 @@ def test_a_figure_has_a_row_for_each_family_of_many_methods(tradeoff):
     assert [m for _, own in rows for m in own].count("exp:5") == 1
     assert sorted(m for _, own in rows for m in own) == sorted([*tradeoff.METHODS, "exp:5"])
     assert max(len(own) for _, own in rows) <= 7  # one colour each
+
+
+def test_models_evaluated_on_other_prompts_are_refused(curves):
+    """Rewards are compared prompt by prompt, so another order would compare different prompts."""
+    reference = curves.Reference(torch.zeros(3, 8), prompts=["one", "two", "three"])
+
+    def model(*prompts):
+        rewards = {"joy": torch.zeros(len(prompts), 4, dtype=torch.float64)}
+        lengths = torch.ones(len(prompts), 4, dtype=torch.int64)
+        return EvaluationSamples(rewards, lengths, {"joy": "mean"}, {"joy": 1.0}, 8, list(prompts))
+
+    reference.check(model("one", "two", "three"))
+    for other in (("two", "one", "three"), ("one", "two"), ("one", "two", "four")):
+        with pytest.raises(ValueError, match="different prompts, or in another order"):
+            reference.check(model(*other))
 
 
 def test_undominated_points(curves):
