@@ -33,6 +33,7 @@ LABELS = {
     "bon": "bon:N on the reward",
     "rank": "bon:N on u^N",
     "dpo/all": "DPO, all pairs",
+    "bonbon": "BoNBoN",
 }
 BON = "best-of-N of the reference"
 BEST_OF = (2, 4, 8)
