@@ -96,7 +96,7 @@ def line(name: str, each: Measured) -> str:
 def at_equal_kl(runs: Mapping[Run, Measured], start: Measured) -> list[str]:
     """Interpolate every quantity in sqrt(KL) between the reference and the runs of a seed, at KLs that all reach."""
     reached = [float(each["kl"].mean()) for (_, n, _), each in runs.items() if n == max(n for _, n, _ in runs)]
-    kl, lines = min(reached), []
+    kl, lines = max(0.0, min(reached)), list[str]()  # an estimate of a small KL can be negative
     for method in METHODS:
         rows = []
         for seed in dict.fromkeys(seed for _, _, seed in runs):

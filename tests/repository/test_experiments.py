@@ -119,7 +119,7 @@ def test_poisoned_reward(small):
         cwd=small,
     )
     assert done.returncode == 0, done.stderr
-    for kind in ("exact optimum, {}:", "trained, {}, N 2, seed 0:", ", {}: word "):
+    for kind in ("exact optimum, {}:", "trained, {}, N 2, seed 3:", ", {}: word "):
         assert all(kind.format(one) in done.stdout for one in ("raw reward", "by prompt", "pooled", "by the median"))
     assert done.stdout.count("trained, at KL ") == 4
     assert (small / "poisoned" / "poisoned.png").read_bytes().startswith(b"\x89PNG")
