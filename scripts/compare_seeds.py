@@ -4,8 +4,8 @@
     python scripts/compare_seeds.py runs/opposed [--ns 1 2 4 8 16] [--out runs/opposed]
 
 The value is that of the evaluation after training, sum_i w_i BoN_i over the rewards. Each setting is compared with the
-first one: mean difference over the seeds, 95% interval by Student's t, and the difference of each seed. The KL is that
-per completion over the last tenth of the steps.
+first one: mean difference over the seeds, 95% interval by Student's t, and the difference of each seed. It also prints
+the value before training, and best-of-N of each reward. The KL is that per completion over the last tenth of the steps.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from torch import Tensor
 from tradeoff_curves import reach_over_seeds
 
 from nlgrpo.evaluation import figures, run_loader
+from nlgrpo.evaluation.estimators import best_of_n
 from nlgrpo.evaluation.results import weighted_best_of_n
-from nlgrpo.evaluation.run_loader import TRAINING_KL, Model
+from nlgrpo.evaluation.run_loader import TRAINING_KL, Model, ReportData
+from nlgrpo.objectives.registry import is_pairwise
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 from nlgrpo.training.sweeps.state import read_sweep_state
 
@@ -36,9 +38,13 @@ SEED = "train.seed"
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs of one setting by seed: values (S, len(ns)), KL of the end of training (S,), and KL over the steps."""
+    """Runs of one setting by seed: values (S, len(ns)) after training and before, best-of-N (S, len(ns)) of each
+    reward, KL of the end of training (S,), and KL over the steps.
+    """
 
     values: Tensor
+    before: Tensor
+    rewards: dict[str, Tensor]
     kl: list[float]
     curves: list[tuple[list[int], list[float]]]
 
@@ -48,7 +54,8 @@ def read(folder: Path, ns: Sequence[int]) -> tuple[list[int], dict[str, Setting]
 
     Raises ValueError for a sweep without seeds, with settings of different seeds, or with runs that are not done.
     """
-    points, models = read_sweep_state(folder), {model.name: model for model in run_loader.read([folder]).models}
+    points, found = read_sweep_state(folder), run_loader.read([folder])
+    models = {model.name: model for model in found.models}
     runs: dict[str, dict[int, Model]] = {}
     for point in points:
         if SEED not in point.overrides:
@@ -62,31 +69,40 @@ def read(folder: Path, ns: Sequence[int]) -> tuple[list[int], dict[str, Setting]
     different = [name for name, own in runs.items() if own.keys() != set(seeds)]
     if different:
         raise ValueError(f"{folder}: {different[0]} has other seeds than {next(iter(runs))}")
-    return seeds, {name: _setting([own[seed] for seed in seeds], ns) for name, own in runs.items()}
+    return seeds, {name: _setting(found, [own[seed] for seed in seeds], ns) for name, own in runs.items()}
 
 
-def _setting(models: Sequence[Model], ns: Sequence[int]) -> Setting:
-    values, kls, curves = [], [], []
+def _setting(found: ReportData, models: Sequence[Model], ns: Sequence[int]) -> Setting:
+    values, before, kls, curves = [], [], [], []
+    rewards: dict[str, list[Tensor]] = {}
     for model in models:
-        if model.sampled is None:
-            raise ValueError(f"{model.label} has no samples of its evaluation")
+        reference = found.references.get(model.reference)
+        if model.sampled is None or reference is None:
+            raise ValueError(f"{model.label} has no samples of its evaluations before and after training")
         most = model.sampled.lengths.shape[1]
         if max(ns) > most:
             raise ValueError(f"--ns {max(ns)}: the evaluation of {model.label} has {most} samples per prompt")
         values.append(weighted_best_of_n(model.sampled, ns).mean(1))
+        before.append(weighted_best_of_n(reference, ns).mean(1))
+        for name, x in model.sampled.rewards.items():
+            if not is_pairwise(model.sampled.objectives[name]):
+                rewards.setdefault(name, []).append(best_of_n(x[~x.isnan().any(1)], ns).mean(1))
         kls.append(next(entry.estimate.value for entry in model.entries if entry.quantity == TRAINING_KL))
         rows = [row for row in model.logged if "kl" in row and "completions/mean_length" in row]
         curves.append(([row["step"] for row in rows], [row["kl"] * row["completions/mean_length"] for row in rows]))
-    return Setting(torch.stack(values), kls, curves)
+    each = {name: torch.stack(rows) for name, rows in rewards.items()}
+    return Setting(torch.stack(values), torch.stack(before), each, kls, curves)
 
 
 def findings(settings: Mapping[str, Setting], ns: Sequence[int]) -> list[str]:
-    """KL and values of each setting, then the differences from the first one."""
-    lines = []
+    """Values before training, KL and values of each setting, then the differences from the first one."""
+    start = next(iter(settings.values())).before
+    lines = [f"before training: best of {n}: {_interval(start[:, i].tolist(), '')}" for i, n in enumerate(ns)]
     for name, own in settings.items():
         each = ", ".join(f"{kl:.2f}" for kl in own.kl)
         lines.append(f"{name}: KL {np.mean(own.kl):.3f} nats per completion (seeds {each})")
-        lines += [f"{name}: best of {n}: {_interval(own.values[:, i].tolist(), '')}" for i, n in enumerate(ns)]
+        for what, values in {"value": own.values, **own.rewards}.items():
+            lines += [f"{name}: {what}, best of {n}: {_interval(values[:, i].tolist(), '')}" for i, n in enumerate(ns)]
     first, *others = settings
     for name in others:
         gaps = settings[name].values - settings[first].values

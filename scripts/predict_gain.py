@@ -181,7 +181,7 @@ def _draw_gains(axes: Axes, content: Mapping[str, Any], n: int) -> None:
 def _draw_front(axes: Axes, content: Mapping[str, Any], n: int) -> None:
     first, second = content["rewards"]
     kinds = [("single", "single", True), ("best", f"best of {n}", False)]
-    for place, (own, label) in enumerate([(1.0, "trained for the objective"), (0.0, "trained for the mean")]):
+    for place, (own, label) in enumerate([(1.0, "for the objective"), (0.0, "for the mean")]):
         rows = [row for row in content["front"] if row["own"] == own]
         for key, kind, pale in kinds:
             look = figures.series_style(place)
@@ -192,7 +192,7 @@ def _draw_front(axes: Axes, content: Mapping[str, Any], n: int) -> None:
             )  # fmt: skip
     axes.set_xlabel(first)
     axes.set_ylabel(second)
-    axes.set_title(f"Rewards of the exact optima at KL {content['front_kl']:g}")
+    axes.set_title(f"Rewards of the optima at KL {content['front_kl']:g}")
 
 
 def _draw_rates(axes: Axes, content: Mapping[str, Any], n: int, *, key: str) -> None:

@@ -44,14 +44,15 @@ def draw_curves(found: Mapping[str, Sequence[Curve]], reference: Reference, quan
     """
     furthest = max(float(curve.kl[-1]) for own in found.values() for curve in own)
     rows = families(list(found))
+    drawn = {(method, quantity): _curve(own, quantity) for method, own in found.items() for quantity in quantities}
     figure, grid = _panels(quantities, furthest, reference, len(rows))
     for line, (name, methods) in zip(grid, rows, strict=True):
         for axes, quantity in zip(line, quantities, strict=True):
             for method in found:
                 if method not in methods:
-                    axes.plot(*_curve(found[method], quantity)[:2], color=figures.GREY, alpha=0.3, linewidth=0.8)
+                    axes.plot(*drawn[method, quantity][:2], color=figures.GREY, alpha=0.3, linewidth=0.8)
             for i, method in enumerate(methods):
-                kl, mean, reach = _curve(found[method], quantity)
+                kl, mean, reach = drawn[method, quantity]
                 look = figures.series_style(i)
                 axes.errorbar(kl, mean, reach, **look.line, marker=look.marker, capsize=2, label=label(method))
         _name(line[0], name)

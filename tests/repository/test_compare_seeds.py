@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,10 @@ def test_differences_are_paired_over_seeds(tmp_path):
     each = ", ".join(f"{gap:+.4f}" for gap in gaps)
     expected = f"{sum(gaps) / 3:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}] over seeds (seeds {each})"
     assert line.partition("best of 2: ")[2] == expected
+    start = f"{best_of_two(samples(0.0, 7)):.4f}"
+    assert f"before training: best of 2: {start} [{start}, {start}]" in done.stdout
+    of_a = [best_of_two(replace(found["mean", seed], weights={"a": 1.0, "b": 0.0})) for seed in SEEDS]
+    assert f"objective = mean: a, best of 2: {sum(of_a) / 3:.4f} [" in done.stdout
     assert "objective = mean: KL 1.600 nats per completion (seeds 2.40, 0.80, 1.60)" in done.stdout
     written = json.loads((tmp_path / "out" / "seeds.json").read_text())
     assert written["settings"]["objective = mean"]["values"] == [[pytest.approx(value)] for value in theirs]
