@@ -128,7 +128,8 @@ def score(
     generators = random_state()
     try:
         scores = _score_rollout(run, batch, rollout)
-        return scores, run.references.calibrate(scores.values, batch, rollout, ref, learner.reference)
+        with learner.as_reference() as reference:
+            return scores, run.references.calibrate(scores.values, batch, rollout, ref, reference)
     except RewardError:
         set_random_state(generators)
         run.save(learner)

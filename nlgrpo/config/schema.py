@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 
 AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
@@ -309,6 +310,7 @@ class Config:
     recipe: tyro.conf.Fixed[str] = "blank"
     """Name of the recipe that the configuration started from."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)

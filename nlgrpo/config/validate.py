@@ -95,6 +95,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
         need("loss.epochs", ">= 1", loss.epochs >= 1),
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),
+        *config.lora.faults(),
         *optim_faults(optim, need),
         need("train.steps", ">= 0", train.steps >= 0),
         *train_faults(train, need),

@@ -14,6 +14,7 @@ import tyro
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import need_of, optim_faults, refuse, train_faults
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
 
 ABOUT = """Fit a value model to the final rewards of completions, on every prefix: nlgrpo value train [file.toml] ..
@@ -82,6 +83,7 @@ class ValueConfig:
     name: tyro.conf.Fixed[str] = "value"
     """Name of the run."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: RolloutsConfig = field(default_factory=RolloutsConfig)
     loss: RegressionConfig = field(default_factory=RegressionConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)
@@ -176,9 +178,11 @@ def check(cfg: ValueConfig) -> None:
             need("compress.betas", "numbers > 0", all(beta > 0 and math.isfinite(1 / beta) for beta in compress.betas)),
             _length_fault("compress.betas", compress.betas, "compress.values", compress.values),
             "" if plain or not compress.values else "loss: compress needs kind = 'mse', lam = 1 and gamma = 1",
+            *cfg.lora.faults(),
             *optim_faults(cfg.optim, need),
             need("train.epochs", "> 0", cfg.train.epochs > 0),
             need("train.completions", ">= 1", cfg.train.completions >= 1),
+            need("train.head_only", "false with adapters", not (cfg.train.head_only and cfg.lora.enabled)),
             *train_faults(cfg.train, need),
             need("evaluation.prompts", ">= 0 (0: no evaluation)", cfg.evaluation.prompts >= 0),
             need("evaluation.every", ">= 0 (0: only before and after)", cfg.evaluation.every >= 0),

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nlgrpo.kernels import BlockWeights, Segments, linear, rms_norm, swiglu
-from nlgrpo.model import hf_weights
+from nlgrpo.model import hf_weights, lora
 from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
 
@@ -100,8 +100,10 @@ class Block(nn.Module):
         return attended + self.mlp(self.norm2(x if self.shape.parallel else attended))
 
     def llama_weights(self) -> BlockWeights | None:
-        """Weights for `kernels.decode_block`; None if the block does not have Llama's form."""
+        """Weights for `kernels.decode_block`; None if the block does not have Llama's form, or has adapters."""
         shape = self.shape
+        if not all(isinstance(layer, Linear) for layer in (self.qkv, self.out, self.up, self.down)):
+            return None
         gated = shape.gated and shape.activation == "silu" and not shape.mlp_bias
         if shape.parallel or shape.norm != "rms" or shape.qk_norm or shape.out_bias or not gated:
             return None
@@ -155,7 +157,7 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """Weight (V, D) of the language-model head; the embedding if it is tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        return lora.active_weight(self.embed if self.head is None else self.head)
 
     def configure(
         self, activation_checkpointing: bool = False, compiled: bool = False, backend: str = "inductor"
@@ -251,7 +253,8 @@ def load(
     """Load a causal language model from a Hugging Face directory, an embedded name (``"story-lm"``) or a hub name.
 
     Reads safetensors only, one tensor at a time, and runs no code of the directory. ``shard`` shards the blueprint in
-    place before its memory is allocated, so a rank never holds more than its shard and one full tensor.
+    place before its memory is allocated, so a rank never holds more than its shard and one full tensor. It may attach
+    adapters (`lora.attach`), which have no values then.
 
     Raises ValueError for an unknown architecture (the message lists the supported ones), a missing tensor or one of the
     wrong shape, and a directory that is not a model directory.
@@ -263,7 +266,7 @@ def load(
     allocate(model, device)
     places = tensor_map(model.shape)
     hf_weights.Checkpoint(folder).check_embedding(places["embed.weight"].names[0], model.shape.tied)
-    hf_weights.read_into(dict(model.named_parameters()), folder, model.shape, places)
+    hf_weights.read_into(lora.base_parameters(model), folder, model.shape, places)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,10 +19,11 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
     """Shard parameters, gradients and optimiser state over the ranks, block by block, in place.
 
     The sharded parameters keep their dtype: they are the master weights of a model that computes in ``compute``.
+    Frozen weights may have the dtype ``compute`` beside adapters in float32.
     Reductions run in float32 (float64 for float64 parameters). A single rank that computes in the dtype of its
     parameters is left unsharded.
     """
-    stored = model.head_weight.dtype
+    stored = model.embed.weight.dtype
     if ranks.world == 1 and compute == stored:
         return model
     reduce = torch.float64 if stored == torch.float64 else torch.float32
@@ -46,10 +47,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def full_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Full parameters by name, on the CPU. Collective."""
+def full_parameters(
+    model: nn.Module, dtype: torch.dtype, *, only: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """Full parameters whose names satisfy ``only``, by name, on the CPU. Collective."""
     full = {}
     for name, parameter in model.named_parameters():
+        if not only(name):
+            continue
         value = parameter.detach()
         value = value.full_tensor() if isinstance(value, DTensor) else value
         full[name] = value.to("cpu", dtype)

@@ -185,10 +185,15 @@ def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, plac
                     f"{' + '.join(source.names)} of {folder} has shape {tuple(value.shape)}, but its config.json "
                     f"requires {tuple(parameter.shape)}"
                 )
-            if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(_rows_of_rank(value, parameter.device_mesh))
-            else:
-                parameter.copy_(value)
+            copy_rows(parameter, value)
+
+
+def copy_rows(parameter: Tensor, whole: Tensor) -> None:
+    """Copy a full tensor into a parameter in place; of a sharded parameter, only this rank's rows."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(_rows_of_rank(whole, parameter.device_mesh))
+    else:
+        parameter.copy_(whole)
 
 
 def _rows_of_rank(whole: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.model import decoder, hf_weights
+from nlgrpo.model import adapters, decoder, hf_weights, lora
 from nlgrpo.model.architectures import Source, tensor_map
 from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import PairBatch
 from nlgrpo.runtime import checkpoint
 
@@ -106,6 +107,12 @@ def load(
     if saved is not None:
         trained = "head.weight" in checkpoint.read_model(saved, dict(model.named_parameters()), optional="head.weight")
     return model.to(device), trained
+
+
+def attach(model: Decoder, config: LoraConfig, compute: torch.dtype, seed: int) -> None:
+    """Freeze a loaded reward model but its head, which is small, and give it adapters with their first values."""
+    lora.attach(model, config, compute, keep=("head.",))
+    adapters.begin(model, config, seed, head=head_of(model).weight)
 
 
 def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> None:

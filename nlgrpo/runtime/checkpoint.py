@@ -3,7 +3,7 @@
 A folder of checkpoints belongs to one run and is visible to all ranks. The checkpoint ``step-00000012`` holds
 
     *.distcp, .metadata    tensors of the model and the optimiser, saved sharded by torch.distributed.checkpoint
-    state.json             state of the run, and the optimiser's settings by parameter group
+    state.json             state of the run, the optimiser's settings by parameter group, and the frozen parameters
     rng-00000.json ..      random generators of each rank
     manifest.json          size and SHA-256 of every other file
 
@@ -13,6 +13,9 @@ checkpoint complete or absent. Hidden folders are not checkpoints:
     .partial    being written        removed by the next save or load
     .old        being replaced       renamed back if its successor does not exist, otherwise removed
     .gone       being deleted        removed
+
+Frozen parameters (the weights beside adapters, a trunk whose head alone is trained) are not saved: they are those of
+the model that the run started from.
 
 Tensors are loaded with ``weights_only`` and the rest as JSON. The exception is ``.metadata``, which
 torch.distributed.checkpoint stores as a pickle: load checkpoints only from people whose programs you would run.
@@ -82,7 +85,8 @@ def save(
     target = folder / f"step-{step:08d}"
     partial = folder / f".{target.name}.partial"
     tensors = _all_tensors(model, optimizer)
-    text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer)})
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer), "frozen": frozen})
     try:
         _on_all(folder, lambda: _begin(partial) if rank == 0 else None)
         _on_all(folder, lambda: _save_tensors(partial, tensors))
@@ -115,20 +119,23 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
     """Load the model of one checkpoint into ``parameters`` (full tensors by name), in place; return the names loaded.
 
-    Not collective. The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape.
-    Raises ValueError for a damaged checkpoint and for one of another model.
+    Not collective. The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape, and
+    so are parameters that were frozen. Raises ValueError for a damaged checkpoint and for one of another model.
     """
     damage = verify(path)
     if damage is not None:
         raise ValueError(f"checkpoint {path} is damaged: {damage}")
+    frozen = json.loads((path / "state.json").read_text()).get("frozen", [])
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
     has_critic = any(name.startswith("model/policy.") for name in tensors)
     prefix = "model/policy." if has_critic else "model/"
     stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
+    if adapters := [name for name in stored if ".lora_A." in name]:
+        raise ValueError(f"{path} has adapters ({adapters[0]}, ..); use the model that the run exports, RUN/model")
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     fitting = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
-    wrong = [name for name in parameters if name not in fitting and name != optional]
+    wrong = [name for name in parameters if name not in fitting and name not in (optional, *frozen)]
     if wrong:
         saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
         raise ValueError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")
@@ -350,7 +357,8 @@ def _to_json(value: dict[str, Any]) -> str:
 
 
 def _model_tensors(model: nn.Module) -> Tensors:
-    return _only_tensors({f"model/{name}": value for name, value in get_model_state_dict(model).items()})
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    return _only_tensors({f"model/{name}": value for name, value in trained.items()})
 
 
 def _optimizer_tensors(states: dict[str, Any]) -> Tensors:
@@ -398,7 +406,8 @@ def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gro
     with _single_process_is_fine():
         everything = tensors | _optimizer_tensors(states["state"])
         dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=_ranks() == 1)
-    set_model_state_dict(model, {name.removeprefix("model/"): value for name, value in tensors.items()})
+    trained: dict[str, Any] = {name.removeprefix("model/"): value for name, value in tensors.items()}
+    set_model_state_dict(model, trained, options=StateDictOptions(strict=False))
     if moments:
         set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(strict=False))
     _restore_settings(optimizer, groups)

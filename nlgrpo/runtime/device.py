@@ -14,6 +14,11 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
 
 
+def master_dtype(compute: torch.dtype) -> torch.dtype:
+    """Return the dtype of trained parameters: float32 for a model that computes in bfloat16, else the compute dtype."""
+    return torch.float32 if compute == torch.bfloat16 else compute
+
+
 class MicroBatchLimit(NamedTuple):
     """Tokens per forward and backward."""
 

@@ -9,7 +9,7 @@ from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.collect import Provenance
 from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.model import decoder, hf_weights
+from nlgrpo.model import adapters, decoder, hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.objectives import aggregation
@@ -53,5 +53,6 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         references=reference_rewards.make(cfg, sampler, objectives, prompts, origin, ranks),
         samples=samples,
         compute=compute,
+        adapter=adapters.resolve(cfg.lora, shape),
         progress=Progress(beta=cfg.loss.beta),
     )

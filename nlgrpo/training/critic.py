@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from nlgrpo.model import decoder, reward_model
 from nlgrpo.model.architectures import Shape, shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import clip_gradients, shard
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import MicroBatch
 from nlgrpo.model.reward_model import score
+from nlgrpo.runtime.device import master_dtype
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.gae import clipped_value_loss, gae
 
@@ -131,14 +133,15 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
         )
 
 
-def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Critic | None:
+def make(cfg: Config, policy: Decoder, adapter: LoraConfig | None, ranks: Ranks, compute: torch.dtype) -> Critic | None:
     """Build the critic of a checked configuration; None without PPO. A new head predicts 0 at first.
 
-    Raises ValueError as `reward_model.load` does.
+    ``adapter``: settings of the policy's adapters. A separate critic gets adapters of these settings and trains them
+    with its head. Raises ValueError as `reward_model.load` does.
     """
     if cfg.loss.algorithm != "ppo":
         return None
-    stored = torch.float32 if compute == torch.bfloat16 else compute
+    stored = master_dtype(compute)
     if cfg.critic.trunk == "shared":
         head = nn.Linear(policy.shape.width, 1, bias=False, device=ranks.device, dtype=stored)
         return Critic(cfg.critic, _zero(head), ranks)
@@ -146,6 +149,8 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Cr
     model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device)
     if not trained:
         _zero(reward_model.head_of(model))
+    if adapter is not None:
+        reward_model.attach(model, replace(adapter, modules_to_save=(), path=""), compute, seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     return Critic(cfg.critic, shard(model, ranks, compute), ranks)
 

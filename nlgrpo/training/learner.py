@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import clip_gradients
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
@@ -40,17 +42,21 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | Non
 
 
 def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]:
-    if model is None:
+    trained = [] if model is None else [p for p in model.parameters() if p.requires_grad]
+    if not trained:
         return []
     return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
 
 
 @dataclass(frozen=True)
 class Learner:
-    """The policy, the frozen reference (None without a KL penalty), PPO's critic, and their optimizer."""
+    """The policy, the frozen reference (None without a KL penalty), PPO's critic, and their optimizer.
+
+    If the policy has adapters, it is its own reference: without them it is the model that training started from.
+    """
 
     model: Decoder
     reference: Decoder | None
@@ -90,8 +96,18 @@ class Learner:
         rows = list(range(rollout.lengths.numel()))
         return logprobs.completion_logprobs(model, rollout, self.micro_batches(rollout, rows), self.temperature)
 
+    @contextmanager
+    def as_reference(self) -> Iterator[Decoder | None]:
+        """Context that yields the reference; a policy that is its own reference runs without its adapters in it."""
+        if self.reference is None:
+            yield None
+            return
+        with lora.disabled(self.reference):
+            yield self.reference
+
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
-        return None if self.reference is None else self.score(self.reference, rollout)
+        with self.as_reference() as reference:
+            return None if reference is None else self.score(reference, rollout)
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
         """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""
@@ -147,12 +163,13 @@ class Learner:
                 max_length=self.max_new_tokens,
             )
             self.optimizer.zero_grad()
-            for batch in self.micro_batches(rollout, rows):
-                loss, stats = self._loss(batch, targets, weights, old if off_policy else None, ref_logprobs, beta)
-                ((1 - self.loss.jeffreys) * loss * self.ranks.world).backward()
-                totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
-            if other is not None:
-                other()
+            with lora.dropout(self.trained):
+                for batch in self.micro_batches(rollout, rows):
+                    loss, stats = self._loss(batch, targets, weights, old if off_policy else None, ref_logprobs, beta)
+                    ((1 - self.loss.jeffreys) * loss * self.ranks.world).backward()
+                    totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
+                if other is not None:
+                    other()
             totals.grad_norms.append(clip_gradients(self.model, self.optim.max_grad_norm))
             if self.critic is not None:
                 self.critic.clip_gradients(self.optim.max_grad_norm)

@@ -19,6 +19,7 @@ from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
+from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import clip_gradients
 from nlgrpo.model.packing import MicroBatch, pack_sets
@@ -188,10 +189,10 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     limit = learner.micro_batch_limit
     packed = pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
     for batch in learner.pad_micro_batches(packed):
-        logps, ref = _response_logprobs(learner.model, batch, shape, learner.temperature), None
-        if learner.reference is not None:
-            with torch.no_grad():
-                ref = _response_logprobs(learner.reference, batch, shape, learner.temperature)
+        with torch.no_grad(), learner.as_reference() as reference:
+            ref = None if reference is None else _response_logprobs(reference, batch, shape, learner.temperature)
+        with lora.dropout(learner.model):
+            logps = _response_logprobs(learner.model, batch, shape, learner.temperature)
         loss = losses(learner.loss, config, logps, ref)
         (loss.sum() / chosen.total * learner.ranks.world).backward()
         sums += _sums(loss.detach(), logps.detach(), ref)

@@ -15,14 +15,15 @@ from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.model import decoder
+from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, full_parameters, shard
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.runtime import atomic_files, checkpoint
-from nlgrpo.runtime.device import MicroBatchLimit, micro_batch_limit
+from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
 from nlgrpo.training import critic, metrics, offline, run_folder
@@ -40,6 +41,7 @@ WRITTEN = (
     *(
         "checkpoints",
         "model",
+        "adapter",
         "tensorboard",
         metrics.FILE,
         metrics.SAMPLES_FILE,
@@ -82,6 +84,7 @@ class Run:
     references: ReferenceRewards
     samples: offline.OfflineSamples | None  # samples of the reference, for an offline algorithm
     compute: torch.dtype
+    adapter: LoraConfig | None = None  # settings of the policy's adapters
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -180,16 +183,17 @@ class Run:
     def learner(self) -> Learner:
         """Load the policy, the frozen reference if there is one, and PPO's critic."""
         cfg = self.config
-        stored = torch.float32 if self.compute == torch.bfloat16 else self.compute
-        sharded = partial(shard, ranks=self.ranks, compute=self.compute)
-        model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
+        model = self._policy()
         check_finite(model, self.ranks, f" in {self.source}, before any training")
         model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
         reference = None
-        if cfg.loss.has_reference:
+        if cfg.loss.has_reference and cfg.lora.enabled:
+            reference = model
+        elif cfg.loss.has_reference:
+            sharded = partial(shard, ranks=self.ranks, compute=self.compute)
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.requires_grad_(False).configure(compiled=cfg.model.compile)
-        value = critic.make(cfg, model, self.ranks, self.compute)
+        value = critic.make(cfg, model, self.adapter, self.ranks, self.compute)
         return Learner(
             model=model,
             reference=reference,
@@ -203,6 +207,20 @@ class Run:
             micro_batch_limit=self.micro_batch_limit,
             seed=cfg.train.seed,
         )
+
+    def _policy(self) -> Decoder:
+        """Load the policy. With adapters, the frozen weights need no master copy in float32."""
+
+        def prepare(model: Decoder) -> None:
+            if self.adapter is not None:
+                lora.attach(model, self.adapter, self.compute)
+            shard(model, self.ranks, self.compute)
+
+        stored = master_dtype(self.compute)
+        model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=prepare)
+        if self.adapter is not None:
+            adapters.begin(model, self.adapter, self.config.train.seed)
+        return model
 
     def save(self, learner: Learner) -> None:
         check_finite(learner.trained, self.ranks, TOO_LARGE)
@@ -226,9 +244,20 @@ class Run:
         check_finite(learner.model, self.ranks, TOO_LARGE)
         parameters = full_parameters(learner.model, self.compute)
         if self.ranks.first:
+            merged = dict(lora.merged(learner.model, iter(parameters.items())))
             with atomic_files.into(folder):
-                decoder.save(learner.model, folder, tokenizer=self.tokenizer, parameters=parameters, like=self.source)
+                decoder.save(learner.model, folder, tokenizer=self.tokenizer, parameters=merged, like=self.source)
+        if self.adapter is not None:
+            self._export_adapter(learner.model)
         return folder
+
+    def _export_adapter(self, model: Decoder) -> None:
+        """Write the adapter in PEFT's format, in the dtype in which it was trained; collective."""
+        assert self.adapter is not None
+        own = full_parameters(model, master_dtype(self.compute), only=lora.is_adapter)
+        if self.ranks.first:
+            with atomic_files.into(folder := self.folder / "adapter"):
+                adapters.save(model, folder, self.adapter, own.items(), base=str(self.config.model.path))
 
 
 def open_folder(run: Run) -> None:

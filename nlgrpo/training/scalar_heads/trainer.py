@@ -28,12 +28,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.data.prompt_dataset import visits
-from nlgrpo.model import decoder, fsdp, reward_model
+from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, full_parameters
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
-from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, micro_batch_limit
+from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation
@@ -54,6 +55,8 @@ class TrainerConfig(Protocol):
 
     @property
     def model(self) -> ModelConfig: ...
+    @property
+    def lora(self) -> LoraConfig: ...
     @property
     def optim(self) -> OptimConfig: ...
     @property
@@ -91,6 +94,7 @@ class Trainer(ABC):
     pad: int | None
     trained: bool  # the head was loaded, not initialized
     max_length: int
+    adapter: LoraConfig | None  # settings of the model's adapters
     progress: Progress = field(default_factory=Progress)
 
     RESULTS: ClassVar[str]  # name of the file with the results of `evaluate`
@@ -176,8 +180,9 @@ class Trainer(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        for loss in self.losses(rows, totals):
-            (loss * self.ranks.world).backward()
+        with lora.dropout(self.model):
+            for loss in self.losses(rows, totals):
+                (loss * self.ranks.world).backward()
         grad_norm = clip_gradients(self.model, optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -208,8 +213,15 @@ class Trainer(ABC):
                     tokenizer=self.tokenizer,
                     pad=self.pad,
                     max_length=self.max_length,
-                    parameters=parameters,
+                    parameters=dict(lora.merged(self.model, iter(parameters.items()))),
                 )
+        if self.adapter is not None:
+            own = full_parameters(self.model, master_dtype(self.compute), only=trained_with_head)
+            if self.ranks.first:
+                with atomic_files.into(self.folder / "adapter"):
+                    adapters.save(
+                        self.model, self.folder / "adapter", self.adapter, own.items(), base=self.config.model.path
+                    )
         self.ranks.any(False)  # wait until it is complete
         return folder
 
@@ -242,8 +254,10 @@ def max_length(model: str, requested: int | None) -> int:
 def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
     """Load and shard the model; returns the fields of a `Trainer` without examples. Raises as `reward_model.load`."""
     path, compute = cfg.model.path, compute_dtype(cfg.model.dtype, ranks.device)
-    stored = torch.float32 if compute == torch.bfloat16 else compute
-    model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=stored, device=ranks.device)
+    model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=master_dtype(compute), device=ranks.device)
+    adapter = adapters.resolve(cfg.lora, model.shape)
+    if adapter is not None:
+        reward_model.attach(model, adapter, compute, cfg.train.seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     model = fsdp.shard(model, ranks, compute)
     return {
@@ -256,7 +270,13 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
         "pad": reward_model.padding_id(model.config, tokenizer, trained),
         "trained": trained,
         "max_length": longest,
+        "adapter": adapter,
     }
+
+
+def trained_with_head(name: str) -> bool:
+    """Whether a parameter of this name is saved with a reward model's adapter."""
+    return lora.is_adapter(name) or name == "head.weight"
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -322,7 +342,7 @@ def fit(
     console.print(run.plan())
     if dry_run:
         return True
-    written = ("checkpoints", "model", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, run.RESULTS)
+    written = ("checkpoints", "model", "adapter", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, run.RESULTS)
     run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
     before = evaluate_before(run)
     if run.restore():

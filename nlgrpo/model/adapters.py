@@ -1,0 +1,221 @@
+"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+``peft.PeftModel.from_pretrained`` loads what `save` writes, and `read` reads what PEFT wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nlgrpo.model import hf_weights, lora
+from nlgrpo.model.architectures import Shape, Source, tensor_map
+from nlgrpo.model.lora import LoraConfig, LoraLinear, Model, Retrained
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT's tensor names
+SCORE = "score"  # transformers' name of the head of a classifier
+SCORES = (SCORE, "classifier")  # modules that PEFT saves with a classifier's adapter, if the model has them
+# Keys of PEFT's config that change what an adapter computes, with the values that are supported.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "use_qalora": (False, None),
+    "eva_config": (None,),
+    "corda_config": (None,),
+    "arrow_config": (None,),
+    "exclude_modules": (None, []),
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on disk: its settings, its tensors by PEFT's names, and the model that it was trained on."""
+
+    folder: Path
+    config: LoraConfig
+    tensors: dict[str, Tensor]
+    base: str  # "" if the adapter does not name it
+    task: str  # "CAUSAL_LM" or "SEQ_CLS"
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether ``path`` is a folder with an adapter."""
+    return os.path.isfile(Path(os.path.expanduser(path)) / CONFIG)
+
+
+def read(path: str | Path) -> Adapter:
+    """Read an adapter that PEFT or `save` wrote.
+
+    Raises ValueError for a folder without an adapter, a damaged file, and for kinds of adapters that are not supported:
+    anything but LoRA, DoRA, trained biases, ranks that differ between layers.
+    """
+    folder = Path(os.path.expanduser(path))
+    try:
+        saved = json.loads((folder / CONFIG).read_text("utf-8"))
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            tensors = {_renamed(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        missing = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
+        raise ValueError(f"{folder} has no {missing}, so it is not an adapter in PEFT's format") from error
+    except (ValueError, SafetensorError, OSError) as error:
+        raise ValueError(f"{folder} is not a readable adapter: {error}") from error
+    for key, supported in PLAIN.items():
+        if saved.get(key, supported[0]) not in supported:
+            raise ValueError(f"{folder / CONFIG}: {key} = {saved[key]!r} is not supported; expected {supported[0]!r}")
+    try:
+        config = LoraConfig(
+            rank=int(saved["r"]),
+            alpha=float(saved["lora_alpha"]),
+            dropout=float(saved.get("lora_dropout") or 0.0),
+            target_modules=tuple(dict.fromkeys(_layer(name) for name in tensors if ".lora_A." in name)),
+            rslora=bool(saved.get("use_rslora")),
+            modules_to_save=tuple(_renamed(n) for n in saved.get("modules_to_save") or () if n not in SCORES),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} is not the config of a LoRA adapter: {error!r}") from error
+    faults = config.faults() or ["r = 0"] * (config.rank == 0)
+    if faults:
+        raise ValueError(f"{folder / CONFIG}: {'; '.join(faults)}")
+    return Adapter(folder, config, tensors, saved.get("base_model_name_or_path") or "", saved.get("task_type") or "")
+
+
+def resolve(config: LoraConfig, shape: Shape) -> LoraConfig | None:
+    """Return the settings of the adapters of a model, which an adapter at ``config.path`` defines; None without any.
+
+    Raises ValueError as `read`, and for layers that the model does not have.
+    """
+    if not config.enabled:
+        return None
+    settings = replace(read(config.path).config, path=config.path) if config.path else config
+    lora.check(settings, shape)
+    return settings
+
+
+def begin(model: Model, config: LoraConfig, seed: int, head: Tensor | None = None) -> None:
+    """Give attached adapters their first values: those of the adapter at ``config.path``, or those of `lora.reset`.
+
+    ``head``: weight of the head of a reward model, which an adapter has too. Raises ValueError as `read` and `load`.
+    """
+    lora.reset(model, seed)
+    if config.path:
+        load(model, read(config.path), head)
+
+
+def load(model: Model, adapter: Adapter, head: Tensor | None = None) -> None:
+    """Copy the tensors of an adapter into a model with adapters of the same settings, in place.
+
+    ``head``: weight of the scalar head of a reward model, if it has one. Raises ValueError for missing tensors, for
+    tensors that the model has no place for, and for wrong shapes.
+    """
+    left = dict(adapter.tensors)
+    with torch.no_grad():
+        for theirs, parameter, layout in _places(model, head):
+            value = left.pop(theirs, None)
+            if value is None:
+                raise ValueError(f"{adapter.folder} has no tensor {theirs!r}; it must adapt every layer of the model")
+            value = hf_weights.IN[layout](value, model.shape)
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"{theirs} of {adapter.folder} has shape {tuple(value.shape)}, but the model requires "
+                    f"{tuple(parameter.shape)}; was the adapter trained on another model?"
+                )
+            hf_weights.copy_rows(parameter, value)
+    if left:
+        raise ValueError(f"{adapter.folder} has tensors that the model has no place for, such as {min(left)}")
+
+
+def save(
+    model: Model, folder: Path, config: LoraConfig, parameters: Iterable[tuple[str, Tensor]], *, base: str
+) -> None:
+    """Write the adapters of a model in PEFT's format. ``parameters``: full tensors by name; others are skipped.
+
+    ``base``: the directory or the name of the model without them. A reward model's head is saved with its adapter.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = {id(p): name for name, p in model.named_parameters()}
+    scored = scores(model)
+    head = next((p for name, p in model.named_parameters() if scored and name == "head.weight"), None)
+    places = {ours[id(p)]: (theirs, layout) for theirs, p, layout in _places(model, head)}
+    state = {}
+    for name, value in parameters:
+        if name in places:
+            theirs, layout = places[name]
+            state[theirs] = hf_weights.OUT[layout](value.detach(), model.shape).contiguous()
+    saved = [*config.modules_to_save, *([SCORE] if scored else [])]
+    text = json.dumps(
+        {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if scored else "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": config.rank,
+            "lora_alpha": config.alpha,
+            "lora_dropout": config.dropout,
+            "target_modules": lora.targets(config, model.shape),
+            "use_rslora": config.rslora,
+            "modules_to_save": saved or None,
+            "bias": "none",
+            "fan_in_fan_out": model.shape.family == "gpt2",  # its layers store the transposed weight
+            "inference_mode": True,
+        },
+        indent=2,
+    )
+    (folder / CONFIG).write_text(text + "\n", "utf-8")
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def scores(model: Model) -> bool:
+    """Whether the model has the head of a reward model, with one output."""
+    return model.head is not None and len(lora.active_weight(model.head)) == 1 and model.shape.vocab > 1
+
+
+def _places(model: Model, head: Tensor | None) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield PEFT's name, the parameter, and its layout on disk, for each trained tensor."""
+    places = tensor_map(model.shape)
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            source = places[f"{name}.weight"]
+            layout = "interleaved" if source.layout == "interleaved" else "rows"
+            for part in module.parts:
+                theirs = PREFIX + _named(source, part)
+                yield f"{theirs}.lora_A.weight", module.lora_A[part], "rows"
+                yield f"{theirs}.lora_B.weight", module.lora_B[part], layout
+        elif isinstance(module, Retrained):
+            theirs = f"{lora.HEAD}.weight" if name == "head" else places[f"{name}.weight"].names[0]
+            yield PREFIX + theirs, module.trained, "rows"
+    if head is not None:
+        yield f"{PREFIX}{SCORE}.weight", head, "rows"
+
+
+def _renamed(name: str) -> str:
+    """Rename the head of a GPT-NeoX model as transformers 5 does."""
+    return name.replace("embed_out", lora.HEAD)
+
+
+def _named(source: Source, part: str) -> str:
+    """Full Hugging Face name of the layer ``part`` of a fused projection."""
+    return next(n.removesuffix(".weight") for n in source.names if _layer(n) == part)
+
+
+def _layer(name: str) -> str:
+    """Name of a layer within its block: "q_proj" for "..self_attn.q_proj.weight" and "..q_proj.lora_A.weight"."""
+    for suffix in (".weight", ".lora_A"):
+        name = name.removesuffix(suffix)
+    return name.rsplit(".", 1)[-1]

@@ -1,0 +1,318 @@
+"""LoRA (Hu et al. 2021): a frozen model with trained low-rank updates of its linear layers.
+
+    y = W x + b + s B A dropout(x),    s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (Kalajdzievski 2023)
+
+A (rank, in) starts at random and B (out, rank) at 0, so the model starts unchanged, and without its adapters it is the
+reference of the KL. A fused projection has an adapter for each of its parts: q, k and v are adapted as separate
+matrices, as in PEFT. This module does not import the decoder; `adapters.py` reads and writes PEFT's files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nlgrpo.kernels import linear
+from nlgrpo.model import hf_weights
+from nlgrpo.model.architectures import Shape, tensor_map
+
+ALL = "all-linear"  # PEFT's name for all linear layers but the head
+HEAD = "lm_head"  # transformers' name of the head; GPT-NeoX stores it as "embed_out"
+PROJECTIONS = ("qkv", "out", "up", "down")  # linear layers of a block
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) that are trained instead of the weights; the reference is the model without them."""
+
+    rank: int = 0
+    """Rank r of the adapters. 0: all weights are trained, without adapters."""
+    alpha: float = 32.0
+    """An adapter is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the input of the adapters, in the loss only."""
+    target_modules: tuple[str, ...] = (ALL,)
+    """Linear layers with an adapter, by their Hugging Face names such as "q_proj", or "all-linear": attention and
+    feed-forward of every layer."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA), which suits large ranks."""
+    modules_to_save: tuple[str, ...] = ()
+    """Embeddings and head that are trained in full, by their Hugging Face names such as "embed_tokens", "lm_head"."""
+    path: str = ""
+    """Adapter in PEFT's format to continue. It defines the keys above; leave rank at 0."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.rank > 0 or bool(self.path)
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def faults(self) -> list[str]:
+        """List the values that are out of range."""
+        allowed = {
+            "rank": (">= 0 (0: no adapters)", self.rank >= 0),
+            "alpha": ("> 0", 0 < self.alpha < math.inf),
+            "dropout": ("in [0, 1)", 0 <= self.dropout < 1),
+            "target_modules": ("one or more names", len(self.target_modules) > 0),
+        }
+        faults = [
+            f"lora.{k} = {getattr(self, k)!r}: allowed is {what}" for k, (what, good) in allowed.items() if not good
+        ]
+        if self.path and self.rank:
+            faults.append(
+                f"lora.rank = {self.rank} with lora.path = {self.path!r}: the adapter defines its rank; leave 0"
+            )
+        return faults
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class LoraLinear(nn.Module):
+    """Linear layer with frozen ``weight`` and ``bias``, and an adapter for each of its ``parts``.
+
+    ``parts``: first row and number of rows of the weight, by the Hugging Face name of the part. Adapters are cast to
+    the dtype of the input, so they may be stored in float32 beside a bfloat16 weight.
+    """
+
+    def __init__(self, base: nn.Linear, parts: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: torch.dtype):
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        self.parts, self.scaling = dict(parts), config.scaling
+        self.enabled, self.dropout = True, nn.Dropout(config.dropout).eval()
+        empty = partial(torch.empty, dtype=dtype, device=base.weight.device)
+        self.lora_A = nn.ParameterDict({name: empty(config.rank, base.in_features) for name in parts})
+        self.lora_B = nn.ParameterDict({name: empty(rows, config.rank) for name, (_, rows) in parts.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight, self.bias)
+        if not self.enabled:
+            return y
+        dropped = self.dropout(x)
+        for name, (first, rows) in self.parts.items():
+            low = F.linear(dropped, self.lora_A[name].to(x.dtype))
+            y[:, first : first + rows].addmm_(low, self.lora_B[name].to(x.dtype).mT, alpha=self.scaling)
+        return y
+
+
+class Retrained(nn.Module):
+    """Embedding or head whose frozen ``weight`` stays for the reference, beside a ``trained`` copy."""
+
+    def __init__(self, base: nn.Embedding | nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.enabled = base.weight, True
+        self.trained = nn.Parameter(torch.empty_like(base.weight, dtype=dtype))
+
+    @property
+    def active(self) -> Tensor:
+        return self.trained.to(self.weight.dtype) if self.enabled else self.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.active)
+
+
+Adapted = LoraLinear | Retrained
+
+
+def active_weight(module: nn.Module) -> Tensor:
+    """Weight with which an embedding or a head computes."""
+    weight = module.active if isinstance(module, Retrained) else module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+class Model(Protocol):
+    """A decoder, as far as this module needs it."""
+
+    shape: Shape
+
+    @property
+    def head(self) -> nn.Module | None: ...
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def parts_of(shape: Shape, module: str) -> dict[str, tuple[int, int]]:
+    """First row and rows of each Hugging Face layer that the linear layer ``module`` ("blocks.0.qkv") is made of."""
+    source = tensor_map(shape)[f"{module}.weight"]
+    names = [name.removesuffix(".weight").rsplit(".", 1)[-1] for name in source.names]
+    if len(names) == 1:
+        return {names[0]: (0, -1)}
+    starts = [sum(source.rows[:i]) for i in range(len(names))]
+    return {name: (start, rows) for name, start, rows in zip(names, starts, source.rows, strict=True)}
+
+
+def layer_names(shape: Shape) -> list[str]:
+    """Hugging Face names of the linear layers of a block, which can have adapters."""
+    names = [name for projection in PROJECTIONS for name in parts_of(shape, f"blocks.0.{projection}")]
+    return list(dict.fromkeys(names))  # GPT-2 has two layers named c_proj
+
+
+def saved_names(shape: Shape) -> dict[str, str]:
+    """Our names of the embedding and of the untied head, by their Hugging Face names."""
+    embedding = tensor_map(shape)["embed.weight"].names[0].removesuffix(".weight").rsplit(".", 1)[-1]
+    return {embedding: "embed"} | ({} if shape.tied else {HEAD: "head"})
+
+
+def check(config: LoraConfig, shape: Shape) -> None:
+    """Raise ValueError for target modules and modules to save that a model of this shape does not have."""
+    layers, saved = layer_names(shape), saved_names(shape)
+    for name in config.target_modules:
+        if name not in (ALL, *layers):
+            raise ValueError(
+                f"lora.target_modules: a {shape.family} model has no linear layer {name!r}; it has "
+                f"{', '.join(layers)}, or {ALL!r} for all of them"
+            )
+    for name in config.modules_to_save:
+        if name not in saved:
+            raise ValueError(f"lora.modules_to_save: {name!r} is not one of {', '.join(saved)} of this model")
+    if config.modules_to_save and shape.tied:
+        raise ValueError(
+            "lora.modules_to_save: the embedding of this model is also its head (tie_word_embeddings), and PEFT would "
+            "train only one of both; leave it empty"
+        )
+
+
+def targets(config: LoraConfig, shape: Shape) -> list[str]:
+    """Hugging Face names of the layers with adapters."""
+    layers = layer_names(shape)
+    return layers if ALL in config.target_modules else [name for name in layers if name in config.target_modules]
+
+
+# --- adapters of a model ----------------------------------------------------------------------------------------------
+
+
+def attach(model: Model, config: LoraConfig, compute: torch.dtype, *, keep: Sequence[str] = ()) -> None:
+    """Freeze a model and give it adapters, in place, usually while it is a blueprint.
+
+    Frozen parameters get the dtype ``compute``, and adapters that of the parameters before. ``keep``: prefixes of
+    parameters that stay trained, such as "head." of a reward model. The adapters have no values before
+    `adapters.begin`. Raises ValueError as `check`.
+    """
+    check(config, model.shape)
+    assert isinstance(model, nn.Module)
+    dtype = next(p.dtype for _, p in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not name.startswith(tuple(keep)):
+            parameter.data = parameter.data.to(compute)
+            parameter.requires_grad_(False)
+    wanted, saved = targets(config, model.shape), saved_names(model.shape)
+    for i in range(model.shape.layers):
+        block = model.get_submodule(f"blocks.{i}")
+        for projection in PROJECTIONS:
+            base = block.get_submodule(projection)
+            assert isinstance(base, nn.Linear)
+            parts = {k: v for k, v in parts_of(model.shape, f"blocks.{i}.{projection}").items() if k in wanted}
+            parts = {k: (first, base.out_features if rows < 0 else rows) for k, (first, rows) in parts.items()}
+            if parts:
+                setattr(block, projection, LoraLinear(base, parts, config, dtype))
+    for name in config.modules_to_save:
+        base = model.get_submodule(saved[name])
+        assert isinstance(base, nn.Embedding | nn.Linear)
+        setattr(model, saved[name], Retrained(base, dtype))
+
+
+def reset(model: Model, seed: int) -> None:
+    """Initialise the adapters as PEFT does: entries of A from U(-1 / sqrt(in), 1 / sqrt(in)), B = 0.
+
+    The values depend on the seed alone, not on the sharding. Trained copies get the values of their frozen weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in adapted(model):
+            if isinstance(module, Retrained):
+                module.trained.copy_(module.weight)
+                continue
+            for a, b in zip(module.lora_A.values(), module.lora_B.values(), strict=True):
+                bound = 1 / math.sqrt(a.shape[1])
+                noise = torch.empty(a.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+                hf_weights.copy_rows(a, noise)
+                b.zero_()
+
+
+def adapted(model: Model | nn.Module) -> list[Adapted]:
+    """List the modules with an adapter or a trained copy."""
+    return [module for _, module in model.named_modules() if isinstance(module, Adapted)]
+
+
+def base_parameters(model: Model | nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the model without adapters and trained copies, by name."""
+    return {name: p for name, p in model.named_parameters() if not is_adapter(name)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter or is a trained copy."""
+    return ".lora_A." in name or ".lora_B." in name or name.endswith(".trained")
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Context in which the model computes without adapters and trained copies: it is the model they started from."""
+    modules = adapted(model)
+    for module in modules:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.enabled = True
+
+
+@contextmanager
+def dropout(model: nn.Module) -> Iterator[None]:
+    """Context in which the adapters' dropout is on, for losses; it is off elsewhere."""
+    layers = [module.dropout for module in adapted(model) if isinstance(module, LoraLinear)]
+    for layer in layers:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
+
+
+def merged(model: Model, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the model with its adapters merged, W + s B A, from all full ``parameters`` by name.
+
+    Products are computed in float32, or in float64 for float64 parameters. A layer's tensors must be consecutive.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    held: dict[str, Tensor] = {}
+    last = {f"{name}.{list(dict(module.named_parameters()))[-1]}": name for name, module in modules.items()}
+    for name, value in parameters:
+        owner = next((prefix for prefix in modules if name.startswith(f"{prefix}.")), None)
+        if owner is None:
+            yield name, value
+            continue
+        held[name.removeprefix(f"{owner}.")] = value
+        if name in last:
+            yield from ((f"{owner}.{key}", x) for key, x in _merge(modules[owner], held))
+            held = {}
+
+
+def _merge(module: Adapted, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    weight = values["weight"]
+    if isinstance(module, Retrained):
+        yield "weight", values["trained"].to(weight.dtype)
+        return
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    weight = weight.detach().clone()
+    for name, (first, rows) in module.parts.items():
+        a, b = values[f"lora_A.{name}"].to(wide), values[f"lora_B.{name}"].to(wide)
+        weight[first : first + rows] = (weight[first : first + rows].to(wide) + module.scaling * b @ a).to(weight.dtype)
+    yield "weight", weight
+    if module.bias is not None:
+        yield "bias", values["bias"]
