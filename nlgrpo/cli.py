@@ -57,6 +57,10 @@ COMMANDS = {
         "nlgrpo.commands.value:main",
         "Train a value model on rollouts, or merge several: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
+    "merge": (
+        "nlgrpo.commands.merge:main",
+        "Merge an adapter (LoRA) into its model: nlgrpo merge runs/NAME/adapter --out DIR",
+    ),
     "iro": (
         "nlgrpo.commands.iro:main",
         "Train value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",

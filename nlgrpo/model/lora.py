@@ -192,6 +192,24 @@ def targets(config: LoraConfig, shape: Shape) -> list[str]:
     return layers if ALL in config.target_modules else [name for name in layers if name in config.target_modules]
 
 
+def count(config: LoraConfig, shape: Shape) -> int:
+    """Number of trained parameters of a model of this shape with adapters."""
+    wanted, places = targets(config, shape), saved_names(shape)
+    inputs = {"qkv": shape.width, "out": shape.heads * shape.head_dim, "up": shape.width, "down": shape.ffn}
+    outputs = {
+        "qkv": (shape.heads + 2 * shape.kv_heads) * shape.head_dim,
+        "out": shape.width,
+        "up": shape.ffn * (2 if shape.gated else 1),
+        "down": shape.width,
+    }
+    total = 0
+    for projection in PROJECTIONS:
+        for name, (_, rows) in parts_of(shape, f"blocks.0.{projection}").items():
+            if name in wanted:
+                total += config.rank * (inputs[projection] + (outputs[projection] if rows < 0 else rows))
+    return shape.layers * total + len([n for n in config.modules_to_save if n in places]) * shape.vocab * shape.width
+
+
 # --- adapters of a model ----------------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,9 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
         )
 
 
-def make(cfg: Config, policy: Decoder, adapter: LoraConfig | None, ranks: Ranks, compute: torch.dtype) -> Critic | None:
+def make(
+    cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype, adapter: LoraConfig | None = None
+) -> Critic | None:
     """Build the critic of a checked configuration; None without PPO. A new head predicts 0 at first.
 
     ``adapter``: settings of the policy's adapters. A separate critic gets adapters of these settings and trains them

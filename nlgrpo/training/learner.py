@@ -43,12 +43,11 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | Non
 
 def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]:
     trained = [] if model is None else [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        return []
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]  # adapters have no vectors
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,14 @@ from rich.table import Table
 
 from nlgrpo.config.schema import Config, LossConfig
 from nlgrpo.kernels.head import BLOCK_BYTES
+from nlgrpo.model import lora
+from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import Objective
 from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.device import master_dtype
 from nlgrpo.training.losses.preference import bonbon_margin
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.run import Run
@@ -27,9 +31,10 @@ ONLINE = (
 def memory(run: Run) -> dict[str, float]:
     """Estimate the memory of one rank in bytes, by use, from shapes; without allocator overhead and libraries."""
     cfg, shape, world = run.config, run.shape, run.ranks.world
-    count = shape.parameters
-    stored = 8 if cfg.model.dtype == "float64" else 4
-    compute = run.compute.itemsize
+    count, adapter = shape.parameters, run.adapter
+    stored, compute = master_dtype(run.compute).itemsize, run.compute.itemsize
+    trained = count if adapter is None else lora.count(adapter, shape)
+    model = (4 * trained * stored + (count * compute if adapter is not None else 0)) / world
     rows = max(cfg.rollout.samples, min(cfg.rollout.max_rows, cfg.rollout.prompts * cfg.rollout.samples // world))
     prompt = max(map(len, run.prompts.ids))
     columns = min(shape.context, prompt + cfg.rollout.max_new_tokens)
@@ -39,9 +44,9 @@ def memory(run: Run) -> dict[str, float]:
     tokens = min(largest, cfg.rollout.prompts // world * group)
     per_layer = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
-        "parameters + gradients + Adam": 4 * count * stored / world,
-        "critic + gradients + Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
-        "reference": count * compute / world if cfg.loss.has_reference else 0,
+        "parameters + gradients + Adam": model,
+        "critic + gradients + Adam": model if _has_own_critic(cfg) else 0,
+        "reference": count * compute / world if cfg.loss.has_reference and adapter is None else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
         "KV cache": 2 * shape.layers * cached * shape.kv_heads * shape.head_dim * compute,
@@ -59,6 +64,7 @@ def show(run: Run) -> Table:
     rows = {
         "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
+        **_adapter_row(run.adapter, run.shape),
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         "data": f"{run.prompts!r}",
         **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
@@ -75,6 +81,17 @@ def show(run: Run) -> Table:
     if lines := notes(cfg, run.objectives):
         rows["note"] = "\n".join(lines)
     return named_lines("plan", rows)
+
+
+def _adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
+    if adapter is None:
+        return {}
+    trained, names = lora.count(adapter, shape), [*lora.targets(adapter, shape), *adapter.modules_to_save]
+    start = f", continuing {adapter.path}" if adapter.path else ""
+    share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model"
+    return {
+        "adapters": f"LoRA of rank {adapter.rank}, scaled by {adapter.scaling:g}, on {', '.join(names)}: {share}{start}"
+    }
 
 
 def _online_rows(run: Run) -> dict[str, str]:

@@ -150,7 +150,8 @@ class Run:
     def speed(self, clock: Clock, trained: int, generated: int = 0) -> dict[str, float]:
         """Metrics ``time/*``, ``perf/*`` and ``num_tokens`` of a step, from its numbers of tokens."""
         times = clock.metrics(generated or trained)
-        flops = self.shape.parameters * (6 * trained * self.config.loss.epochs + 2 * generated)
+        training = 6 if self.adapter is None else 4  # frozen weights have no gradient
+        flops = self.shape.parameters * (training * trained * self.config.loss.epochs + 2 * generated)
         utilisation = flops_utilisation(self.ranks.device, flops / self.ranks.world, times["step_time"])
         return times | utilisation | {"num_tokens": self.progress.num_tokens}
 
@@ -193,7 +194,7 @@ class Run:
             sharded = partial(shard, ranks=self.ranks, compute=self.compute)
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.requires_grad_(False).configure(compiled=cfg.model.compile)
-        value = critic.make(cfg, model, self.adapter, self.ranks, self.compute)
+        value = critic.make(cfg, model, self.ranks, self.compute, self.adapter)
         return Learner(
             model=model,
             reference=reference,

@@ -345,7 +345,7 @@ def test_damaged_and_foreign_adapters(base, tmp_path):
 def test_names_that_the_model_does_not_have(base):
     _, folder = base("llama-tied-bias")
     shape = decoder.load(folder).shape
-    with pytest.raises(ValueError, match="no linear layer 'c_attn'; it has q_proj, k_proj, .*'all-linear'"):
+    with pytest.raises(ValueError, match=r"no linear layer 'c_attn'; it has q_proj, k_proj, .*'all-linear'"):
         lora.check(replace(PLAIN, target_modules=("c_attn",)), shape)
     with pytest.raises(ValueError, match="'norm' is not one of embed_tokens"):
         lora.check(replace(PLAIN, modules_to_save=("norm",)), shape)

@@ -10,8 +10,9 @@ from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, 
 from nlgrpo.engine import generation
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.model import decoder
+from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.fsdp import full_parameters, gathered, shard
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
@@ -23,6 +24,7 @@ OPTIM = OptimConfig(eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 # the second rank's completions are short: it has fewer micro-batches, and in some minibatches none
 LENGTHS = torch.tensor([[9, 8, 9], [7, 9, 8], [1, 2, 1], [2, 1, 1]])
 SAMPLING = Sampling(max_new_tokens=8, stop_ids=(2,))
+LORA = LoraConfig(rank=3)
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Case:
     checkpointing: bool = False
     family: str = "llama"
     critic: CriticConfig = field(default_factory=CriticConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 CASES = {
@@ -47,6 +50,12 @@ CASES = {
         LossConfig("ppo", beta=0.3, kl_in="reward", epochs=2, minibatches=3), dropped=(True, *[False] * 3)
     ),
     "a head on the policy": Case(LossConfig("ppo", beta=0.3, epochs=2), critic=CriticConfig(trunk="shared")),
+    "adapters": Case(LossConfig(beta=0.3, epochs=2, minibatches=3), lora=LORA),
+    "adapters and a critic": Case(LossConfig("ppo", beta=0.3, kl_in="reward"), checkpointing=True, lora=LORA),
+    "adapters and pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2", lora=LORA),
+    "adapters and a trained head": Case(
+        LossConfig(beta=0.3), lora=replace(LORA, modules_to_save=("embed_tokens", "lm_head"), rslora=True)
+    ),
     "winners": Case(LossConfig("bon_sft")),
     "pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2"),
     "pairs in one micro-batch": Case(LossConfig("bonbon"), micro=10**6),
@@ -64,14 +73,18 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
     for name in ("policy", "reference"):
         model = decoder.load(root / f"{case.family}-{name}", dtype=dtype)
         model.activation_checkpointing = case.checkpointing
+        if case.lora.enabled:
+            lora.attach(model, case.lora, compute)
+            adapters.begin(model, case.lora, seed=5)
         models_.append(shard(model, ranks, compute))
     where = ModelConfig(str(root / f"{case.family}-policy"))
-    value = critic.make(Config(model=where, loss=case.loss, critic=case.critic), models_[0], ranks, compute)
+    config, adapter = Config(model=where, loss=case.loss, critic=case.critic), case.lora if case.lora.enabled else None
+    value = critic.make(config, models_[0], ranks, compute, adapter)
     optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
-    reference = models_[1].requires_grad_(False) if case.loss.has_reference else None
+    reference = models_[0] if case.lora.enabled else models_[1].requires_grad_(False)
     return Learner(
         models_[0],
-        reference,
+        reference if case.loss.has_reference else None,
         optimizer,
         case.loss,
         OPTIM,
@@ -186,7 +199,9 @@ def test_one_rank_needs_no_process_group():
 def test_two_ranks_compute_the_update_of_one(root, two, name):
     truth, parameters, _ = updated(root, CASES[name], Ranks(0, 1, CPU))
     start = updated(root, replace(CASES[name], dropped=(True,) * 4), Ranks(0, 1, CPU))[1]
-    assert all((parameters[k] != start[k]).any() for k in start)
+    for k in start:
+        trained = not CASES[name].lora.enabled or lora.is_adapter(k) or k == "critic.head.weight"
+        assert bool((parameters[k] != start[k]).any()) == trained, k
     for found in two:
         stats, whole, _ = found["updates"][name]
         for ours, theirs in zip(stats, truth, strict=True):
