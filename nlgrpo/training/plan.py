@@ -88,10 +88,8 @@ def _adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
         return {}
     trained, names = lora.count(adapter, shape), [*lora.targets(adapter, shape), *adapter.modules_to_save]
     start = f", continuing {adapter.path}" if adapter.path else ""
-    share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model"
-    return {
-        "adapters": f"LoRA of rank {adapter.rank}, scaled by {adapter.scaling:g}, on {', '.join(names)}: {share}{start}"
-    }
+    share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model{start}"
+    return {"adapters": f"LoRA of rank {adapter.rank} on {', '.join(names)}, scaled by {adapter.scaling:g}: {share}"}
 
 
 def _online_rows(run: Run) -> dict[str, str]:
