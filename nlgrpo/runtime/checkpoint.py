@@ -113,10 +113,11 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
-    """Load the model of one checkpoint into ``parameters`` (full tensors by name), in place; return the names loaded.
+    """Load the model of one checkpoint into ``parameters``, in place; return the names loaded.
 
-    Not collective. The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape.
-    Raises ValueError for a damaged checkpoint and for one of another model.
+    Of a sharded parameter, only this rank's rows are kept; one stored tensor is in memory at a time. Not collective.
+    The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape. Raises ValueError for
+    a damaged checkpoint and for one of another model.
     """
     damage = verify(path)
     if damage is not None:
@@ -132,12 +133,9 @@ def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[st
     if wrong:
         saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
         raise ValueError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")
-    read = {f"{prefix}{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in fitting.items()}
-    with _single_process_is_fine():
+    with _single_process_is_fine():  # DCP converts to the dtype of the parameters
+        read = {f"{prefix}{name}": parameter.detach() for name, parameter in fitting.items()}
         dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    with torch.no_grad():
-        for name, parameter in fitting.items():
-            parameter.copy_(read[f"{prefix}{name}"])
     return set(fitting)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +144,12 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype) -> Cr
         head = nn.Linear(policy.shape.width, 1, bias=False, device=ranks.device, dtype=stored)
         return Critic(cfg.critic, _zero(head), ranks)
     path, seed = cfg.critic.path or cfg.model.path, cfg.train.seed
-    model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device)
+    sharded = partial(shard, ranks=ranks, compute=compute)
+    model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if not trained:
         _zero(reward_model.head_of(model))
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
-    return Critic(cfg.critic, shard(model, ranks, compute), ranks)
+    return Critic(cfg.critic, model, ranks)
 
 
 def _zero(head: nn.Linear) -> nn.Linear:

@@ -18,10 +18,10 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import TOO_LARGE, check_finite, full_parameters, shard
+from nlgrpo.model.fsdp import TOO_LARGE, check_finite, save_on_first, shard
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
-from nlgrpo.runtime import atomic_files, checkpoint
+from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
@@ -221,13 +221,23 @@ class Run:
         return state is not None
 
     def export(self, learner: Learner) -> Path:
-        """Write the policy as a Hugging Face directory, in the compute dtype; collective."""
+        """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return."""
         folder = self.folder / "model"
         check_finite(learner.model, self.ranks, TOO_LARGE)
-        parameters = full_parameters(learner.model, self.compute)
-        if self.ranks.first:
-            with atomic_files.into(folder):
-                decoder.save(learner.model, folder, tokenizer=self.tokenizer, parameters=parameters, like=self.source)
+        save_on_first(
+            learner.model,
+            self.compute,
+            self.ranks,
+            folder,
+            lambda parameters: decoder.save(
+                learner.model,
+                folder,
+                tokenizer=self.tokenizer,
+                parameters=parameters,
+                dtype=self.compute,
+                like=self.source,
+            ),
+        )
         return folder
 
 

@@ -16,6 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -31,7 +32,7 @@ from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.model import decoder, fsdp, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, full_parameters
+from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, save_on_first
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
@@ -199,18 +200,22 @@ class Trainer(ABC):
     def export(self) -> Path:
         """Write the model as a Hugging Face classifier, in the compute dtype; collective, complete on return."""
         check_finite(self.model, self.ranks, TOO_LARGE)
-        folder, parameters = self.folder / "model", full_parameters(self.model, self.compute)
-        if self.ranks.first:
-            with atomic_files.into(folder):
-                reward_model.save(
-                    self.model,
-                    folder,
-                    tokenizer=self.tokenizer,
-                    pad=self.pad,
-                    max_length=self.max_length,
-                    parameters=parameters,
-                )
-        self.ranks.any(False)  # wait until it is complete
+        folder = self.folder / "model"
+        save_on_first(
+            self.model,
+            self.compute,
+            self.ranks,
+            folder,
+            lambda parameters: reward_model.save(
+                self.model,
+                folder,
+                tokenizer=self.tokenizer,
+                pad=self.pad,
+                max_length=self.max_length,
+                parameters=parameters,
+                dtype=self.compute,
+            ),
+        )
         return folder
 
     def write_results(self, **results: dict[str, Any]) -> None:
@@ -243,9 +248,9 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
     """Load and shard the model; returns the fields of a `Trainer` without examples. Raises as `reward_model.load`."""
     path, compute = cfg.model.path, compute_dtype(cfg.model.dtype, ranks.device)
     stored = torch.float32 if compute == torch.bfloat16 else compute
-    model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=stored, device=ranks.device)
+    sharded = partial(fsdp.shard, ranks=ranks, compute=compute)
+    model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=stored, device=ranks.device, shard=sharded)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
-    model = fsdp.shard(model, ranks, compute)
     return {
         "config": cfg,
         "ranks": ranks,
