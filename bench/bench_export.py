@@ -56,7 +56,7 @@ def config(size: str) -> LlamaConfig:
     )  # fmt: skip
 
 
-def make(folder: Path, size: str) -> None:
+def make(_: int, folder: Path, size: str) -> None:
     """Write a random model, and a run of a reward model with its checkpoint."""
     model = decoder.build(config(size))
     with torch.no_grad():
@@ -163,10 +163,15 @@ def measure(rank: int, folder: Path, work: str, side: str) -> None:
     dist.destroy_process_group()
 
 
+def in_processes(function: Callable[..., None], *arguments: Any, count: int) -> None:
+    """Call the function in processes forked from this one, which has imported all packages and computed nothing."""
+    mp.start_processes(function, arguments, nprocs=count, start_method="fork")
+
+
 def rows(folder: Path, work: str, side: str) -> list[dict[str, Any]]:
     """Measure one side on all ranks."""
     (folder / "store").unlink(missing_ok=True)
-    mp.start_processes(measure, (folder, work, side), nprocs=RANKS, start_method="spawn")
+    in_processes(measure, folder, work, side, count=RANKS)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return [{"work": work, "side": side, "held": row["peak_mib"] <= row["bound_mib"], **row} for row in found]
 
@@ -188,7 +193,7 @@ def main() -> None:
     size = "quick" if args.quick else "100M"
     found = []
     with tempfile.TemporaryDirectory() as name:
-        make(Path(name), size)
+        in_processes(make, Path(name), size, count=1)
         for work in WORK:
             for side in args.sides:
                 for row in rows(Path(name), work, side):
