@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nlgrpo.kernels import BlockWeights, Segments, linear, rms_norm, swiglu
-from nlgrpo.model import hf_weights
-from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
+from nlgrpo.model import hf_weights, safetensors_writer
+from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, Source, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
 
 Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> any result
@@ -302,10 +302,20 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     model.config.dtype = model.head_weight.dtype if dtype is None else dtype
     model.config.save_pretrained(folder)
-    whole = dict(blueprint(model.config).to(model.config.dtype).named_parameters())
     named = model.named_parameters() if parameters is None else parameters
-    hf_weights.write(named, folder, model.shape, tensor_map(model.shape), whole)
+    write_weights(named, folder, blueprint(model.config).to(model.config.dtype), tensor_map(model.shape))
     if like is not None and (like / "generation_config.json").is_file():
         shutil.copy(like / "generation_config.json", folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def write_weights(
+    parameters: Iterable[tuple[str, Tensor]], folder: Path, like: Decoder, places: Mapping[str, Source]
+) -> None:
+    """Write parameters to the safetensors of ``folder``, one at a time, under their names and in their layouts there.
+
+    ``like``: a blueprint with the names, the order, the shapes and the dtype of the ``parameters``.
+    """
+    layout = hf_weights.layout(dict(like.named_parameters()), like.shape, places)
+    safetensors_writer.write(folder, layout, hf_weights.all_stored(parameters, like.shape, places))

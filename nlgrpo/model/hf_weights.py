@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nlgrpo.model import safetensors_writer, shards
+from nlgrpo.model import shards
 from nlgrpo.model.architectures import Shape, Source
 
 # Other names of the same tensor within its family: Pythia's head, GPT-2 saved without its prefix, and a tied matrix
@@ -119,12 +119,11 @@ class Checkpoint:
             if resolved is None:
                 raise ValueError(f"{self.folder} has no tensor {name!r}")
             part = self.slice(resolved)
-            dtype = safetensors_writer.DTYPES.get(part.get_dtype())
-            if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
+            dtype = part[:1].dtype if part.get_shape() else torch.float32  # a scalar is refused for its shape
+            if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise ValueError(
-                    f"{resolved} of {self.folder} has dtype {dtype or part.get_dtype()}: quantised weights are not "
-                    "supported. Dequantise the model with transformers: model.dequantize(), then "
-                    "save_pretrained(folder)"
+                    f"{resolved} of {self.folder} has dtype {dtype}: quantised weights are not supported. "
+                    "Dequantise the model with transformers: model.dequantize(), then save_pretrained(folder)"
                 )
             parts.append(part)
         return parts
@@ -198,7 +197,8 @@ def _joined_shape(found: list[tuple[int, ...]], layout: str) -> tuple[Any, ...]:
 def _read_rows(parts: list[Any], layout: str, shape: Shape, rows: slice, out: Tensor) -> None:
     """Read our ``rows`` of a tensor from its stored ``parts`` into ``out``."""
     if layout == "transposed":
-        out.copy_(parts[0][:, rows].T)
+        if rows.start < rows.stop:
+            out.copy_(parts[0][:, rows].T)
         return
     begin = end = 0  # in our rows
     for part, first, count in _stretches(parts, layout, shape):
@@ -222,29 +222,21 @@ def _stretches(parts: list[Any], layout: str, shape: Shape) -> Iterator[tuple[An
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write(
-    parameters: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    shape: Shape,
-    places: Mapping[str, Source],
-    like: Mapping[str, Tensor],
-) -> None:
-    """Write our tensors to the safetensors of ``folder``, one at a time, under Hugging Face names and in its layouts.
-
-    ``like``: tensors with the shapes and dtypes of the ``parameters``, in the same order; on the meta device they need
-    no memory.
-    """
-    layout = {
+def layout(
+    like: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]
+) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Shape and dtype of each stored tensor, for our tensors ``like``, which may be on the meta device."""
+    return {
         name: (size, tensor.dtype)
         for ours, tensor in like.items()
         for name, size, _ in as_stored(tensor, places[ours], shape)
     }
-    safetensors_writer.write(folder, layout, _all_stored(parameters, shape, places))
 
 
-def _all_stored(
+def all_stored(
     parameters: Iterable[tuple[str, Tensor]], shape: Shape, places: Mapping[str, Source]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors of our ``parameters``, as views; each is released before the next is requested."""
     for name, parameter in parameters:
         for stored, _, view in as_stored(parameter, places[name], shape):
             yield stored, view

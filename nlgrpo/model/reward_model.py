@@ -197,9 +197,9 @@ def save(
     config.pad_token_id = pad
     config.dtype = model.head_weight.dtype if dtype is None else dtype
     config.save_pretrained(folder)
-    whole = dict(with_score_head(decoder.blueprint(model.config)).to(config.dtype).named_parameters())
+    like = with_score_head(decoder.blueprint(model.config)).to(config.dtype)
     named = model.named_parameters() if parameters is None else parameters
-    hf_weights.write(named, folder, model.shape, score_map(model), whole)
+    decoder.write_weights(named, folder, like, score_map(model))
     tokenizer = copy.deepcopy(tokenizer)
     if pad is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
