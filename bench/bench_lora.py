@@ -41,7 +41,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
     imported = peak_resident()
     peaks: list[int] = []
-    train.finish = lambda *_: peaks.append(peak_resident())  # type: ignore[assignment]
+    train.finish = lambda *_: peaks.append(peak_resident())
     options = {
         "model.path": args.folder / "model",
         "data.source": args.folder / "prompts.jsonl",

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.evaluation import report
+from nlgrpo.model import decoder, hf_weights
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
@@ -43,6 +44,19 @@ def _on_rank(rank: int, work: Callable[..., None], folder: str, ranks: int, argu
     work(rank, *arguments)
     gc.collect()  # cycles that keep the group alive, as in `distributed.start`
     dist.destroy_process_group()
+
+
+def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Full parameters by name, gathered by DTensor on every rank, in float64."""
+    found = {name: getattr(p.detach(), "full_tensor", p.detach)() for name, p in model.named_parameters()}
+    return {name: value.double() for name, value in found.items()}
+
+
+def as_exported(model: decoder.Decoder, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``values`` of the model's parameters under Hugging Face names and in its layouts."""
+    places, shape = decoder.tensor_map(model.shape), model.shape
+    stored = [part for name, value in values.items() for part in hf_weights.as_stored(value, places[name], shape)]
+    return {name: view.reshape(size) for name, size, view in stored}
 
 
 def tiny_config(family: str = "llama", **changes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -58,14 +58,20 @@ def main(arguments: Sequence[str]) -> int:
 def _merge_causal_model(adapter: Adapter, source: Path, dtype: torch.dtype, folder: Path) -> None:
     model = decoder.load(source, dtype=dtype, shard=lambda m: lora.attach(m, adapter.config, dtype))
     adapters.load(model, adapter)
-    merged = dict(lora.merged(model, model.named_parameters()))
-    decoder.save(model, folder, tokenizer=load_tokenizer(source), parameters=merged, like=source)
+    merged = lora.merged(model, model.named_parameters(), dtype)
+    decoder.save(model, folder, tokenizer=load_tokenizer(source), parameters=merged, dtype=dtype, like=source)
 
 
 def _merge_reward_model(adapter: Adapter, source: Path, dtype: torch.dtype, folder: Path) -> None:
     tokenizer = load_tokenizer(source)
-    model, trained = reward_model.load(str(source), dtype=dtype)
-    reward_model.attach(model, replace(adapter.config, path=str(adapter.folder)), dtype, seed=0)
-    merged = dict(lora.merged(model, model.named_parameters()))
-    pad, longest = reward_model.padding_id(model.config, tokenizer, trained), model.shape.context
-    reward_model.save(model, folder, tokenizer=tokenizer, pad=pad, max_length=longest, parameters=merged)
+    model, trained = reward_model.load(str(source), dtype=dtype, shard=lambda m: lora.attach(m, adapter.config, dtype))
+    adapters.load(model, adapter)
+    reward_model.save(
+        model,
+        folder,
+        tokenizer=tokenizer,
+        pad=reward_model.padding_id(model.config, tokenizer, trained),
+        max_length=model.shape.context,
+        parameters=lora.merged(model, model.named_parameters(), dtype),
+        dtype=dtype,
+    )

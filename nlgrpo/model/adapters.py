@@ -9,17 +9,19 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nlgrpo.model import hf_weights, lora
+from nlgrpo.model import fsdp, lora, shards
 from nlgrpo.model.architectures import Shape, Source, tensor_map
+from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig, LoraLinear, Model, Retrained
+from nlgrpo.runtime.distributed import Ranks
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's tensor names
@@ -109,35 +111,32 @@ def resolve(config: LoraConfig, shape: Shape) -> LoraConfig | None:
     return settings
 
 
-def begin(model: Model, config: LoraConfig, seed: int, head: Tensor | None = None) -> None:
+def begin(model: Model, config: LoraConfig, seed: int) -> None:
     """Give attached adapters their first values: those of the adapter at ``config.path``, or those of `lora.reset`.
 
-    ``head``: weight of the head of a reward model, which an adapter has too. Raises ValueError as `read` and `load`.
+    An adapter of a reward model has its head too. Raises ValueError as `read` and `load`.
     """
     lora.reset(model, seed)
     if config.path:
-        load(model, read(config.path), head)
+        load(model, read(config.path))
 
 
-def load(model: Model, adapter: Adapter, head: Tensor | None = None) -> None:
+def load(model: Model, adapter: Adapter) -> None:
     """Copy the tensors of an adapter into a model with adapters of the same settings, in place.
 
-    ``head``: weight of the scalar head of a reward model, if it has one. Raises ValueError for missing tensors, for
-    tensors that the model has no place for, and for wrong shapes.
+    Raises ValueError for missing tensors, for tensors that the model has no place for, and for wrong shapes.
     """
     left = dict(adapter.tensors)
-    with torch.no_grad():
-        for theirs, parameter, layout in _places(model, head):
-            value = left.pop(theirs, None)
-            if value is None:
-                raise ValueError(f"{adapter.folder} has no tensor {theirs!r}; it must adapt every layer of the model")
-            value = hf_weights.IN[layout](value, model.shape)
-            if value.shape != parameter.shape:
-                raise ValueError(
-                    f"{theirs} of {adapter.folder} has shape {tuple(value.shape)}, but the model requires "
-                    f"{tuple(parameter.shape)}; was the adapter trained on another model?"
-                )
-            hf_weights.copy_rows(parameter, value)
+    for theirs, parameter, interleaved in _places(model):
+        value = left.pop(theirs, None)
+        if value is None:
+            raise ValueError(f"{adapter.folder} has no tensor {theirs!r}; it must adapt every layer of the model")
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"{theirs} of {adapter.folder} has shape {tuple(value.shape)}, but the model requires "
+                f"{tuple(parameter.shape)}; was the adapter trained on another model?"
+            )
+        shards.fill(parameter, _reordered(value, (model.shape.heads, 3)) if interleaved else value)
     if left:
         raise ValueError(f"{adapter.folder} has tensors that the model has no place for, such as {min(left)}")
 
@@ -150,15 +149,13 @@ def save(
     ``base``: the directory or the name of the model without them. A reward model's head is saved with its adapter.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ours = {id(p): name for name, p in model.named_parameters()}
-    scored = scores(model)
-    head = next((p for name, p in model.named_parameters() if scored and name == "head.weight"), None)
-    places = {ours[id(p)]: (theirs, layout) for theirs, p, layout in _places(model, head)}
+    ours, scored = {id(p): name for name, p in model.named_parameters()}, lora.has_scalar_head(model)
+    places = {ours[id(p)]: (theirs, interleaved) for theirs, p, interleaved in _places(model)}
     state = {}
     for name, value in parameters:
         if name in places:
-            theirs, layout = places[name]
-            state[theirs] = hf_weights.OUT[layout](value.detach(), model.shape).contiguous()
+            theirs, interleaved = places[name]
+            state[theirs] = _reordered(value, (3, model.shape.heads)) if interleaved else value.detach().clone()
     saved = [*config.modules_to_save, *([SCORE] if scored else [])]
     text = json.dumps(
         {
@@ -181,27 +178,39 @@ def save(
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def scores(model: Model) -> bool:
-    """Whether the model has the head of a reward model, with one output."""
-    return model.head is not None and len(lora.active_weight(model.head)) == 1 and model.shape.vocab > 1
+def export(model: Decoder, folder: Path, config: LoraConfig, ranks: Ranks, *, base: str) -> None:
+    """Write the adapters of a sharded model, in the dtype in which they were trained; collective. See `save`."""
+
+    def wanted(name: str) -> bool:
+        return lora.is_adapter(name) or (name == "head.weight" and lora.has_scalar_head(model))
+
+    fsdp.save_on_first(model, None, ranks, folder, partial(_write, model, folder, config, base), only=wanted)
 
 
-def _places(model: Model, head: Tensor | None) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield PEFT's name, the parameter, and its layout on disk, for each trained tensor."""
+def _write(model: Model, folder: Path, config: LoraConfig, base: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    save(model, folder, config, parameters, base=base)
+
+
+def _places(model: Model) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield PEFT's name, the parameter, and whether its rows are interleaved on disk, for each trained tensor."""
     places = tensor_map(model.shape)
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             source = places[f"{name}.weight"]
-            layout = "interleaved" if source.layout == "interleaved" else "rows"
             for part in module.parts:
                 theirs = PREFIX + _named(source, part)
-                yield f"{theirs}.lora_A.weight", module.lora_A[part], "rows"
-                yield f"{theirs}.lora_B.weight", module.lora_B[part], layout
+                yield f"{theirs}.lora_A.weight", module.lora_A[part], False
+                yield f"{theirs}.lora_B.weight", module.lora_B[part], source.layout == "interleaved"
         elif isinstance(module, Retrained):
             theirs = f"{lora.HEAD}.weight" if name == "head" else places[f"{name}.weight"].names[0]
-            yield PREFIX + theirs, module.trained, "rows"
-    if head is not None:
-        yield f"{PREFIX}{SCORE}.weight", head, "rows"
+            yield PREFIX + theirs, module.trained, False
+    if model.head is not None and lora.has_scalar_head(model):
+        yield f"{PREFIX}{SCORE}.weight", lora.active_weight(model.head), False
+
+
+def _reordered(value: Tensor, groups: tuple[int, int]) -> Tensor:
+    """Reorder rows (a, b, d) to (b, a, d): GPT-NeoX stores (H, 3, d), and we (3, H, d)."""
+    return value.detach().unflatten(0, (*groups, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def _renamed(name: str) -> str:

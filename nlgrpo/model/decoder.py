@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import huggingface_hub
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nlgrpo.kernels import BlockWeights, Segments, linear, rms_norm, swiglu
-from nlgrpo.model import hf_weights, lora
-from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, rotary_frequencies, shape_of, tensor_map
+from nlgrpo.model import hf_weights, lora, safetensors_writer
+from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, Source, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
 
 Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> any result
@@ -289,25 +288,37 @@ def save(
     folder: Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    parameters: dict[str, Tensor] | None = None,
+    parameters: Iterable[tuple[str, Tensor]] | None = None,
+    dtype: torch.dtype | None = None,
     like: Path | None = None,
 ) -> None:
     """Save a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    ``parameters``: full tensors to save instead of the model's own (the gathered ones of a sharded model). ``like``:
-    the directory that the model was loaded from; its generation_config.json (stop ids of chat models) is copied.
+    ``parameters``: full tensors of the dtype ``dtype`` to save instead of the model's own, by name and in their order,
+    such as `fsdp.each_full`; each is written before the next one is requested. ``like``: the directory that the model
+    was loaded from; its generation_config.json (stop ids of chat models) is copied.
 
     Raises ValueError for a decoder without a Hugging Face config.
     """
     if model.config is None:
         raise ValueError("this decoder was built without a Hugging Face config; use model.load or model.build")
     folder.mkdir(parents=True, exist_ok=True)
-    parameters = parameters or dict(model.named_parameters())
-    state = hf_weights.state_for_export(parameters, model.shape, tensor_map(model.shape))
-    model.config.dtype = next(iter(state.values())).dtype
+    model.config.dtype = model.head_weight.dtype if dtype is None else dtype
     model.config.save_pretrained(folder)
-    huggingface_hub.save_torch_state_dict(state, folder, max_shard_size="5GB")
+    named = model.named_parameters() if parameters is None else parameters
+    write_weights(named, folder, blueprint(model.config).to(model.config.dtype), tensor_map(model.shape))
     if like is not None and (like / "generation_config.json").is_file():
         shutil.copy(like / "generation_config.json", folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def write_weights(
+    parameters: Iterable[tuple[str, Tensor]], folder: Path, like: Decoder, places: Mapping[str, Source]
+) -> None:
+    """Write parameters to the safetensors of ``folder``, one at a time, under their names and in their layouts there.
+
+    ``like``: a blueprint with the names, the order, the shapes and the dtype of the ``parameters``.
+    """
+    layout = hf_weights.layout(dict(like.named_parameters()), like.shape, places)
+    safetensors_writer.write(folder, layout, hf_weights.all_stored(parameters, like.shape, places))

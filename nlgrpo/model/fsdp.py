@@ -1,17 +1,24 @@
-"""Sharded models (FSDP2): sharding, gathering parameters, and checks over all shards."""
+"""Sharded models (FSDP2): sharding, gathering and saving parameters, and checks over all shards."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from nlgrpo.model import lora, shards
 from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 
@@ -34,6 +41,13 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
     return model
 
 
+def prepare(model: Decoder, *, adapter: LoraConfig | None, ranks: Ranks, compute: torch.dtype) -> Decoder:
+    """Attach adapters, if any, and shard, in place: what is done to the blueprint of a model that is trained."""
+    if adapter is not None:
+        lora.attach(model, adapter, compute)
+    return shard(model, ranks, compute)
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Context in which every rank holds the full parameters in their compute dtype, as generation needs them."""
@@ -47,18 +61,69 @@ def gathered(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def full_parameters(
-    model: nn.Module, dtype: torch.dtype, *, only: Callable[[str], bool] = lambda name: True
-) -> dict[str, Tensor]:
-    """Full parameters whose names satisfy ``only``, by name, on the CPU. Collective."""
-    full = {}
-    for name, parameter in model.named_parameters():
-        if not only(name):
-            continue
-        value = parameter.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        full[name] = value.to("cpu", dtype)
-    return full
+def each_full(
+    model: nn.Module, dtype: torch.dtype | None, *, only: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the name of each parameter and, on rank 0, the full one on the CPU in ``dtype``; elsewhere None.
+
+    ``dtype``: None keeps that of each parameter. ``only``: which names to yield. Collective: all ranks must take all
+    pairs. A full tensor is valid until the next pair is requested, because all lie in one buffer, which is as large as
+    the largest. (The C library keeps freed memory, which could be as much again.)
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    wanted = [(name, p.detach(), dtype or p.dtype) for name, p in model.named_parameters() if only(name)]
+    sizes = [value.numel() * kind.itemsize for _, value, kind in wanted if isinstance(value, DTensor)]
+    buffer = torch.empty(max(sizes, default=0) if first else 0, dtype=torch.uint8)
+    for name, value, kind in wanted:
+        if isinstance(value, DTensor):
+            full = buffer[: value.numel() * kind.itemsize].view(kind).view(value.shape) if first else None
+            _collect(value, full, kind)
+        else:
+            full = value.to("cpu", kind) if first else None
+        yield name, full
+        del full  # else a copy would live until the next one is there
+
+
+def _collect(value: DTensor, full: Tensor | None, dtype: torch.dtype) -> None:
+    """Fill ``full``, which only rank 0 passes.
+
+    Rows are sent by gloo from CPU to CPU, straight to their place: a gather of NCCL would need the full tensor on the
+    GPU, and one of gloo needs equal parts.
+    """
+    part = value.to_local()
+    for rank, rows in shards.holders(value):
+        if full is not None and rank == 0:
+            full[rows].copy_(part)
+        elif full is not None and rows.start < rows.stop:
+            dist.recv(full[rows], rank)
+        elif dist.get_rank() == rank and rows.start < rows.stop:
+            dist.send(part.to("cpu", dtype).contiguous(), 0)
+
+
+def save_on_first(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+    folder: Path,
+    write: Callable[[Iterator[tuple[str, Tensor]]], object],
+    *,
+    only: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Call ``write`` on rank 0 with the pairs of `each_full`. Collective; everything is written on return.
+
+    Raises ValueError on all ranks if rank 0 cannot write into ``folder``.
+    """
+    pairs = each_full(model, dtype, only=only)
+
+    def work() -> None:
+        try:
+            if ranks.first:
+                with atomic_files.into(folder):
+                    write(cast(Iterator[tuple[str, Tensor]], pairs))
+        finally:
+            deque(pairs, maxlen=0)  # send the shards, and after a failure receive those that the other ranks still send
+
+    ranks.agree(work)
 
 
 def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
@@ -66,8 +131,9 @@ def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
 
     ``why`` is the end of the message.
     """
-    shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
-    bad = next((name for name, part in shards if not part.detach().isfinite().all()), None)
+    parts = ((name, shards.local(p.detach())) for name, p in model.named_parameters())
+    extremes = ((name, part.aminmax()) for name, part in parts if part.numel())  # without temporary tensors
+    bad = next((name for name, (low, high) in extremes if not (low.isfinite() and high.isfinite())), None)
     if names := [name for name in ranks.gather_objects(bad) if name is not None]:
         raise ValueError(f"{names[0]} has NaN or infinite values{why}")
 

@@ -1,21 +1,22 @@
-"""Hugging Face model directories: locate one, read its safetensors into our tensors, and convert ours back."""
+"""Hugging Face model directories: locate one, read its safetensors into our tensors, and write ours back."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from nlgrpo.model import shards
 from nlgrpo.model.architectures import Shape, Source
 
 # Other names of the same tensor within its family: Pythia's head, GPT-2 saved without its prefix, and a tied matrix
@@ -107,21 +108,25 @@ class Checkpoint:
         unprefixed = name.removeprefix("transformer.")
         return next((n for n in (name, unprefixed, *ALIASES.get(name, ())) if n in self.files), None)
 
-    def read(self, source: Source) -> Tensor:
-        """Read the tensors of a `Source`, concatenated. Raises ValueError for missing and for quantised tensors."""
+    def find(self, source: Source) -> list[Any]:
+        """Return the tensors of a `Source` as slices of their files, which read nothing until they are indexed.
+
+        Raises ValueError for missing and for quantised tensors.
+        """
         parts = []
         for name in source.names:
             resolved = self.resolve(name)
             if resolved is None:
                 raise ValueError(f"{self.folder} has no tensor {name!r}")
-            tensor = self.get(resolved)
-            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            part = self.slice(resolved)
+            dtype = part[:1].dtype if part.get_shape() else torch.float32  # a scalar is refused for its shape
+            if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise ValueError(
-                    f"{resolved} of {self.folder} has dtype {tensor.dtype}: quantised weights are not supported. "
+                    f"{resolved} of {self.folder} has dtype {dtype}: quantised weights are not supported. "
                     "Dequantise the model with transformers: model.dequantize(), then save_pretrained(folder)"
                 )
-            parts.append(tensor)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts.append(part)
+        return parts
 
     def check_embedding(self, name: str, tied: bool) -> None:
         """Check that the stored embedding ``name`` and the head agree with the config's ``tied``; else ValueError."""
@@ -132,86 +137,121 @@ class Checkpoint:
                 f"{self.folder} has no tensor {name!r}, and its config.json does not tie the embeddings to the head"
             )
         for head in heads:
-            if tied and stored != head and not torch.equal(self.get(head), self.get(str(stored))):
+            if tied and stored != head and not _equal(self.slice(head), self.slice(str(stored))):
                 raise ValueError(
                     f"config.json of {self.folder} ties {head!r} to {name!r}, but both are stored and differ. Set "
                     "tie_word_embeddings to false in it if both are needed, or remove the wrong one"
                 )
 
-    def get(self, name: str) -> Tensor:
-        """Read the tensor stored as ``name``."""
-        tensor: Tensor = self.files[name].get_tensor(name)
-        return tensor
+    def slice(self, name: str) -> Any:
+        """Return the tensor stored as ``name`` as a slice of its file."""
+        return self.files[name].get_slice(name)
 
     @property
     def dtype(self) -> torch.dtype:
         """Most frequent dtype of the tensors."""
-        dtypes = [self.files[n].get_slice(n).get_dtype() for n in self.files]
+        dtypes = [self.slice(n).get_dtype() for n in self.files]
         return {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}.get(
             max(set(dtypes), key=dtypes.count), torch.float32
         )
 
 
-def _heads_together(x: Tensor, shape: Shape) -> Tensor:
-    """Reorder rows from GPT-NeoX's (H, 3, d) to ours (3, H, d)."""
-    return x.unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1).flatten(0, 2)
+def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
+    """Whether two stored tensors are equal, read ``rows`` rows at a time."""
+    if a.get_shape() != b.get_shape():
+        return False
+    return all(torch.equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.get_shape()[0], rows))
 
 
-def _heads_apart(x: Tensor, shape: Shape) -> Tensor:
-    """Reorder rows from ours (3, H, d) to GPT-NeoX's (H, 3, d)."""
-    return x.unflatten(0, (3, shape.heads, shape.head_dim)).transpose(0, 1).flatten(0, 2)
-
-
-IN: dict[str, Callable[[Tensor, Shape], Tensor]] = {
-    "rows": lambda x, shape: x,
-    "transposed": lambda x, shape: x.T,
-    "interleaved": _heads_together,
-}
-OUT = IN | {"interleaved": _heads_apart}
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, places: Mapping[str, Source]) -> None:
     """Fill ``parameters`` in place from the directory ``folder``; of a sharded parameter, only this rank's rows.
 
-    Raises ValueError for a missing tensor and for one whose shape differs from the config's.
+    No other rows are read. Raises ValueError for a missing tensor and for one whose shape differs from the config's.
     """
     checkpoint = Checkpoint(folder)
     with torch.no_grad():
         for name, parameter in parameters.items():
             source = places[name]
-            value = IN[source.layout](checkpoint.read(source), shape)
-            if value.shape != parameter.shape:
+            parts = checkpoint.find(source)
+            found = _joined_shape([tuple(part.get_shape()) for part in parts], source.layout)
+            if found != tuple(parameter.shape):
                 raise ValueError(
-                    f"{' + '.join(source.names)} of {folder} has shape {tuple(value.shape)}, but its config.json "
+                    f"{' + '.join(source.names)} of {folder} has shape {found}, but its config.json "
                     f"requires {tuple(parameter.shape)}"
                 )
-            copy_rows(parameter, value)
+            _read_rows(parts, source.layout, shape, shards.rows(parameter), shards.local(parameter))
 
 
-def copy_rows(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a full tensor into a parameter in place; of a sharded parameter, only this rank's rows."""
-    if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(_rows_of_rank(whole, parameter.device_mesh))
+def _joined_shape(found: list[tuple[int, ...]], layout: str) -> tuple[Any, ...]:
+    """Return the shape of our tensor from its stored parts; their shapes as they are if they do not fit together."""
+    if len(found) == 1:
+        return found[0][::-1] if layout == "transposed" else found[0]
+    if () in found or len({size[1:] for size in found}) > 1:
+        return tuple(found)
+    return sum(size[0] for size in found), *found[0][1:]
+
+
+def _read_rows(parts: list[Any], layout: str, shape: Shape, rows: slice, out: Tensor) -> None:
+    """Read our ``rows`` of a tensor from its stored ``parts`` into ``out``."""
+    if layout == "transposed":
+        if rows.start < rows.stop:
+            out.copy_(parts[0][:, rows].T)
+        return
+    begin = end = 0  # in our rows
+    for part, first, count in _stretches(parts, layout, shape):
+        begin, end = end, end + count
+        low, high = max(begin, rows.start), min(end, rows.stop)
+        if low < high:
+            stored = slice(first + low - begin, first + high - begin)
+            out[low - rows.start : high - rows.start].copy_(part[stored])
+
+
+def _stretches(parts: list[Any], layout: str, shape: Shape) -> Iterator[tuple[Any, int, int]]:
+    """Yield where our rows are stored, in their order: part, first row there, number of rows."""
+    if layout == "interleaved":  # (H, 3, d) there, (3, H, d) here
+        for kind, head in itertools.product(range(3), range(shape.heads)):
+            yield parts[0], (3 * head + kind) * shape.head_dim, shape.head_dim
     else:
-        parameter.copy_(whole)
+        for part in parts:
+            yield part, 0, part.get_shape()[0]
 
 
-def _rows_of_rank(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Rows of this rank: FSDP2 splits dimension 0 like ``torch.chunk``, so the last ranks may have none."""
-    parts = whole.chunk(mesh.size())
-    rank = mesh.get_local_rank()
-    return parts[rank] if rank < len(parts) else whole[:0]
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def state_for_export(parameters: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]) -> dict[str, Tensor]:
-    """Return our tensors under their Hugging Face names and in its layouts."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        source = places[name]
-        value = OUT[source.layout](parameter.detach(), shape)
-        rows = source.rows if len(source.names) > 1 else (len(value),)
-        parts = (
-            x.clone(memory_format=torch.contiguous_format) for x in value.split(rows)
-        )  # a storage each, as safetensors needs
-        state.update(zip(source.names, parts, strict=True))
-    return state
+def layout(
+    like: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]
+) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Shape and dtype of each stored tensor, for our tensors ``like``, which may be on the meta device."""
+    return {
+        name: (size, tensor.dtype)
+        for ours, tensor in like.items()
+        for name, size, _ in as_stored(tensor, places[ours], shape)
+    }
+
+
+def all_stored(
+    parameters: Iterable[tuple[str, Tensor]], shape: Shape, places: Mapping[str, Source]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors of our ``parameters``, as views; each is released before the next is requested."""
+    for name, parameter in parameters:
+        for stored, _, view in as_stored(parameter, places[name], shape):
+            yield stored, view
+        del parameter, view  # else they would live until the next parameter is there
+
+
+def as_stored(parameter: Tensor, source: Source, shape: Shape) -> list[tuple[str, Sequence[int], Tensor]]:
+    """Return the stored tensors of one of ours: name, shape, and a view with the same elements in the same order.
+
+    A view can have more dimensions than the shape, because reshaping it would copy it.
+    """
+    ours = parameter.detach()
+    if source.layout == "interleaved":  # (3, H, d) here, (H, 3, d) there
+        heads = ours.unflatten(0, (3, shape.heads, shape.head_dim)).transpose(0, 1)
+        return [(source.names[0], ours.shape, heads)]
+    whole = ours.T if source.layout == "transposed" else ours
+    rows = source.rows if len(source.names) > 1 else (len(whole),)
+    return [(name, part.shape, part) for name, part in zip(source.names, whole.split(rows), strict=True)]

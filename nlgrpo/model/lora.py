@@ -10,7 +10,7 @@ matrices, as in PEFT. This module does not import the decoder; `adapters.py` rea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nlgrpo.kernels import linear
-from nlgrpo.model import hf_weights
+from nlgrpo.model import shards
 from nlgrpo.model.architectures import Shape, tensor_map
 
 ALL = "all-linear"  # PEFT's name for all linear layers but the head
@@ -213,18 +213,22 @@ def count(config: LoraConfig, shape: Shape) -> int:
 # --- adapters of a model ----------------------------------------------------------------------------------------------
 
 
-def attach(model: Model, config: LoraConfig, compute: torch.dtype, *, keep: Sequence[str] = ()) -> None:
+def attach(model: Model, config: LoraConfig, compute: torch.dtype) -> None:
     """Freeze a model and give it adapters, in place, usually while it is a blueprint.
 
-    Frozen parameters get the dtype ``compute``, and adapters that of the parameters before. ``keep``: prefixes of
-    parameters that stay trained, such as "head." of a reward model. The adapters have no values before
-    `adapters.begin`. Raises ValueError as `check`.
+    Frozen parameters get the dtype ``compute``, and adapters that of the parameters before. The head of a reward model
+    stays trained. The adapters have no values before `adapters.begin`. Raises ValueError as `check`.
     """
     check(config, model.shape)
+    if has_scalar_head(model) and HEAD in config.modules_to_save:
+        raise ValueError(
+            f"lora.modules_to_save: a reward or value model has no {HEAD!r}; its own head is trained anyway"
+        )
     assert isinstance(model, nn.Module)
-    dtype = next(p.dtype for _, p in model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if not name.startswith(tuple(keep)):
+    kept = {id(model.head.weight)} if model.head is not None and has_scalar_head(model) else set()
+    dtype = model.get_parameter("embed.weight").dtype
+    for _, parameter in model.named_parameters():
+        if id(parameter) not in kept:
             parameter.data = parameter.data.to(compute)
             parameter.requires_grad_(False)
     wanted, saved = targets(config, model.shape), saved_names(model.shape)
@@ -257,7 +261,7 @@ def reset(model: Model, seed: int) -> None:
             for a, b in zip(module.lora_A.values(), module.lora_B.values(), strict=True):
                 bound = 1 / math.sqrt(a.shape[1])
                 noise = torch.empty(a.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
-                hf_weights.copy_rows(a, noise)
+                shards.fill(a, noise)
                 b.zero_()
 
 
@@ -266,7 +270,12 @@ def adapted(model: Model | nn.Module) -> list[Adapted]:
     return [module for _, module in model.named_modules() if isinstance(module, Adapted)]
 
 
-def base_parameters(model: Model | nn.Module) -> dict[str, nn.Parameter]:
+def has_scalar_head(model: Model) -> bool:
+    """Whether the head is that of a reward or value model, with one output."""
+    return model.head is not None and len(active_weight(model.head)) == 1 and model.shape.vocab > 1
+
+
+def base_parameters(model: Model | nn.Module) -> dict[str, Tensor]:
     """Parameters of the model without adapters and trained copies, by name."""
     return {name: p for name, p in model.named_parameters() if not is_adapter(name)}
 
@@ -302,35 +311,36 @@ def dropout(model: nn.Module) -> Iterator[None]:
             layer.eval()
 
 
-def merged(model: Model, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of the model with its adapters merged, W + s B A, from all full ``parameters`` by name.
+def merged(model: Model, parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the model with its adapters merged, W + s B A, in ``dtype``, in the order of the base.
 
-    Products are computed in float32, or in float64 for float64 parameters. A layer's tensors must be consecutive.
+    ``parameters``: all full parameters by name, in the order of the model, each valid until the next is requested.
+    Products are computed in float32, or in float64 for float64 parameters.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
-    held: dict[str, Tensor] = {}
     last = {f"{name}.{list(dict(module.named_parameters()))[-1]}": name for name, module in modules.items()}
+    held: dict[str, Tensor] = {}
     for name, value in parameters:
         owner = next((prefix for prefix in modules if name.startswith(f"{prefix}.")), None)
         if owner is None:
-            yield name, value
+            yield name, value.to(dtype)
             continue
-        held[name.removeprefix(f"{owner}.")] = value
+        held[name.removeprefix(f"{owner}.")] = value.detach().clone()
         if name in last:
-            yield from ((f"{owner}.{key}", x) for key, x in _merge(modules[owner], held))
+            yield from ((f"{owner}.{key}", x.to(dtype)) for key, x in _merge(modules[owner], held))
             held = {}
 
 
 def _merge(module: Adapted, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    weight = values["weight"]
+    """Merge one module into its weight, in place."""
     if isinstance(module, Retrained):
-        yield "weight", values["trained"].to(weight.dtype)
+        yield "weight", values["trained"]
         return
+    weight = values["weight"]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    weight = weight.detach().clone()
     for name, (first, rows) in module.parts.items():
         a, b = values[f"lora_A.{name}"].to(wide), values[f"lora_B.{name}"].to(wide)
-        weight[first : first + rows] = (weight[first : first + rows].to(wide) + module.scaling * b @ a).to(weight.dtype)
+        weight[first : first + rows] = weight[first : first + rows].to(wide) + module.scaling * b @ a
     yield "weight", weight
-    if module.bias is not None:
+    if "bias" in values:
         yield "bias", values["bias"]

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.model import adapters, decoder, hf_weights, lora
+from nlgrpo.model import decoder, hf_weights, lora, shards
 from nlgrpo.model.architectures import Source, tensor_map
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import PairBatch
-from nlgrpo.runtime import checkpoint
+from nlgrpo.runtime.checkpoint_model import read_model
 
 SCORE = "score.weight"  # transformers' name of the head
 # transformers' class for a reward model of each family.
@@ -79,45 +78,48 @@ def locate(path_or_name: str) -> tuple[Path, Path | None]:
 
 
 def load(
-    path_or_name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    path_or_name: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard: Callable[[Decoder], object] | None = None,
 ) -> tuple[Decoder, bool]:
     """Load a decoder with a head of one output, and return it with whether the head is trained already.
 
     A sequence classifier with one output keeps its head. A causal model gets a new one with entries from N(0, 1 / (D +
     1)), drawn with ``seed`` (Stiennon et al. 2020, B.1). Nothing else is ever random: embeddings that a tied model
-    stores under the name of its lm_head are loaded, where transformers 5.23 would initialise new ones.
+    stores under the name of its lm_head are loaded, where transformers 5.23 would initialise new ones. ``shard``: as in
+    `decoder.load`; a new head is the same for any number of ranks.
 
     Raises ValueError for an unknown architecture, a missing tensor or one of the wrong shape, and a classifier with
     several outputs.
     """
     folder, saved = locate(path_or_name)
     config = decoder.read_config(folder)
-    model = decoder.allocate(with_score_head(decoder.blueprint(config)).to(dtype))
+    model = with_score_head(decoder.blueprint(config)).to(dtype)
+    if shard is not None:
+        shard(model)
+    decoder.allocate(model, device)
     tensors = hf_weights.Checkpoint(folder)
     trained = SCORE in tensors.files
     _check(tensors, model, trained)
     places = score_map(model)
-    wanted = {name: p for name, p in model.named_parameters() if trained or name != "head.weight"}
+    parameters = lora.base_parameters(model)
+    wanted = {name: p for name, p in parameters.items() if trained or name != "head.weight"}
     hf_weights.read_into(wanted, folder, model.shape, places)
     if not trained:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(1, model.shape.width, generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            head_of(model).weight.copy_(noise / (model.shape.width + 1) ** 0.5)
+        shards.fill(head_of(model).weight, noise / (model.shape.width + 1) ** 0.5)
     if saved is not None:
-        trained = "head.weight" in checkpoint.read_model(saved, dict(model.named_parameters()), optional="head.weight")
-    return model.to(device), trained
-
-
-def attach(model: Decoder, config: LoraConfig, compute: torch.dtype, seed: int) -> None:
-    """Freeze a loaded reward model but its head, which is small, and give it adapters with their first values."""
-    lora.attach(model, config, compute, keep=("head.",))
-    adapters.begin(model, config, seed, head=head_of(model).weight)
+        trained = "head.weight" in read_model(saved, parameters, optional="head.weight")
+    return model, trained
 
 
 def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> None:
     if trained:
-        outputs = tensors.files[SCORE].get_slice(SCORE).get_shape()[0]
+        outputs = tensors.slice(SCORE).get_shape()[0]
         if outputs != 1:
             raise ValueError(
                 f"{tensors.folder} is a classifier with {outputs} outputs; a reward model starts from a classifier "
@@ -177,27 +179,28 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     pad: int | None,
     max_length: int,
-    parameters: dict[str, Tensor] | None = None,
+    parameters: Iterable[tuple[str, Tensor]] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Save a directory that ``AutoModelForSequenceClassification.from_pretrained`` loads, with one output.
 
     ``pad`` becomes the padding token of the config and of the tokenizer, which pads on the right and truncates texts on
-    the left to ``max_length`` tokens. ``parameters``: full tensors to save instead of the model's own (the gathered
-    ones of a sharded model).
+    the left to ``max_length`` tokens. ``parameters`` and ``dtype``: as in `decoder.save`.
 
     Raises ValueError for a decoder without a Hugging Face config.
     """
     if model.config is None:
         raise ValueError("this decoder was built without a Hugging Face config; use reward_model.load")
     folder.mkdir(parents=True, exist_ok=True)
-    state = hf_weights.state_for_export(parameters or dict(model.named_parameters()), model.shape, score_map(model))
     config = copy.deepcopy(model.config)
     config.architectures = [CLASSES[model.shape.family]]
     config.num_labels = 1
     config.pad_token_id = pad
-    config.dtype = next(iter(state.values())).dtype
+    config.dtype = model.head_weight.dtype if dtype is None else dtype
     config.save_pretrained(folder)
-    huggingface_hub.save_torch_state_dict(state, folder, max_shard_size="5GB")
+    like = with_score_head(decoder.blueprint(model.config)).to(config.dtype)
+    named = model.named_parameters() if parameters is None else parameters
+    decoder.write_weights(named, folder, like, score_map(model))
     tokenizer = copy.deepcopy(tokenizer)
     if pad is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)

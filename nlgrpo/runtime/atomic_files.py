@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 CANNOT = "cannot write into"  # a sweep stops at this message, because its other points would fail too
 IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the error number only in the text
@@ -49,17 +50,26 @@ def atomic_write(path: Path, text: str) -> None:
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
     """Like `atomic_write`, for bytes."""
+    with into(path.parent), replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Context with a new file, which replaces ``path`` at the end of the context; after an exception it is removed.
+
+    A kill leaves at most its partial version, ``NAME.tmp``. Errors of the operating system are raised as they are.
+    """
     partial = path.with_name(path.name + ".tmp")
-    with into(path.parent):
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)  # frees its space on a full disk
-            raise
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)  # frees its space on a full disk
+        raise
 
 
 def remove(path: Path) -> None:

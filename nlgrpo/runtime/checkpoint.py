@@ -14,8 +14,7 @@ checkpoint complete or absent. Hidden folders are not checkpoints:
     .old        being replaced       renamed back if its successor does not exist, otherwise removed
     .gone       being deleted        removed
 
-Frozen parameters (the weights beside adapters, a trunk whose head alone is trained) are not saved: they are those of
-the model that the run started from.
+Frozen parameters (beside adapters or a head) are not saved: they are those of the model that the run started from.
 
 Tensors are loaded with ``weights_only`` and the rest as JSON. The exception is ``.metadata``, which
 torch.distributed.checkpoint stores as a pickle: load checkpoints only from people whose programs you would run.
@@ -116,38 +115,6 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return saved["state"]
 
 
-def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
-    """Load the model of one checkpoint into ``parameters`` (full tensors by name), in place; return the names loaded.
-
-    Not collective. The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape, and
-    so are parameters that were frozen. Raises ValueError for a damaged checkpoint and for one of another model.
-    """
-    damage = verify(path)
-    if damage is not None:
-        raise ValueError(f"checkpoint {path} is damaged: {damage}")
-    frozen = json.loads((path / "state.json").read_text()).get("frozen", [])
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    has_critic = any(name.startswith("model/policy.") for name in tensors)
-    prefix = "model/policy." if has_critic else "model/"
-    stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
-    if adapters := [name for name in stored if ".lora_A." in name]:
-        raise ValueError(f"{path} has adapters ({adapters[0]}, ..); use the model that the run exports, RUN/model")
-    shapes = {name: tuple(entry.size) for name, entry in stored.items()}
-    fitting = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
-    wrong = [name for name in parameters if name not in fitting and name not in (optional, *frozen)]
-    if wrong:
-        saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
-        raise ValueError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")
-    read = {f"{prefix}{name}": torch.empty(p.shape, dtype=stored[name].properties.dtype) for name, p in fitting.items()}
-    with _single_process_is_fine():
-        dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    with torch.no_grad():
-        for name, parameter in fitting.items():
-            parameter.copy_(read[f"{prefix}{name}"])
-    return set(fitting)
-
-
 def newest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None without any; damaged ones are logged. Every rank calls it.
 
@@ -231,7 +198,7 @@ def _on_all(folder: Path, work: Callable[[], Value]) -> list[Value]:
 
 
 @contextmanager
-def _single_process_is_fine() -> Iterator[None]:
+def single_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -248,7 +215,7 @@ def _begin(partial: Path) -> None:
 
 def _save_tensors(partial: Path, tensors: Tensors) -> None:
     try:
-        with _single_process_is_fine():
+        with single_process_is_fine():
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=_ranks() == 1)
     except dcp.CheckpointException as error:
         fault, _ = next(iter(error.failures.values()))
@@ -403,7 +370,7 @@ def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gro
         raise ValueError(f"{path} has different parameter groups of the optimiser; resume with the same groups.")
     states = _blank_states(model, optimizer, {name.split("/")[1] for name in moments})
     _check_fit(path, _optimizer_tensors(states["state"]), moments)
-    with _single_process_is_fine():
+    with single_process_is_fine():
         everything = tensors | _optimizer_tensors(states["state"])
         dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=_ranks() == 1)
     trained: dict[str, Any] = {name.removeprefix("model/"): value for name, value in tensors.items()}

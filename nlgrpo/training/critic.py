@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from nlgrpo.config.schema import Config, CriticConfig
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.model import decoder, reward_model
+from nlgrpo.model import adapters, decoder, reward_model
 from nlgrpo.model.architectures import Shape, shape_of
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import clip_gradients, shard
+from nlgrpo.model.fsdp import clip_gradients, prepare
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import MicroBatch
 from nlgrpo.model.reward_model import score
@@ -148,13 +149,16 @@ def make(
         head = nn.Linear(policy.shape.width, 1, bias=False, device=ranks.device, dtype=stored)
         return Critic(cfg.critic, _zero(head), ranks)
     path, seed = cfg.critic.path or cfg.model.path, cfg.train.seed
-    model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device)
+    if adapter is not None:
+        adapter = replace(adapter, modules_to_save=(), path="")
+    sharded = partial(prepare, adapter=adapter, ranks=ranks, compute=compute)
+    model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if not trained:
         _zero(reward_model.head_of(model))
     if adapter is not None:
-        reward_model.attach(model, replace(adapter, modules_to_save=(), path=""), compute, seed)
+        adapters.begin(model, adapter, seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
-    return Critic(cfg.critic, shard(model, ranks, compute), ranks)
+    return Critic(cfg.critic, model, ranks)
 
 
 def _zero(head: nn.Linear) -> nn.Linear:

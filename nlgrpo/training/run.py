@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,11 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import TOO_LARGE, check_finite, full_parameters, shard
+from nlgrpo.model.fsdp import TOO_LARGE, check_finite, prepare, save_on_first
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
-from nlgrpo.runtime import atomic_files, checkpoint
+from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
@@ -191,7 +192,7 @@ class Run:
         if cfg.loss.has_reference and cfg.lora.enabled:
             reference = model
         elif cfg.loss.has_reference:
-            sharded = partial(shard, ranks=self.ranks, compute=self.compute)
+            sharded = partial(prepare, adapter=None, ranks=self.ranks, compute=self.compute)
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.requires_grad_(False).configure(compiled=cfg.model.compile)
         value = critic.make(cfg, model, self.ranks, self.compute, self.adapter)
@@ -210,15 +211,10 @@ class Run:
         )
 
     def _policy(self) -> Decoder:
-        """Load the policy. With adapters, the frozen weights need no master copy in float32."""
-
-        def prepare(model: Decoder) -> None:
-            if self.adapter is not None:
-                lora.attach(model, self.adapter, self.compute)
-            shard(model, self.ranks, self.compute)
-
+        """Load the policy, and give its adapters their first values."""
+        sharded = partial(prepare, adapter=self.adapter, ranks=self.ranks, compute=self.compute)
         stored = master_dtype(self.compute)
-        model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=prepare)
+        model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
         if self.adapter is not None:
             adapters.begin(model, self.adapter, self.config.train.seed)
         return model
@@ -240,25 +236,21 @@ class Run:
         return state is not None
 
     def export(self, learner: Learner) -> Path:
-        """Write the policy as a Hugging Face directory, in the compute dtype; collective."""
+        """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return."""
         folder = self.folder / "model"
         check_finite(learner.model, self.ranks, TOO_LARGE)
-        parameters = full_parameters(learner.model, self.compute)
-        if self.ranks.first:
-            merged = dict(lora.merged(learner.model, iter(parameters.items())))
-            with atomic_files.into(folder):
-                decoder.save(learner.model, folder, tokenizer=self.tokenizer, parameters=merged, like=self.source)
-        if self.adapter is not None:
-            self._export_adapter(learner.model)
-        return folder
+        model, adapter = learner.model, self.adapter
 
-    def _export_adapter(self, model: Decoder) -> None:
-        """Write the adapter in PEFT's format, in the dtype in which it was trained; collective."""
-        assert self.adapter is not None
-        own = full_parameters(model, master_dtype(self.compute), only=lora.is_adapter)
-        if self.ranks.first:
-            with atomic_files.into(folder := self.folder / "adapter"):
-                adapters.save(model, folder, self.adapter, own.items(), base=str(self.config.model.path))
+        def write(parameters: Iterator[tuple[str, Tensor]]) -> None:
+            merged = lora.merged(model, parameters, self.compute)
+            decoder.save(
+                model, folder, tokenizer=self.tokenizer, parameters=merged, dtype=self.compute, like=self.source
+            )
+
+        save_on_first(model, None if adapter else self.compute, self.ranks, folder, write)
+        if adapter is not None:
+            adapters.export(model, self.folder / "adapter", adapter, self.ranks, base=self.config.model.path)
+        return folder
 
 
 def open_folder(run: Run) -> None:

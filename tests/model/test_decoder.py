@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from helpers import as_exported
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
 from nlgrpo.kernels import linear_logprob
-from nlgrpo.model import decoder
+from nlgrpo.model import decoder, safetensors_writer
 
 TINY = {
     "vocab_size": 99,
@@ -122,7 +123,7 @@ def test_gradients_equal_transformers(case, tmp_path):
     ours(tokens, [30], picked, partial(linear_logprob, targets=tokens[1:]))[0].sum().backward()
     truth = {n: p.grad for n, p in theirs.named_parameters()}
     grads = {n: p.grad for n, p in ours.named_parameters()}
-    exported = decoder.hf_weights.state_for_export(grads, ours.shape, decoder.tensor_map(ours.shape))
+    exported = as_exported(ours, grads)
     for name, grad in exported.items():
         expected = truth["lm_head.weight" if name == "embed_out.weight" else name]
         torch.testing.assert_close(grad, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
@@ -180,12 +181,7 @@ def test_sharded_export_loads_in_transformers(tmp_path, monkeypatch):
     theirs = random_model("llama")
     theirs.save_pretrained(tmp_path / "in")
     ours = decoder.load(tmp_path / "in")
-    write = decoder.huggingface_hub.save_torch_state_dict
-    monkeypatch.setattr(
-        decoder.huggingface_hub,
-        "save_torch_state_dict",
-        lambda s, f, max_shard_size: write(s, f, max_shard_size=20_000),
-    )
+    monkeypatch.setattr(safetensors_writer.write, "__kwdefaults__", {"max_file": 20_000})
     decoder.save(ours, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

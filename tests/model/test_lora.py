@@ -151,8 +151,8 @@ def test_merged_equals_pefts_merge(case, base, tmp_path):
     theirs, folder = base(case)
     ours = adapted(folder)
     save(ours, tmp_path / "adapter", PLAIN)
-    merged = dict(lora.merged(ours, ours.named_parameters()))
-    assert merged.keys() == dict(decoder.load(folder).named_parameters()).keys()
+    merged = list(lora.merged(ours, ours.named_parameters(), torch.float64))
+    assert [name for name, _ in merged] == [name for name, _ in decoder.load(folder).named_parameters()]
     decoder.save(ours, tmp_path / "merged", parameters=merged)
     truth = with_peft(theirs, tmp_path / "adapter").merge_and_unload()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -264,7 +264,7 @@ def on_rank(rank, folder, compute):
     tokens = tokens_for(99)
     model(tokens, LENGTHS, head=lambda hidden, weight: hidden.float() @ weight.T.float()).square().mean().backward()
     gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
-    own = fsdp.full_parameters(model, stored, only=lora.is_adapter)
+    own = {n: p if p is None else p.clone() for n, p in fsdp.each_full(model, stored, only=lora.is_adapter)}
     if rank == 0:
         torch.save((gradients, own), folder / f"found-{compute}.pt")
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import as_exported, run_ranks
 from test_decoder import CASES, random_model
 
 from nlgrpo.kernels import Segments, linear_logprob, packed_attention_torch
@@ -149,7 +149,7 @@ def test_log_probs_and_gradients_equal_transformers(case, tmp_path):
     found, gradients = logprobs_and_gradients(ours, pack(prompts, completions, range(len(prompts)), 10**6), shape)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     truth = {name: p.grad for name, p in theirs.named_parameters()}
-    exported = decoder.hf_weights.state_for_export(gradients, ours.shape, decoder.tensor_map(ours.shape))
+    exported = as_exported(ours, gradients)
     for name, gradient in exported.items():
         its = truth["lm_head.weight" if name == "embed_out.weight" else name]
         torch.testing.assert_close(gradient, its, atol=1e-5 * float(its.abs().max()), rtol=1e-4)

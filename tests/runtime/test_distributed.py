@@ -4,14 +4,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from helpers import random_rollout, run_ranks, tiny_model
+from helpers import full_tensors, random_rollout, run_ranks, tiny_model
 
 from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, OfflineConfig, OptimConfig
 from nlgrpo.engine import generation
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import adapters, decoder, lora
-from nlgrpo.model.fsdp import full_parameters, gathered, shard
+from nlgrpo.model.fsdp import gathered, shard
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.runtime.device import MicroBatchLimit
@@ -103,7 +103,7 @@ def updated(root, case: Case, ranks: Ranks, **dtypes):
     if case.loss.offline:
         chosen = chosen_by(case, ranks)
         stats = [offline.update(learner, chosen, OfflineConfig(n=3, alpha=0.2), 0.01) for _ in range(2)]
-        return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
+        return stats, full_tensors(learner.trained), {p.dtype for p in learner.model.parameters()}
     mine = ranks.share(4)
     adv = to_advantages(torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     rollout, dropped = part_of(random_rollout(LENGTHS, [1, 4, 2, 6]), mine), torch.tensor(case.dropped)[mine]
@@ -114,7 +114,7 @@ def updated(root, case: Case, ranks: Ranks, **dtypes):
         )
         for i in range(2)
     ]
-    return stats, full_parameters(learner.trained, torch.float64), {p.dtype for p in learner.model.parameters()}
+    return stats, full_tensors(learner.trained), {p.dtype for p in learner.model.parameters()}
 
 
 def chosen_by(case: Case, ranks: Ranks) -> offline.OfflineBatch:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from helpers import random_rollout, tiny_model
+from helpers import as_exported, random_rollout, tiny_model
 
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.kernels import head
-from nlgrpo.model import decoder, hf_weights
-from nlgrpo.model.architectures import tensor_map
+from nlgrpo.model import decoder
 from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.objectives.registry import BestOfN, linearize_present
 from nlgrpo.runtime.device import MicroBatchLimit
@@ -182,14 +181,9 @@ def plain_update(theirs, reference, rollout, adv, cfg, *, lr=0.01, max_grad_norm
     return gradients, metrics | ({"kl": float(sum(kl)) / count} if cfg.beta > 0 else {})
 
 
-def exported(model, values):
-    """Tensors by transformers' names instead of ours."""
-    return hf_weights.state_for_export(values, model.shape, tensor_map(model.shape))
-
-
 def by_name(learner, gradients):
     numbers = {id(p): g for g, p in zip(gradients, (p for x in learner.optimizer.param_groups for p in x["params"]))}
-    return exported(learner.model, {name: numbers[id(p)] for name, p in learner.model.named_parameters()})
+    return as_exported(learner.model, {name: numbers[id(p)] for name, p in learner.model.named_parameters()})
 
 
 def assert_near(ours, truth, rtol=1e-9):
@@ -262,7 +256,7 @@ def test_two_epochs_of_two_minibatches_are_those_of_plain_pytorch(folders, rollo
         assert_metrics(ours, metrics)
         for found, expected in zip(learner.optimizer.gradients, gradients, strict=True):
             assert_near(by_name(learner, found), expected)
-        assert_near(exported(learner.model, dict(learner.model.named_parameters())), truth)
+        assert_near(as_exported(learner.model, dict(learner.model.named_parameters())), truth)
 
 
 def test_minibatches_of_unequal_size_and_more_of_them_than_groups(folders, rollout, tmp_path):
@@ -273,7 +267,7 @@ def test_minibatches_of_unequal_size_and_more_of_them_than_groups(folders, rollo
     learner = make_learner(root, cfg, micro=20)
     assert_metrics(update(learner, rollout, some_advantages()), metrics)
     assert len(learner.optimizer.gradients) == 5
-    assert_near(exported(learner.model, dict(learner.model.named_parameters())), dict(policy.named_parameters()))
+    assert_near(as_exported(learner.model, dict(learner.model.named_parameters())), dict(policy.named_parameters()))
 
 
 @pytest.mark.parametrize("share", [0.3, 3.0])

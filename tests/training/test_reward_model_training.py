@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Job, run_all, run_ranks, tiny_model
+from helpers import Job, full_tensors, run_all, run_ranks, tiny_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -16,7 +16,6 @@ from nlgrpo import cli
 from nlgrpo.commands import reward_model as reward_model_command
 from nlgrpo.config.reward_model_config import RewardModelConfig, check, from_arguments
 from nlgrpo.model import reward_model
-from nlgrpo.model.fsdp import full_parameters
 from nlgrpo.rewards.reward_functions import load as load_reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
@@ -95,7 +94,7 @@ def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
     found.append(run.scores(run.held_out))
     # one pair for two ranks: one of them has nothing to do
     stats.append(run.update([3]))
-    return stats, found, full_parameters(run.model, torch.float64)
+    return stats, found, full_tensors(run.model)
 
 
 CURVES = [("plain", "llama"), ("one pair at a time", "gpt2"), ("activation checkpointing", "llama")]

@@ -164,7 +164,7 @@ KILLS = {
     "before an old one goes": ("nlgrpo.runtime.checkpoint:_prune", 3),
     "in the log of step 6": ("nlgrpo.training.metrics:_line", 32),
     "before the export": ("nlgrpo.train:finish", 1),
-    "in the export": ("huggingface_hub:save_torch_state_dict", 1),
+    "in the export": ("nlgrpo.model.safetensors_writer:_write_tensor", 3),
 }
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 

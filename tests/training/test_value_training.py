@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from helpers import EOS, Job, run_all, run_ranks, tiny_model
+from helpers import EOS, Job, full_tensors, run_all, run_ranks, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
@@ -14,7 +14,6 @@ from nlgrpo.config.value_config import ValueConfig, check, from_arguments
 from nlgrpo.engine import chunked_decoding
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import reward_model
-from nlgrpo.model.fsdp import full_parameters
 from nlgrpo.model.value_model import kind_of
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.gae import lambda_returns
@@ -232,7 +231,7 @@ def of_a_rank(work, ranks, mode):
     found = [run.update(run.rows(step)) for step in range(3)]
     found.append(run.update([0]))  # one completion for two ranks: one of them has nothing to do
     results = run.evaluate()
-    return found, {k: results[k] for k in ("states", "mse")}, full_parameters(run.model, torch.float64)
+    return found, {k: results[k] for k in ("states", "mse")}, full_tensors(run.model)
 
 
 def with_a_head(load):

@@ -16,6 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -31,7 +32,7 @@ from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, full_parameters
+from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, save_on_first
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
@@ -204,25 +205,23 @@ class Trainer(ABC):
     def export(self) -> Path:
         """Write the model as a Hugging Face classifier, in the compute dtype; collective, complete on return."""
         check_finite(self.model, self.ranks, TOO_LARGE)
-        folder, parameters = self.folder / "model", full_parameters(self.model, self.compute)
-        if self.ranks.first:
-            with atomic_files.into(folder):
-                reward_model.save(
-                    self.model,
-                    folder,
-                    tokenizer=self.tokenizer,
-                    pad=self.pad,
-                    max_length=self.max_length,
-                    parameters=dict(lora.merged(self.model, iter(parameters.items()))),
-                )
+        folder = self.folder / "model"
+
+        def write(parameters: Iterator[tuple[str, Tensor]]) -> None:
+            reward_model.save(
+                self.model,
+                folder,
+                tokenizer=self.tokenizer,
+                pad=self.pad,
+                max_length=self.max_length,
+                parameters=lora.merged(self.model, parameters, self.compute),
+                dtype=self.compute,
+            )
+
+        save_on_first(self.model, None if self.adapter else self.compute, self.ranks, folder, write)
         if self.adapter is not None:
-            own = full_parameters(self.model, master_dtype(self.compute), only=trained_with_head)
-            if self.ranks.first:
-                with atomic_files.into(self.folder / "adapter"):
-                    adapters.save(
-                        self.model, self.folder / "adapter", self.adapter, own.items(), base=self.config.model.path
-                    )
-        self.ranks.any(False)  # wait until it is complete
+            base = self.config.model.path
+            adapters.export(self.model, self.folder / "adapter", self.adapter, self.ranks, base=base)
         return folder
 
     def write_results(self, **results: dict[str, Any]) -> None:
@@ -254,12 +253,13 @@ def max_length(model: str, requested: int | None) -> int:
 def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
     """Load and shard the model; returns the fields of a `Trainer` without examples. Raises as `reward_model.load`."""
     path, compute = cfg.model.path, compute_dtype(cfg.model.dtype, ranks.device)
-    model, trained = reward_model.load(path, seed=cfg.train.seed, dtype=master_dtype(compute), device=ranks.device)
-    adapter = adapters.resolve(cfg.lora, model.shape)
+    adapter = adapters.resolve(cfg.lora, shape_of(decoder.read_config(reward_model.locate(path)[0])))
+    sharded = partial(fsdp.prepare, adapter=adapter, ranks=ranks, compute=compute)
+    stored, seed = master_dtype(compute), cfg.train.seed
+    model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if adapter is not None:
-        reward_model.attach(model, adapter, compute, cfg.train.seed)
+        adapters.begin(model, adapter, seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
-    model = fsdp.shard(model, ranks, compute)
     return {
         "config": cfg,
         "ranks": ranks,
@@ -272,11 +272,6 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
         "max_length": longest,
         "adapter": adapter,
     }
-
-
-def trained_with_head(name: str) -> bool:
-    """Whether a parameter of this name is saved with a reward model's adapter."""
-    return lora.is_adapter(name) or name == "head.weight"
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

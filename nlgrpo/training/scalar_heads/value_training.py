@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -263,7 +264,8 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
 
 def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     compute = compute_dtype(run.config.model.dtype, run.ranks.device)
-    model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device)
+    sharded = partial(shard, ranks=run.ranks, compute=compute)
+    model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device, shard=sharded)
     if not trained:
         raise ValueError(f"compress.values: {path} is not a value model: it has no scalar head")
     if not same_ids(load_tokenizer(reward_model.locate(path)[0]), run.tokenizer):
@@ -274,7 +276,7 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
             f"{model.shape.context:,} tokens, but needs at least a vocabulary of {run.model.shape.vocab:,} and a "
             f"context of {run.max_length:,} tokens"
         )
-    return Teacher(path, shard(model.requires_grad_(False), run.ranks, compute), beta)
+    return Teacher(path, model.requires_grad_(False), beta)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
