@@ -54,15 +54,15 @@ COMMANDS = {
         "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
     ),
     "value": (
-        "nlgrpo.commands.value:main",
+        "nlgrpo.commands.guided.value:main",
         "Train a value model on rollouts, or merge several: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "iro": (
-        "nlgrpo.commands.iro:main",
+        "nlgrpo.commands.guided.iro:main",
         "Train value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
     ),
     "decode": (
-        "nlgrpo.commands.decode:main",
+        "nlgrpo.commands.guided.decode:main",
         "Compare decoding methods at equal budgets: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
     ),
     "curves": (
