@@ -69,6 +69,10 @@ COMMANDS = {
         "nlgrpo.commands.curves:main",
         "Compute win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
     ),
+    "doctor": (
+        "nlgrpo.commands.doctor:main",
+        "Check this machine: versions, GPU, ranks, ops, kernels, a training step: nlgrpo doctor [--json FILE]",
+    ),
     "verify": (
         "nlgrpo.commands.verify:main",
         "Check the mathematics against exact results: nlgrpo verify [--out FOLDER] [--quick]",
