@@ -14,7 +14,9 @@ from torch import Tensor
 
 from . import extension
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+# NLGRPO_TRITON=0 makes every op run without Triton. Evaluated at import, like `extension.available`.
+DISABLED = os.environ.get("NLGRPO_TRITON") == "0"
+HAS_TRITON = importlib.util.find_spec("triton") is not None and not DISABLED
 
 
 def choose(
@@ -29,9 +31,9 @@ def choose(
 
     "auto" is "triton" on a GPU with Triton installed, and "cpp" on a CPU with the compiled ops, if the op has a
     compiled version for these dtypes (``cpp``). Raises ValueError for an unknown ``impl``, and for one that cannot run:
-    "triton" without Triton, in float64 unless the op's Triton kernel takes it (``float64``), on a CPU outside Triton's
-    interpreter, or above a ``limit`` (name, size, largest); "cpp" for other dtypes, off the CPU, or without the
-    compiled ops.
+    "triton" without Triton or with NLGRPO_TRITON=0, in float64 unless the op's Triton kernel takes it (``float64``), on
+    a CPU outside Triton's interpreter, or above a ``limit`` (name, size, largest); "cpp" for other dtypes, off the CPU,
+    or without the compiled ops.
     """
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
     if impl not in known:
@@ -49,7 +51,7 @@ def choose(
     elif limit is not None and limit[1] > limit[2]:
         why = f"with {limit[0]} = {limit[1]}, above {limit[2]}"
     elif not HAS_TRITON:
-        why = "as Triton is not installed"
+        why = "as NLGRPO_TRITON=0 is set" if DISABLED else "as Triton is not installed"
     elif not all(x.is_cuda for x in tensors) and not (impl == "triton" and interpreted()):
         why = "on a CPU, unless TRITON_INTERPRET=1 is set before Triton is imported"
     else:

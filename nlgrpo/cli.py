@@ -54,7 +54,7 @@ COMMANDS = {
         "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
     ),
     "value": (
-        "nlgrpo.commands.value:main",
+        "nlgrpo.commands.guided.value:main",
         "Train a value model on rollouts, or merge several: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "merge": (
@@ -62,16 +62,20 @@ COMMANDS = {
         "Merge an adapter (LoRA) into its model: nlgrpo merge runs/NAME/adapter --out DIR",
     ),
     "iro": (
-        "nlgrpo.commands.iro:main",
+        "nlgrpo.commands.guided.iro:main",
         "Train value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
     ),
     "decode": (
-        "nlgrpo.commands.decode:main",
+        "nlgrpo.commands.guided.decode:main",
         "Compare decoding methods at equal budgets: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
     ),
     "curves": (
         "nlgrpo.commands.curves:main",
         "Compute win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
+    ),
+    "doctor": (
+        "nlgrpo.commands.doctor:main",
+        "Check this machine: versions, GPU, ranks, ops, kernels, a training step: nlgrpo doctor [--json FILE]",
     ),
     "verify": (
         "nlgrpo.commands.verify:main",

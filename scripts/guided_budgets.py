@@ -31,7 +31,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo.commands import decode
+from nlgrpo.commands.guided import decode
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes

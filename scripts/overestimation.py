@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from nlgrpo.commands import decode
+from nlgrpo.commands.guided import decode
 from nlgrpo.engine import guided_search
 from nlgrpo.evaluation.decoding_methods import DecodingMethod
 from nlgrpo.evaluation.estimators import bootstrap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from nlgrpo.kernels import Segments, packed_attention, split_and_rotate
 
 Rope = tuple[Tensor, Tensor] | None  # cos and sin, each (T, r/2); None: no rotation
+KINDS = ("flash_attn", "varlen", "packed")
 
 
 class PackedAttention:
@@ -60,9 +62,19 @@ class PackedAttention:
 def implementation(device: str, dtype: torch.dtype) -> str:
     """Name of the implementation for a device type and dtype.
 
-    In half precision on a GPU ``"flash_attn"`` if installed, else PyTorch's ``"varlen"``. Otherwise ``"packed"``:
-    `kernels.packed_attention`.
+    In half precision on a GPU ``"flash_attn"`` if installed, else PyTorch's ``"varlen"``; the environment variable
+    ``NLGRPO_ATTENTION`` names another one of `KINDS`. Otherwise ``"packed"``: `kernels.packed_attention`.
+
+    Raises ValueError for an unknown name in ``NLGRPO_ATTENTION``, and for "flash_attn" if it is not installed.
     """
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "packed"
-    return "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"
+    installed = importlib.util.find_spec("flash_attn") is not None
+    chosen = os.environ.get("NLGRPO_ATTENTION") or ("flash_attn" if installed else "varlen")
+    if chosen not in KINDS:
+        raise ValueError(f"NLGRPO_ATTENTION={chosen} is not known; expected one of {', '.join(KINDS)}")
+    if chosen == "flash_attn" and not installed:
+        raise ValueError(
+            "NLGRPO_ATTENTION=flash_attn: flash-attn is not installed; install it, or use varlen or packed"
+        )
+    return chosen

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from nlgrpo import cli
-from nlgrpo.commands import iro
+from nlgrpo.commands.guided import iro
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.guided_search import Candidate

@@ -28,7 +28,7 @@ def test_all_kernels_build_for_all_targets(builds):
     names = {build["kernel"] for build in builds}
     assert {name.split()[0] for name in names} == {"statistics", "gradient", "policy_loss", "linearize"}
     assert {name.split()[1] for name in names if name.startswith("policy_loss")} == {"ppo", "cispo", "reinforce"}
-    assert sum(name.startswith("linearize") and name.endswith("float64") for name in names) == 6
+    assert sum(name.startswith("linearize") and name.endswith("float64") for name in names) == 7
     assert len(builds) == 3 * len(names)
     assert {build["sm"] for build in builds} == {80, 90, 100}
 

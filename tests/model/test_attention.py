@@ -55,3 +55,34 @@ def test_calls_of_the_gpu_kernels(segments, window, kind, monkeypatch):
     plain = packed_attention(qkv, None, segments, heads=6, scale=0.3, window=window)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(out, qkv, upstream) for out in (ours, plain)))
+
+
+@pytest.fixture
+def uncached():
+    attention.implementation.cache_clear()
+    yield
+    attention.implementation.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "installed", "expected"),
+    [
+        ("", True, "flash_attn"),
+        ("", False, "varlen"),
+        ("flash_attn", True, "flash_attn"),
+        ("varlen", True, "varlen"),
+        ("packed", True, "packed"),
+        ("flash_attn", False, "flash-attn is not installed"),
+        ("sdpa", True, "expected one of flash_attn, varlen, packed"),
+    ],
+)
+def test_an_environment_variable_names_the_attention_on_a_gpu(chosen, installed, expected, monkeypatch, uncached):
+    monkeypatch.setenv("NLGRPO_ATTENTION", chosen)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda _: True if installed else None)
+    assert attention.implementation("cpu", torch.float32) == "packed"
+    assert attention.implementation("cuda", torch.float32) == "packed"
+    if expected in attention.KINDS:
+        assert attention.implementation("cuda", torch.bfloat16) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            attention.implementation("cuda", torch.bfloat16)

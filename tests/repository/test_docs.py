@@ -42,7 +42,7 @@ SECTIONS = {
     "evaluation",
 }
 DRY = {"train", "rollout", "sweep", "reward-model", "value", "iro", "decode"}  # commands with this option
-SMALLER = {"evaluate": ["--evaluation.prompts", "2"]}
+SMALLER = {"evaluate": ["--evaluation.prompts", "2"], "doctor": ["--only", "packages", "cpu"]}
 REWARDS = """
 def polite(prompts, completions, completion_ids, **columns):
     return [float("w3" in text) for text in completions]
