@@ -48,6 +48,8 @@ def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> l
         need("optim.eps", "> 0", optim.eps > 0),
         need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
         need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+        need("optim.momentum", "in [0, 1)", 0 <= optim.momentum < 1),
+        need("optim.ns_steps", "between 1 and 99", 1 <= optim.ns_steps <= 99),
     ]
 
 

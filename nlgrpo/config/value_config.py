@@ -156,6 +156,7 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
 def check(cfg: ValueConfig) -> None:
     """Check a configuration. Raises ValueError that lists every fault with the value and what is allowed."""
     need, data, loss, compress = partial(need_of, cfg), cfg.data, cfg.loss, cfg.compress
+    head_only = cfg.train.head_only  # Muon is for the matrices of the blocks
     plain = loss.kind == "mse" and loss.lam == loss.gamma == 1
     refuse(
         [
@@ -177,6 +178,7 @@ def check(cfg: ValueConfig) -> None:
             _length_fault("compress.betas", compress.betas, "compress.values", compress.values),
             "" if plain or not compress.values else "loss: compress needs kind = 'mse', lam = 1 and gamma = 1",
             *optim_faults(cfg.optim, need),
+            need("optim.algorithm", "'adamw' with train.head_only", cfg.optim.algorithm == "adamw" or not head_only),
             need("train.epochs", "> 0", cfg.train.epochs > 0),
             need("train.completions", ">= 1", cfg.train.completions >= 1),
             *train_faults(cfg.train, need),

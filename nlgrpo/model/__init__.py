@@ -2,7 +2,8 @@
 
 `architectures` holds the differences between the model families; `hf_weights` reads and writes Hugging Face
 directories; `packing` builds micro-batches without padding, whose `segments` share prefixes, and `attention` runs on
-them; `tokenizer` loads tokenizers; `fsdp` shards a model over ranks; `reward_model` and `value_model` are decoders with
+them; `tokenizer` loads tokenizers; `fsdp` shards a model over ranks; `muon` is an optimizer for the
+blocks' matrices; `reward_model` and `value_model` are decoders with
 one output. Imports `runtime` and `nlgrpo.kernels`. Read `decoder.py` first.
 """
 

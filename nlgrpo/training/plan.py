@@ -37,10 +37,12 @@ def memory(run: Run) -> dict[str, float]:
     group, limit = prompt + cfg.rollout.samples * (columns - prompt), run.micro_batch_limit
     largest = max(limit.tokens, columns, min(limit.group, group))  # micro-batch
     tokens = min(largest, cfg.rollout.prompts // world * group)
+    values = 4 * count - (shape.matrices if cfg.optim.algorithm == "muon" else 0)  # Muon has one moment, Adam two
+    optimizer = "Muon" if cfg.optim.algorithm == "muon" else "Adam"
     per_layer = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
-        "parameters + gradients + Adam": 4 * count * stored / world,
-        "critic + gradients + Adam": 4 * count * stored / world if _has_own_critic(cfg) else 0,
+        f"parameters + gradients + {optimizer}": values * stored / world,
+        f"critic + gradients + {optimizer}": values * stored / world if _has_own_critic(cfg) else 0,
         "reference": count * compute / world if cfg.loss.has_reference else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
@@ -65,8 +67,7 @@ def show(run: Run) -> Table:
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
-        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; learning rate {cfg.optim.lr:g}, "
-        f"{cfg.optim.schedule} schedule",
+        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; {cfg.optim.description}",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
         "before and after training",
         "memory per rank": f"about {_size(sum(uses.values()))}: {parts}",

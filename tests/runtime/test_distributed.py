@@ -20,6 +20,7 @@ from nlgrpo.training.learner import Learner, make_optimizer
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
+MUON = replace(OPTIM, algorithm="muon")
 # the second rank's completions are short: it has fewer micro-batches, and in some minibatches none
 LENGTHS = torch.tensor([[9, 8, 9], [7, 9, 8], [1, 2, 1], [2, 1, 1]])
 SAMPLING = Sampling(max_new_tokens=8, stop_ids=(2,))
@@ -33,6 +34,7 @@ class Case:
     checkpointing: bool = False
     family: str = "llama"
     critic: CriticConfig = field(default_factory=CriticConfig)
+    optim: OptimConfig = field(default_factory=lambda: OPTIM)
 
 
 CASES = {
@@ -47,6 +49,9 @@ CASES = {
         LossConfig("ppo", beta=0.3, kl_in="reward", epochs=2, minibatches=3), dropped=(True, *[False] * 3)
     ),
     "a head on the policy": Case(LossConfig("ppo", beta=0.3, epochs=2), critic=CriticConfig(trunk="shared")),
+    "muon": Case(LossConfig(beta=0.3), optim=MUON),
+    "muon with a critic": Case(LossConfig("ppo", beta=0.3), optim=MUON),
+    "muon, pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2", optim=MUON),
     "winners": Case(LossConfig("bon_sft")),
     "pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2"),
     "pairs in one micro-batch": Case(LossConfig("bonbon"), micro=10**6),
@@ -67,14 +72,14 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
         models_.append(shard(model, ranks, compute))
     where = ModelConfig(str(root / f"{case.family}-policy"))
     value = critic.make(Config(model=where, loss=case.loss, critic=case.critic), models_[0], ranks, compute)
-    optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
+    optimizer = make_optimizer(models_[0], case.optim, None if value is None else value.module)
     reference = models_[1].requires_grad_(False) if case.loss.has_reference else None
     return Learner(
         models_[0],
         reference,
         optimizer,
         case.loss,
-        OPTIM,
+        case.optim,
         ranks,
         0.8,
         9,
