@@ -43,7 +43,7 @@ def sbatch(folder: Path, arguments: list[str]) -> int:
     text = Path(script).read_text()
     (job / "script").write_text(text)
     (job / "options").write_text(json.dumps(options(text)))
-    (job / "state").write_text("PENDING")
+    _set_state(job, "PENDING")
     if os.fork() == 0:
         os.setsid()
         quiet = os.open(os.devnull, os.O_RDWR)
@@ -53,6 +53,13 @@ def sbatch(folder: Path, arguments: list[str]) -> int:
         os._exit(0)
     print(f"Submitted batch job {number}")
     return 0
+
+
+def _set_state(job: Path, state: str) -> None:
+    """Write the state at once: others read the file."""
+    partial = job / f"state-{os.getpid()}"
+    partial.write_text(state)
+    partial.rename(job / "state")
 
 
 def _batch(folder: Path, job: Path, arguments: list[str]) -> None:
@@ -71,7 +78,7 @@ def _batch(folder: Path, job: Path, arguments: list[str]) -> None:
             time.sleep(0.02)
             if (job / "state").read_text() == "CANCELLED":
                 return
-        (job / "state").write_text("RUNNING")
+        _set_state(job, "RUNNING")
         output = given.get("output", "slurm-%j.out").replace("%j", job.name)
         with open(output, "ab") as log:
             script = subprocess.Popen(
@@ -83,7 +90,7 @@ def _batch(folder: Path, job: Path, arguments: list[str]) -> None:
         again = (job / "requeued").exists()
         (job / "requeued").unlink(missing_ok=True)
         if (job / "state").read_text() != "CANCELLED":
-            (job / "state").write_text("PENDING" if again else "FAILED" if status else "COMPLETED")
+            _set_state(job, "PENDING" if again else "FAILED" if status else "COMPLETED")
 
 
 def srun(folder: Path, arguments: list[str]) -> int:
@@ -121,12 +128,12 @@ def scancel(folder: Path, arguments: list[str]) -> int:
         log.write(" ".join(arguments) + "\n")
     if not (job / "tasks").exists():
         if (job / "state").read_text() == "PENDING":
-            (job / "state").write_text("CANCELLED")
+            _set_state(job, "CANCELLED")
         return 0
     named = [a.partition("=")[2] for a in arguments if a.startswith("--signal")]
     number = getattr(signal, f"SIG{named[0]}") if named else signal.SIGKILL
     if not named:
-        (job / "state").write_text("CANCELLED")
+        _set_state(job, "CANCELLED")
     for pid in (job / "tasks").read_text().split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), number)

@@ -1,4 +1,4 @@
-"""The files of ``examples/slurm`` and ``examples/skypilot``: linted, and the batch scripts run on a stand-in for SLURM."""
+"""The files of ``examples/slurm`` and ``examples/skypilot``: linted, and run on a stand-in for SLURM."""
 
 import json
 import os
@@ -26,8 +26,8 @@ SBATCH = {
     "exclusive": r"|user|mcs|topo", "export": ANY, "gpus": ANY, "gpus-per-node": r"(\w+:)?\d+", "gpus-per-task": ANY,
     "gres": ANY, "job-name": ANY, "licenses": ANY, "mail-type": ANY, "mail-user": ANY, "mem": r"\d+[KMGT]?B?",
     "mem-per-cpu": r"\d+[KMGT]?B?", "mem-per-gpu": r"\d+[KMGT]?B?", "nice": r"-?\d+", "no-requeue": r"",
-    "nodelist": ANY, "nodes": r"\d+(-\d+)?", "ntasks": r"\d+", "ntasks-per-node": r"\d+", "open-mode": "append|truncate",
-    "output": ANY, "partition": ANY, "qos": ANY, "requeue": r"", "reservation": ANY,
+    "nodelist": ANY, "nodes": r"\d+(-\d+)?", "ntasks": r"\d+", "ntasks-per-node": r"\d+",
+    "open-mode": "append|truncate", "output": ANY, "partition": ANY, "qos": ANY, "requeue": r"", "reservation": ANY,
     "signal": r"([RB]+:)?(\d+|[A-Z]+\d?)(@\d{1,5})?", "time": r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}",
     "tmp": ANY, "wait": r"", "wckey": ANY,
 }  # fmt: skip

@@ -306,7 +306,7 @@ class SubmittedRun:
             return "queued" if self.handle.state.upper() in ("PENDING", "UNKNOWN", "REQUEUED") else "running"
 
     def stop(self) -> None:
-        """Send SIGTERM to a run; cancel a job that waits, or that was told before."""
+        """Send SIGTERM to a run; cancel a job that waits, or, the second time, a run too."""
         self.stops += 1
         with self.calls:
             if self._local:  # its `cancel` kills after a second
