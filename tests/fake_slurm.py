@@ -28,6 +28,16 @@ def install(folder: Path) -> dict[str, str]:
     return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
+def end(folder: Path) -> None:
+    """End the jobs that still run."""
+    for job in (path for path in folder.iterdir() if path.name.isdigit()):
+        _set_state(job, "CANCELLED")
+        for name, number in (("controller", signal.SIGKILL), ("batch", signal.SIGKILL), ("tasks", signal.SIGTERM)):
+            for pid in (job / name).read_text().split() if (job / name).exists() else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), number)
+
+
 def options(script: str) -> dict[str, str]:
     """Options of the #SBATCH lines of a script, by name."""
     lines = [line.split("#", 2)[1] for line in script.splitlines() if line.startswith("#SBATCH ")]
@@ -37,7 +47,8 @@ def options(script: str) -> dict[str, str]:
 
 def sbatch(folder: Path, arguments: list[str]) -> int:
     script, *rest = arguments
-    number = 101 + sum(1 for path in folder.iterdir() if path.name.isdigit())
+    first = int((folder / "first").read_text()) if (folder / "first").exists() else 101
+    number = first + sum(1 for path in folder.iterdir() if path.name.isdigit())
     job = folder / str(number)
     job.mkdir()
     text = Path(script).read_text()
@@ -64,6 +75,7 @@ def _set_state(job: Path, state: str) -> None:
 
 def _batch(folder: Path, job: Path, arguments: list[str]) -> None:
     """Wait in the queue, run the script, and again after `scontrol requeue`."""
+    (job / "controller").write_text(str(os.getpid()))
     given = json.loads((job / "options").read_text())
     nodes, tasks = int(given.get("nodes", 1)), int(given.get("ntasks-per-node", 1))
     environment = os.environ | {
@@ -87,10 +99,12 @@ def _batch(folder: Path, job: Path, arguments: list[str]) -> None:
         (job / "batch").write_text(str(script.pid))
         status = script.wait()
         (job / "tasks").unlink(missing_ok=True)
+        (job / "batch").unlink(missing_ok=True)
         again = (job / "requeued").exists()
         (job / "requeued").unlink(missing_ok=True)
         if (job / "state").read_text() != "CANCELLED":
             _set_state(job, "PENDING" if again else "FAILED" if status else "COMPLETED")
+    (job / "controller").unlink(missing_ok=True)
 
 
 def srun(folder: Path, arguments: list[str]) -> int:
