@@ -21,11 +21,11 @@ COMMANDS = {
         "Train a policy: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists keys",
     ),
     "generate": (
-        "nlgrpo.commands.generate:generate",
+        "nlgrpo.commands.inference.generate:generate",
         'Sample completions from a model: nlgrpo generate "Once upon a time" --samples 4',
     ),
     "serve": (
-        "nlgrpo.commands.serve:main",
+        "nlgrpo.commands.inference.serve:main",
         "Serve a model over OpenAI's protocol: nlgrpo serve --model DIR --procedure bon:4 --choose REWARD",
     ),
     "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),

@@ -35,7 +35,7 @@ from nlgrpo.commands.guided import decode
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps import runner
+from nlgrpo.training.sweeps import launchers
 
 METHODS = ["bon", "iro:1", "iro:2", "iro:3", "compressed", "cd", "args"]
 LABELS = {"bon": "best-of-N", "compressed": "IRO, compressed", "cd": "one beam, first value", "args": "ARGS",
@@ -60,7 +60,7 @@ def nlgrpo(arguments: Sequence[str], log: Path, threads: int) -> None:
     print(f"nlgrpo {arguments[0]}: {log}", flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with log.open("a") as file:
-        done = subprocess.run(runner.command(arguments, 1), stdout=file, stderr=subprocess.STDOUT, env=environment)
+        done = subprocess.run(launchers.command(arguments, 1), stdout=file, stderr=subprocess.STDOUT, env=environment)
     if done.returncode:
         raise RuntimeError(f"nlgrpo {arguments[0]} ended with status {done.returncode}; see {log}")
 

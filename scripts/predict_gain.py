@@ -39,7 +39,7 @@ from nlgrpo.evaluation import figures
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps import runner
+from nlgrpo.training.sweeps import launchers
 
 TRANSFORMS = ["identity", "exp:10", "exp:-10", "log", "bon_fp", "won_fp", "rank", "raw", "vbon", "vbon:bound"]
 GAIN_COLUMNS = {
@@ -105,7 +105,7 @@ def sample(start: Sequence[str], given: argparse.Namespace) -> Path:
     given.out.mkdir(parents=True, exist_ok=True)
     arguments = ["rollout", *start, f"--samples={given.samples}", f"--prompts={given.prompts}", f"--out={folder}"]
     with log.open("w") as file:
-        done = subprocess.run(runner.command(arguments, 1), stdout=file, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(launchers.command(arguments, 1), stdout=file, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         print(log.read_text(), file=sys.stderr)
         sys.exit(done.returncode)

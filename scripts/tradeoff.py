@@ -47,7 +47,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation import figures
 from nlgrpo.objectives.registry import BestOfN
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps import runner
+from nlgrpo.training.sweeps import launchers
 from nlgrpo.training.sweeps.state import Point, read_sweep_state
 
 METHODS = [
@@ -180,7 +180,7 @@ def nlgrpo(arguments: Sequence[str], ranks: int, log: Path) -> None:
     """Run a command on ``ranks`` ranks and write its output to ``log``. Exits with its status if it fails."""
     print(f"nlgrpo {arguments[0]}: {log}", flush=True)
     with log.open("w") as file:
-        status = subprocess.run(runner.command(arguments, ranks), stdout=file, check=False).returncode
+        status = subprocess.run(launchers.command(arguments, ranks), stdout=file, check=False).returncode
     if status:
         sys.exit(status)
 

@@ -1,7 +1,7 @@
-"""The command ``nlgrpo sweep``: train a grid of configurations, one or a few at a time.
+"""The command ``nlgrpo sweep``: train a grid of configurations, on this machine or as jobs of a cluster.
 
-Every point is a run of `nlgrpo train` in its own process. The folder of the sweep has a folder and a log of each point,
-and ``sweep.json``: the shared configuration and the state of every point. The same command resumes.
+Every point is a run of `nlgrpo train` in its own process or job. The folder of the sweep has a folder and a log
+of each point, and ``sweep.json``: the shared configuration and the state of every point. The same command resumes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -25,15 +26,16 @@ from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation.results import Row, format_interval, summarize
 from nlgrpo.training import metrics
 from nlgrpo.training.sweeps import state as sweep_state
+from nlgrpo.training.sweeps.launchers import SlurmOptions, launcher, submitit, visible_gpus
 from nlgrpo.training.sweeps.runner import (
     SweepRunner,
     check_usable,
     clock_time,
+    last_lines,
     locked,
     merge,
     say,
     to_run,
-    visible_gpus,
 )
 from nlgrpo.training.sweeps.state import Point, SweepState
 
@@ -44,7 +46,10 @@ with several values, separated by commas, is an axis of the grid. Commas inside 
 'length(target=25, scale=128)' is one value. Quotes around a value, as in "'distortion:0,1,2',mean", are removed. For a
 key that is a list, write every value in brackets: --evaluation.ns [1,4],[1,8].
 
-The same command resumes: finished points are skipped and stopped points continue. More values add points."""
+The same command resumes: finished points are skipped and stopped points continue. More values add points.
+
+With --launcher slurm each point is a job of a SLURM cluster, with the resources of --slurm.*."""
+LauncherName = Literal["local", "slurm", "submitit-local"]
 
 
 @dataclass
@@ -59,8 +64,13 @@ class Options:
     """Check and list all points, and run nothing."""
     nproc_per_node: int = 1
     """Ranks per run. torchrun starts the run if there are several."""
-    jobs: int = 1
-    """Points that run at the same time, each on its own cores and GPUs."""
+    jobs: int | None = None
+    """Points that run at the same time, each on its own cores and GPUs. None: 1, and with --launcher slurm all."""
+    launcher: LauncherName = "local"
+    """Run points as processes of this machine, or each as a job of SLURM. submitit-local is for tests: the same jobs,
+    on this machine."""
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    """Resources of each job."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -86,6 +96,8 @@ def main(arguments: Sequence[str]) -> int:
         dry_run=options.dry_run,
         ranks=options.nproc_per_node,
         jobs=options.jobs,
+        where=options.launcher,
+        slurm=options.slurm,
     )
 
 
@@ -98,16 +110,23 @@ def run(
     retry: bool = False,
     dry_run: bool = False,
     ranks: int = 1,
-    jobs: int = 1,
+    jobs: int | None = None,
+    where: LauncherName = "local",
+    slurm: SlurmOptions | None = None,
 ) -> int:
     """Run the points that are not done, ``jobs`` at a time, and print the table of all. Returns the exit status.
 
     ``start``: arguments of `nlgrpo train` for every point. ``rows``: the options of each point, without dashes.
-    ``axes``: the options in which points differ and by which they are named; all by default. Raises ValueError for a
-    configuration that cannot be run, before any point starts, and for a folder of something else.
+    ``axes``: the options in which points differ and by which they are named; all by default. ``where``: the launcher,
+    with ``slurm`` for the resources of a job. Raises ValueError for a configuration that cannot be run, before any
+    point starts, and for a folder of something else.
     """
     settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
-    _check(settings, ranks, jobs)
+    jobs = jobs if jobs is not None else 1 if where == "local" else len(settings)
+    if where == "local":
+        _check(settings, ranks, jobs)
+    else:
+        _check(settings, ranks, jobs, slurm or SlurmOptions())
     check_usable(folder)
     if dry_run:
         manifest, points = merge(folder, settings)
@@ -117,9 +136,10 @@ def run(
     try:
         with locked(folder) as lock:
             manifest, points = merge(folder, settings)
+            _check_no_jobs(points if where == "local" else [])
             (folder / "logs").mkdir(exist_ok=True)
             manifest.write()
-            work = SweepRunner(manifest, ranks, jobs, lock)
+            work = SweepRunner(manifest, launcher(where, folder, ranks, jobs, lock, slurm), jobs)
             stopped = work.run_all(list(zip(settings, points, strict=True)), retry)
     except BrokenPipeError:  # the reader of the output is gone
         raise
@@ -131,29 +151,45 @@ def run(
     failed = [point for point in points if point.state == "failed"]
     for point in failed:
         print(f"failed: {point.name}: {point.error}\n  log: {point.log}; --retry runs it again")
+        print("".join(f"  | {line}\n" for line in last_lines(point)), end="")
     if stopped:
         print("stopped; run the same command again to resume")
     return 1 if failed and not stopped else 0
 
 
-def _check(settings: Sequence[Setting], ranks: int, jobs: int) -> None:
-    """Check all points. Raises ValueError with the faults of all of them."""
+def _check(settings: Sequence[Setting], ranks: int, jobs: int, slurm: SlurmOptions | None = None) -> None:
+    """Check all points. Raises ValueError with the faults of all of them. ``slurm``: None on this machine."""
     for option, number in (("nproc-per-node", ranks), ("jobs", jobs)):
         if number < 1:
             raise ValueError(f"--{option} = {number}: allowed is >= 1")
-    if jobs > 1 and 0 < len(visible_gpus()) < jobs * ranks:
+    if slurm is not None:
+        submitit()
+        if faults := slurm.faults(ranks):
+            raise ValueError("\n".join(faults))
+    world = ranks * (1 if slurm is None else slurm.nodes)
+    if slurm is None and jobs > 1 and 0 < len(visible_gpus()) < jobs * ranks:
         raise ValueError(
             f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(visible_gpus())}"
         )
-    faults: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for setting in settings:
-        for fault in _faults(setting, ranks):
-            faults.setdefault(fault, []).append(grid.folder_name(setting.overrides))
-    if faults:
-        whose = {fault: "all" if len(names) == len(settings) else "; ".join(names) for fault, names in faults.items()}
-        count = len({name for names in faults.values() for name in names})
-        lines = [f"{count} of {len(settings)} points cannot be run:", *(f"  {f} ({whose[f]})" for f in faults)]
+        for fault in _faults(setting, world):
+            found.setdefault(fault, []).append(grid.folder_name(setting.overrides))
+    if found:
+        whose = {fault: "all" if len(names) == len(settings) else "; ".join(names) for fault, names in found.items()}
+        count = len({name for names in found.values() for name in names})
+        lines = [f"{count} of {len(settings)} points cannot be run:", *(f"  {f} ({whose[f]})" for f in found)]
         raise ValueError("\n".join(lines))
+
+
+def _check_no_jobs(points: Sequence[Point]) -> None:
+    """Raise ValueError if a job may be at work on a point: two runs must not share a folder."""
+    jobs = [point.job for point in points if point.job and point.state in ("queued", "running")]
+    if jobs:
+        raise ValueError(
+            f"job {', '.join(jobs)} of this sweep may still run on the cluster; use --launcher slurm, which attaches "
+            "to it"
+        )
 
 
 def _faults(setting: Setting, ranks: int) -> list[str]:
@@ -188,9 +224,14 @@ def _show(manifest: SweepState) -> None:
             format_interval(row, "\n") + ("" if one or not i else f"\n{row.procedure}") for i, row in enumerate(rows)
         ]
         cells = [*map(grid.shown, point.overrides.values()), *values, *["-"] * (2 - len(rows)), _kl(point)]
-        table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", point.state)
+        table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", _state(point))
     console = Console(width=None if sys.stdout.isatty() else metrics.PLAIN_WIDTH)
     console.print(table)
+
+
+def _state(point: Point) -> str:
+    shown = point.job and point.state in ("queued", "running", "failed")
+    return f"{point.state} (job {point.job})" if shown else point.state
 
 
 def _results(manifest: SweepState, point: Point) -> list[Row]:

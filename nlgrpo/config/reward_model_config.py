@@ -12,7 +12,7 @@ import tyro
 
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
-from nlgrpo.config.validate import SPLIT, need_of, optim_faults, refuse, train_faults
+from nlgrpo.config.validate import SPLIT, lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
 
 ABOUT = """Train a reward model on preference pairs: nlgrpo reward-model train [file.toml] [--section.key value ...]
@@ -108,7 +108,7 @@ def check(cfg: RewardModelConfig) -> None:
             "" if len(set(columns)) == 3 else f"data: {', '.join(columns)}: the three columns need different names",
             need("loss.margin", "a finite number", True),
             need("loss.centering", ">= 0", cfg.loss.centering >= 0),
-            *cfg.lora.faults(),
+            *lora_faults(cfg.lora, cfg.optim),
             *optim_faults(cfg.optim, need),
             need("train.epochs", "> 0", train.epochs > 0),
             need("train.pairs", ">= 1", train.pairs >= 1),

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
+from nlgrpo.config.optim_config import OptimConfig
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 
@@ -232,24 +233,6 @@ class CriticConfig:
     whiten: bool = True
     """Normalize the advantages of all tokens to mean 0 and standard deviation 1. A KL in the loss then has the weight
     beta times that standard deviation; a KL in the reward (loss.kl_in) is divided with the advantages."""
-
-
-@dataclass
-class OptimConfig:
-    lr: float = 1e-6
-    """Learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after the warm-up."""
-    warmup_steps: int = 0
-    """Training steps over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates."""
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """Maximum gradient norm, by clipping. 0: no clipping."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any
 from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import user_code
@@ -40,6 +41,13 @@ def need_of(config: Any, name: str, allowed: str, good: bool) -> str:
     return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
 
 
+def lora_faults(lora: LoraConfig, optim: OptimConfig) -> list[str]:
+    """List the faults of [lora], alone and with the optimizer."""
+    if lora.enabled and optim.algorithm == "muon":
+        return [*lora.faults(), "optim.algorithm = 'muon' trains the matrices that adapters freeze; use 'adamw'"]
+    return lora.faults()
+
+
 def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> list[str]:
     return [
         need("optim.lr", ">= 0", optim.lr >= 0),
@@ -48,6 +56,8 @@ def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> l
         need("optim.eps", "> 0", optim.eps > 0),
         need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
         need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
+        need("optim.momentum", "in [0, 1)", 0 <= optim.momentum < 1),
+        need("optim.ns_steps", "between 1 and 99", 1 <= optim.ns_steps <= 99),
     ]
 
 
@@ -95,7 +105,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
         need("loss.epochs", ">= 1", loss.epochs >= 1),
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),
-        *config.lora.faults(),
+        *lora_faults(config.lora, optim),
         *optim_faults(optim, need),
         need("train.steps", ">= 0", train.steps >= 0),
         *train_faults(train, need),

@@ -13,7 +13,7 @@ import tyro
 
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
-from nlgrpo.config.validate import need_of, optim_faults, refuse, train_faults
+from nlgrpo.config.validate import lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
 
@@ -158,6 +158,7 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
 def check(cfg: ValueConfig) -> None:
     """Check a configuration. Raises ValueError that lists every fault with the value and what is allowed."""
     need, data, loss, compress = partial(need_of, cfg), cfg.data, cfg.loss, cfg.compress
+    head_only = cfg.train.head_only  # Muon is for the matrices of the blocks
     plain = loss.kind == "mse" and loss.lam == loss.gamma == 1
     refuse(
         [
@@ -178,8 +179,9 @@ def check(cfg: ValueConfig) -> None:
             need("compress.betas", "numbers > 0", all(beta > 0 and math.isfinite(1 / beta) for beta in compress.betas)),
             _length_fault("compress.betas", compress.betas, "compress.values", compress.values),
             "" if plain or not compress.values else "loss: compress needs kind = 'mse', lam = 1 and gamma = 1",
-            *cfg.lora.faults(),
+            *lora_faults(cfg.lora, cfg.optim),
             *optim_faults(cfg.optim, need),
+            need("optim.algorithm", "'adamw' with train.head_only", cfg.optim.algorithm == "adamw" or not head_only),
             need("train.epochs", "> 0", cfg.train.epochs > 0),
             need("train.completions", ">= 1", cfg.train.completions >= 1),
             need("train.head_only", "false with adapters", not (cfg.train.head_only and cfg.lora.enabled)),

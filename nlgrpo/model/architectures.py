@@ -55,17 +55,21 @@ class Shape:
     scales: tuple[float, ...] = ()  # per layer: factor of q k^T
 
     @property
+    def matrices(self) -> int:
+        """Number of parameters in the weight matrices of the blocks."""
+        heads, up = self.heads + 2 * self.kv_heads, self.ffn * (2 if self.gated else 1)
+        return self.layers * self.width * ((heads + self.heads) * self.head_dim + up + self.ffn)
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of a decoder of this shape."""
         norms = 2 if self.norm == "layer" else 1
         heads, up = self.heads + 2 * self.kv_heads, self.ffn * (2 if self.gated else 1)
-        attention = self.width * heads * self.head_dim + heads * self.head_dim * self.qkv_bias
-        attention += self.heads * self.head_dim * self.width + self.width * self.out_bias
-        mlp = self.width * up + self.ffn * self.width + (up + self.width) * self.mlp_bias
-        block = attention + mlp + 2 * norms * self.width + 2 * self.head_dim * self.qk_norm
+        biases = heads * self.head_dim * self.qkv_bias + self.width * self.out_bias + (up + self.width) * self.mlp_bias
+        block = biases + 2 * norms * self.width + 2 * self.head_dim * self.qk_norm
         embeddings = self.vocab * self.width * (1 if self.tied else 2)
         positions = self.context * self.width if self.rotary_dim == 0 else 0
-        return self.layers * block + embeddings + positions + norms * self.width
+        return self.matrices + self.layers * block + embeddings + positions + norms * self.width
 
 
 class UnknownModel(ValueError):

@@ -17,6 +17,7 @@ from nlgrpo.engine.generation import Rollout
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import clip_gradients
+from nlgrpo.model.muon import Muon, block_matrices
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
@@ -35,17 +36,27 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     return optim.lr * factor[optim.schedule]
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.AdamW:
-    """Build AdamW without weight decay on norms and biases. Groups of the critic have the key "critic"."""
+def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.Optimizer:
+    """Build the optimizer, without weight decay on norms and biases. Groups of the critic have the key "critic"."""
     groups = _groups(model, optim) + [group | {"critic": True} for group in _groups(critic, optim)]
+    if optim.algorithm == "muon":
+        return Muon(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]:
-    trained = [] if model is None else [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    if model is None:
+        return []
+    matrices: list[dict[str, Any]] = []
+    if optim.algorithm == "muon" and isinstance(model, Decoder):
+        own = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+        matrices = [group | {key: getattr(optim, key) for key in own} for group in block_matrices(model)]
+    taken = {id(p) for group in matrices for p in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    groups = [
+        *matrices,
+        {"params": [p for p in others if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]  # adapters have no vectors
 

@@ -34,7 +34,9 @@ def memory(run: Run) -> dict[str, float]:
     count, adapter = shape.parameters, run.adapter
     stored, compute = master_dtype(run.compute).itemsize, run.compute.itemsize
     trained = count if adapter is None else lora.count(adapter, shape)
-    model = (4 * trained * stored + (count * compute if adapter is not None else 0)) / world
+    muon = cfg.optim.algorithm == "muon"
+    values = 4 * trained - (shape.matrices if muon else 0)  # Muon has one moment, Adam two
+    model = (values * stored + (count * compute if adapter is not None else 0)) / world
     rows = max(cfg.rollout.samples, min(cfg.rollout.max_rows, cfg.rollout.prompts * cfg.rollout.samples // world))
     prompt = max(map(len, run.prompts.ids))
     columns = min(shape.context, prompt + cfg.rollout.max_new_tokens)
@@ -42,10 +44,11 @@ def memory(run: Run) -> dict[str, float]:
     group, limit = prompt + cfg.rollout.samples * (columns - prompt), run.micro_batch_limit
     largest = max(limit.tokens, columns, min(limit.group, group))  # micro-batch
     tokens = min(largest, cfg.rollout.prompts // world * group)
+    optimizer = "Muon" if muon else "Adam"
     per_layer = 2 if cfg.model.activation_checkpointing else 16 + 4 * shape.ffn / shape.width
     return {
-        "parameters + gradients + Adam": model,
-        "critic + gradients + Adam": model if _has_own_critic(cfg) else 0,
+        f"parameters + gradients + {optimizer}": model,
+        f"critic + gradients + {optimizer}": model if _has_own_critic(cfg) else 0,
         "reference": count * compute / world if cfg.loss.has_reference and adapter is None else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
@@ -71,8 +74,7 @@ def show(run: Run) -> Table:
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
-        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; learning rate {cfg.optim.lr:g}, "
-        f"{cfg.optim.schedule} schedule",
+        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; {cfg.optim.description}",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
         "before and after training",
         "memory per rank": f"about {_size(sum(uses.values()))}: {parts}",

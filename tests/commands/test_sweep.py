@@ -22,7 +22,7 @@ from nlgrpo import cli
 from nlgrpo.commands import sweep
 from nlgrpo.config import grid
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.training.sweeps import runner
+from nlgrpo.training.sweeps import launchers, runner
 from nlgrpo.training.sweeps.state import FILE, Point, read_sweep_state
 
 REWARDS = '''
@@ -279,7 +279,9 @@ if how == "hold":
 def fake(tmp_path, monkeypatch, call):
     """``nlgrpo sweep`` into ``tmp_path / "out"``, whose points end as ``how`` says; returns which of them ran."""
     code = FAKE.replace("EVALUATION", repr(json.dumps({"after": EVALUATION})))
-    monkeypatch.setattr(runner, "command", lambda arguments, ranks: [sys.executable, "-c", code, *arguments])
+    monkeypatch.setattr(
+        launchers, "command", lambda arguments, ranks, nodes=1: [sys.executable, "-c", code, *arguments]
+    )
 
     def run(*arguments, **how):
         (tmp_path / "how").write_text(json.dumps({f"beta={name[1:]}": way for name, way in how.items()}))
@@ -479,18 +481,18 @@ def test_signals_do_again_what_they_did(fake):
 
 
 def test_each_of_several_jobs_has_its_own_machine(monkeypatch):
-    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launchers.torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    alone = runner._environment(0, 2, 1)
+    alone = launchers._environment(0, 2, 1)
     assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & set(alone)
-    assert [runner._environment(place, 2, 2)["CUDA_VISIBLE_DEVICES"] for place in (0, 1)] == ["0,1", "2,3"]
+    assert [launchers._environment(place, 2, 2)["CUDA_VISIBLE_DEVICES"] for place in (0, 1)] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert [runner._environment(place, 1, 4)["CUDA_VISIBLE_DEVICES"] for place in range(4)] == ["7", "5", "3", "1"]
-    monkeypatch.setattr(runner.torch, "get_num_threads", lambda: 12)
-    assert [runner._environment(0, 1, jobs)["OMP_NUM_THREADS"] for jobs in (2, 5, 99)] == ["6", "2", "1"]
+    assert [launchers._environment(place, 1, 4)["CUDA_VISIBLE_DEVICES"] for place in range(4)] == ["7", "5", "3", "1"]
+    monkeypatch.setattr(launchers.torch, "get_num_threads", lambda: 12)
+    assert [launchers._environment(0, 1, jobs)["OMP_NUM_THREADS"] for jobs in (2, 5, 99)] == ["6", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "12")
-    assert runner._environment(0, 1, 2)["OMP_NUM_THREADS"] == "6"
+    assert launchers._environment(0, 1, 2)["OMP_NUM_THREADS"] == "6"
     with pytest.raises(ValueError, match="3 of 2 ranks each need 6 GPUs, and there are 4"):
         sweep._check([], 2, 3)
 
@@ -507,11 +509,11 @@ def test_runs_look_for_the_package_where_the_sweep_did(fake, tmp_path, monkeypat
 
 
 def test_several_ranks_are_started_by_torchrun():
-    several = runner.command(["train", "blank"], 2)
+    several = launchers.command(["train", "blank"], 2)
     assert several[1:] == [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli", "train", "blank"
     ]  # fmt: skip
-    assert runner.command(["train", "blank"], 1)[1:] == ["-m", "nlgrpo.cli", "train", "blank"]
+    assert launchers.command(["train", "blank"], 1)[1:] == ["-m", "nlgrpo.cli", "train", "blank"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -706,7 +708,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
         (work / "hold").unlink()  # the run gets the signal before its step continues
 
     monkeypatch.setattr(subprocess.Popen, "terminate", terminate)
-    monkeypatch.setattr(runner, "command", lambda given, _: [sys.executable, "-c", UNDRAWN, *given])
+    monkeypatch.setattr(launchers, "command", lambda given, *_: [sys.executable, "-c", UNDRAWN, *given])
     thread = threading.Thread(target=stop)
     thread.start()
     status, shown, _ = call(*command(work))

@@ -550,7 +550,9 @@ def test_a_port_that_is_taken_is_refused(port, capsys):
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("nlgrpo.commands.serve.find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr(
+        "nlgrpo.commands.inference.serve.find_spec", lambda name: None if name == "fastapi" else object()
+    )
     assert cli.main(["serve"]) == 1
     assert "nlgrpo serve needs fastapi; install them: pip install 'nlgrpo[serve]'" in capsys.readouterr().err
 

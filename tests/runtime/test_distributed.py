@@ -21,6 +21,7 @@ from nlgrpo.training.learner import Learner, make_optimizer
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
+MUON = replace(OPTIM, algorithm="muon")
 # the second rank's completions are short: it has fewer micro-batches, and in some minibatches none
 LENGTHS = torch.tensor([[9, 8, 9], [7, 9, 8], [1, 2, 1], [2, 1, 1]])
 SAMPLING = Sampling(max_new_tokens=8, stop_ids=(2,))
@@ -36,6 +37,7 @@ class Case:
     family: str = "llama"
     critic: CriticConfig = field(default_factory=CriticConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    optim: OptimConfig = field(default_factory=lambda: OPTIM)
 
 
 CASES = {
@@ -56,6 +58,9 @@ CASES = {
     "adapters and a trained head": Case(
         LossConfig(beta=0.3), lora=replace(LORA, modules_to_save=("embed_tokens", "lm_head"), rslora=True)
     ),
+    "muon": Case(LossConfig(beta=0.3), optim=MUON),
+    "muon with a critic": Case(LossConfig("ppo", beta=0.3), optim=MUON),
+    "muon, pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2", optim=MUON),
     "winners": Case(LossConfig("bon_sft")),
     "pairs": Case(LossConfig("dpo", beta=0.3), family="gpt2"),
     "pairs in one micro-batch": Case(LossConfig("bonbon"), micro=10**6),
@@ -80,14 +85,14 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
     where = ModelConfig(str(root / f"{case.family}-policy"))
     config, adapter = Config(model=where, loss=case.loss, critic=case.critic), case.lora if case.lora.enabled else None
     value = critic.make(config, models_[0], ranks, compute, adapter)
-    optimizer = make_optimizer(models_[0], OPTIM, None if value is None else value.module)
+    optimizer = make_optimizer(models_[0], case.optim, None if value is None else value.module)
     reference = models_[0] if case.lora.enabled else models_[1].requires_grad_(False)
     return Learner(
         models_[0],
         reference if case.loss.has_reference else None,
         optimizer,
         case.loss,
-        OPTIM,
+        case.optim,
         ranks,
         0.8,
         9,

@@ -196,9 +196,10 @@ def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("trunk", ["own", "shared"])
-def test_a_run_resumes_bit_for_bit(root, prompts, tmp_path, trunk):
+@pytest.mark.parametrize(("trunk", "algorithm"), [("own", "adamw"), ("shared", "adamw"), ("own", "muon")])
+def test_a_run_resumes_bit_for_bit(root, prompts, tmp_path, trunk, algorithm):
     more = ("--critic.trunk", trunk, "--critic.warmup_steps", "2", "--loss.epochs", "2", "--loss.kl_in", "reward")
+    more += ("--optim.algorithm", algorithm, "--optim.weight_decay", "0.1")
     assert train.main(arguments(root, tmp_path / "whole", "--train.steps", "6", *more)) == 0
     assert train.main(arguments(root, tmp_path / "halves", "--train.steps", "3", *more)) == 0
     assert train.main(arguments(root, tmp_path / "halves", "--train.steps", "6", *more)) == 0

@@ -180,6 +180,8 @@ def test_a_run_continues_an_adapter(work, capsys):
     assert "is not an adapter in PEFT's format" in capsys.readouterr().err
     assert train.main(run_of(work, "none", lora__target_modules="c_attn")) == 1
     assert "a llama model has no linear layer 'c_attn'" in capsys.readouterr().err
+    assert train.main(run_of(work, "none", optim__algorithm="muon")) == 1
+    assert "'muon' trains the matrices that adapters freeze; use 'adamw'" in capsys.readouterr().err
 
 
 # --- offline algorithms, reward and value models ----------------------------------------------------------------------

@@ -77,12 +77,13 @@ VARIANTS = {
     "all at once": {"train__micro_batch_tokens": 10**6},
     "activation checkpointing": {"model__activation_checkpointing": True},
 }
+MUON = {"optim__algorithm": "muon", "optim__weight_decay": 0.1}
 LOSS = {"loss__margin": 0.2, "loss__centering": 0.05, "data__margin_column": "lead", "optim__max_grad_norm": 0.5}
 
 
 def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
     """Metrics of five updates, the scores before and after them, and the parameters."""
-    changes = dict(VARIANTS[name])
+    changes = dict(VARIANTS.get(name, MUON))
     more = ["--model.activation-checkpointing"] if changes.pop("model__activation_checkpointing", False) else []
     cfg = from_arguments(arguments(work, "none", *more, model=model, **LOSS, **changes)[1:])
     run = training.build(cfg, ranks)
@@ -97,7 +98,7 @@ def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
     return stats, found, full_tensors(run.model)
 
 
-CURVES = [("plain", "llama"), ("one pair at a time", "gpt2"), ("activation checkpointing", "llama")]
+CURVES = [("plain", "llama"), ("one pair at a time", "gpt2"), ("activation checkpointing", "llama"), ("muon", "llama")]
 
 
 def in_a_rank(rank: int, work: Path) -> None:

@@ -781,7 +781,11 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(work, capsys, monkeypatch
     parameters = sum(p.numel() for p in decoder.build(decoder.read_config(work / "model")).parameters())
     assert f"{parameters:,} parameters" in shown
     assert "4 prompts x 4 samples = 16 completions of up to 10 tokens, 16 per rank; 6 optimiser steps" in shown
-    assert "30 steps, 12.0 epochs; learning rate 0.01, constant schedule" in shown
+    assert "30 steps, 12.0 epochs; learning rate 0.01, constant schedule; AdamW" in shown
+    assert train.main([*options, "--optim.algorithm", "muon", "--dry-run"]) == 0
+    muon = " ".join(capsys.readouterr().out.split())
+    assert "learning rate 0.01, constant schedule; Muon for the matrices of the blocks (momentum 0.95, 5" in muon
+    assert "parameters + gradients + Muon" in muon
     assert "maximise 1 bon:4(short) + 1 bon:4(digest) - 0.05 KL" in shown
     assert sorted(work.iterdir()) == before
 

@@ -451,6 +451,7 @@ def test_no_prompt_is_on_both_sides(work):
         ({"loss__gamma": -0.5}, "loss.gamma = -0.5: allowed is in [0, 1]"),
         ({"train__completions": 0}, "train.completions = 0: allowed is >= 1"),
         ({"train__epochs": 0}, "train.epochs = 0"),
+        ({"optim__algorithm": "muon", "train__head_only": True}, "allowed is 'adamw' with train.head_only"),
         ({"evaluation__prompts": -1}, "evaluation.prompts = -1"),
         ({"data__max_length": 65}, "data.max_length = 65"),
         ({"data__max_length": 2}, "no completion to train on in"),

@@ -126,8 +126,8 @@ def learner_step(folder: Path, device: str, start: Any) -> Step:
     )
     ref = learner.reference_logprobs(rollout)
     metrics = learner.update(rollout, advantages, step=0, lr=LR, beta=BETA, ref_logprobs=ref)
-    values = {name: parameter.detach().double().cpu() for name, parameter in policy.named_parameters()}
-    after = hf_weights.state_for_export(values, policy.shape, tensor_map(policy.shape))
+    values = ((name, parameter.detach().double().cpu()) for name, parameter in policy.named_parameters())
+    after = dict(hf_weights.all_stored(values, policy.shape, tensor_map(policy.shape)))
     return Step(metrics["loss"], metrics["grad_norm"], changes(start, after))
 
 

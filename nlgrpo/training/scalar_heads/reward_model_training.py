@@ -194,7 +194,7 @@ def plan(run: RewardModelTrainer) -> Table:
         "texts": f"up to {run.max_length} tokens; {_padding(run)}",
         "loss": " + ".join(terms),
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.pairs} pairs, {cfg.train.epochs:g} epochs; "
-        f"learning rate {cfg.optim.lr:g}, {cfg.optim.schedule} schedule",
+        f"{cfg.optim.description}",
         "folder": str(run.folder),
     }
     return named_lines("plan", rows)

@@ -3,7 +3,7 @@
 evaluate on held-out examples
 for rows in epochs:            # reshuffled every epoch
     loss       = mean over the pairs, or over the prefixes of completions, of all ranks
-    parameters <- AdamW
+    parameters <- AdamW or Muon
 evaluate on held-out examples
 """
 

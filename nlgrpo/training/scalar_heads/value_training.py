@@ -298,7 +298,7 @@ def plan(run: ValueTrainer) -> Table:
         "loss": "cross-entropy of sigmoid(V)" if cfg.loss.kind == "bce" else "(V - target)^2",
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.completions} completions, "
         f"{cfg.train.epochs:g} epochs; {'the head alone; ' * cfg.train.head_only}"
-        f"learning rate {cfg.optim.lr:g}, {cfg.optim.schedule} schedule",
+        f"{cfg.optim.description}",
         "folder": str(run.folder),
     }
     return named_lines("plan", rows)

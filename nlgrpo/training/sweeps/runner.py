@@ -1,4 +1,4 @@
-"""Run the points of a sweep, each in its own process and folder."""
+"""Run the points of a sweep, each in its own process or job, and folder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import shlex
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +17,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
 from nlgrpo.config import grid
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.schema import Config, differences, to_dict
@@ -29,6 +24,7 @@ from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.timing import StopSignal
 from nlgrpo.training.run_folder import completed
 from nlgrpo.training.sweeps import state as sweep_state
+from nlgrpo.training.sweeps.launchers import JOBS, Launcher, Running
 from nlgrpo.training.sweeps.state import Point, State, SweepState
 
 LOCK = "sweep.lock"
@@ -52,7 +48,7 @@ def _base(setting: Setting) -> dict[str, Any]:
 def check_usable(folder: Path) -> None:
     """Raise ValueError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
     if folder.exists() and not (folder / sweep_state.FILE).exists():
-        empty = {LOCK, f"{sweep_state.FILE}.tmp", "logs"}
+        empty = {LOCK, f"{sweep_state.FILE}.tmp", "logs", JOBS}
         if not (folder.is_dir() and {path.name for path in folder.iterdir()} <= empty):
             raise ValueError(f"{folder} exists but holds no sweep; choose another folder with --out")
 
@@ -75,7 +71,9 @@ def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[P
     for point in manifest.points:  # a run's folder is more recent than the manifest
         if point.finished():
             point.state = "done"
-        elif point.state in ("running", "done"):
+        elif point.job and point.state in ("queued", "running"):
+            continue  # a job runs without the sweep
+        elif point.state in ("queued", "running", "done"):
             point.state = "stopped" if point.folder.exists() else "waiting"
     return manifest, wanted
 
@@ -109,12 +107,11 @@ def locked(folder: Path) -> Iterator[int]:
 
 @dataclass
 class SweepRunner:
-    """Runs the points of a manifest, ``jobs`` at a time, with one thread per running process."""
+    """Runs the points of a manifest, ``jobs`` at a time, with one thread per running one."""
 
     manifest: SweepState
-    ranks: int
+    launcher: Launcher
     jobs: int
-    lock: int  # descriptor of the folder's lock, which every run inherits
     stop: StopSignal = field(default_factory=StopSignal)
     insisted: bool = False  # a second Ctrl-C was received
     broken: bool = False  # an error that ends the whole sweep
@@ -160,21 +157,25 @@ class SweepRunner:
 
     def _run(self, setting: Setting, point: Point, slot: int) -> None:
         """Run one point to its end, or until it has saved a checkpoint after a signal."""
-        self._note(point, "running")
-        start = time.monotonic()
-        line = command(["train", *setting.arguments, f"--train.out={point.folder}"], self.ranks)
-        with point.log.open("ab") as log:
-            log.write(f"$ {shlex.join(line)}\n".encode())
-            log.flush()
-            first = log.tell()
-            status = self._wait(line, log.fileno(), _environment(slot, self.ranks, self.jobs))
+        arguments = ["train", *setting.arguments, f"--train.out={point.folder}"]
+        start, again = time.monotonic(), True
+        while again:
+            first = point.log.stat().st_size if point.log.exists() else 0
+            run = self.launcher.start(arguments, point, slot)
+            point.job = run.job
+            status = self._wait(run, point)
+            preempted = status == -signal.SIGTERM and not (self.stop.received or self.broken)
+            again = self.launcher.resubmits and preempted and not point.finished()
+            if again:
+                self._note(point, "stopped", status)
+                say(f"{point.name}: job {run.job} was stopped from outside; submitted again")
         point.seconds = round(point.seconds + time.monotonic() - start, 1)
         if point.finished():
             self._note(point, "done", status)
         elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # stopped on purpose
             self._note(point, "stopped", status)
         else:
-            error = _error(point, status, first)
+            error = run.failure() or _error(point, status, first)
             full = any(text in error for text in FULL)
             self._note(point, "stopped" if full else "failed", status, error)
             if full:
@@ -185,57 +186,23 @@ class SweepRunner:
             point.state, point.status, point.error = state, status, error
             self.manifest.write()
 
-    def _wait(self, line: Sequence[str], log: int, environment: Mapping[str, str]) -> int:
-        """Run a process and return its exit status. Sends it SIGTERM when the sweep stops, and again if insisted.
-
-        The process has its own session: a Ctrl-C goes to the terminal's whole process group, and the ranks of a
-        torchrun would get it twice.
-        """
-        child = subprocess.Popen(
-            line,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=[self.lock],
-            start_new_session=True,
-        )
-        signals_sent = 0
-        while child.poll() is None:
-            if signals_sent < (self.stop.received or self.broken) + self.insisted:
-                child.terminate()
-                signals_sent += 1
-            time.sleep(0.05)
-        return child.wait()
+    def _wait(self, run: Running, point: Point) -> int:
+        """Return the exit status of a run at its end. Stops it when the sweep stops, and again if insisted."""
+        stops = 0
+        self._note(point, run.state())
+        while (status := run.poll()) is None:
+            if stops < (self.stop.received or self.broken) + self.insisted:
+                run.stop()
+                stops += 1
+            if run.state() != point.state:
+                self._note(point, run.state())
+            time.sleep(self.launcher.interval)
+        return status
 
 
 def to_run(points: Sequence[Point], retry: bool) -> list[Point]:
     passed = ("done",) if retry else ("done", "failed")
     return [point for point in points if point.state not in passed]
-
-
-def command(arguments: Sequence[str], ranks: int) -> list[str]:
-    """Command line that runs `nlgrpo` with these arguments, under torchrun if there are several ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments]
-
-
-def _environment(slot: int, ranks: int, jobs: int) -> dict[str, str]:
-    """Environment of the run in one of ``jobs`` slots; several slots get their own GPUs and a share of the cores."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # keeps output and errors in order in the log
-    if not {"", os.getcwd()} & set(sys.path):  # else `python -m` would put this folder on the path
-        environment["PYTHONSAFEPATH"] = "1"
-    if jobs > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // (jobs * ranks)))
-        if gpus := visible_gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * ranks : (slot + 1) * ranks])
-    return environment
-
-
-def visible_gpus() -> list[str]:
-    """Names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
 
 
 def _error(point: Point, status: int, first: int) -> str:
@@ -247,6 +214,14 @@ def _error(point: Point, status: int, first: int) -> str:
         lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("error:")]
     return (named or lines or [f"exit status {status} without output"])[-1]
+
+
+def last_lines(point: Point, count: int = 5) -> list[str]:
+    """The last lines of a point's log that are not empty."""
+    if not point.log.exists():
+        return []
+    lines = point.log.read_bytes()[-10_000:].decode("utf-8", "replace").splitlines()
+    return [line for line in lines if line.strip()][-count:]
 
 
 def say(line: str) -> None:

@@ -13,7 +13,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.runtime.atomic_files import atomic_write
 
 FILE = "sweep.json"
-State = Literal["waiting", "running", "done", "failed", "stopped"]
+State = Literal["waiting", "queued", "running", "done", "failed", "stopped"]
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Point:
     status: int | None = None  # exit status, negative for the signal that killed it
     seconds: float = 0.0  # total time of the processes whose end the sweep saw
     error: str = ""  # last line of the error message
+    job: str = ""  # id of its latest job on a cluster
 
     @property
     def name(self) -> str:
@@ -84,6 +85,6 @@ def _point(folder: Path, values: Mapping[str, Any]) -> Point:
     point = Point(**{**values, "folder": folder / name})
     if point.state not in get_args(State) or not isinstance(point.overrides, dict):
         raise ValueError(f"{name} has an invalid state {point.state!r} or invalid values {point.overrides!r}")
-    if not isinstance(point.seconds, int | float) or not isinstance(point.error, str):
+    if not isinstance(point.seconds, int | float) or not isinstance(point.error + point.job, str):
         raise ValueError(f"{name} has invalid seconds {point.seconds!r} or an invalid error {point.error!r}")
     return point
