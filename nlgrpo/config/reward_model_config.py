@@ -14,6 +14,7 @@ from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import SPLIT, lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime.distributed import ParallelConfig
 
 ABOUT = """Train a reward model on preference pairs: nlgrpo reward-model train [file.toml] [--section.key value ...]
 
@@ -79,6 +80,7 @@ class RewardModelConfig:
     """Name of the run."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, schedule="cosine"))

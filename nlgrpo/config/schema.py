@@ -18,6 +18,7 @@ import tyro
 from nlgrpo.config.optim_config import OptimConfig
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
+from nlgrpo.runtime.distributed import ParallelConfig
 
 AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
 
@@ -294,6 +295,7 @@ class Config:
     """Name of the recipe that the configuration started from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)

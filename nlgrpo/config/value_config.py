@@ -16,6 +16,7 @@ from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
+from nlgrpo.runtime.distributed import ParallelConfig
 
 ABOUT = """Fit a value model to the final rewards of completions, on every prefix: nlgrpo value train [file.toml] ..
 
@@ -84,6 +85,7 @@ class ValueConfig:
     """Name of the run."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: RolloutsConfig = field(default_factory=RolloutsConfig)
     loss: RegressionConfig = field(default_factory=RegressionConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)

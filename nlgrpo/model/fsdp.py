@@ -6,12 +6,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -19,10 +21,17 @@ from nlgrpo.model import lora, shards
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
-from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 
 
-def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
+def _mesh(device: str, replicate: int, world: int) -> DeviceMesh:
+    """Mesh of the ranks; those of one replica are consecutive, as the ranks of a node are. Collective."""
+    if replicate == 1:
+        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: Decoder, ranks: Ranks, compute: torch.dtype, parallel: ParallelConfig | None = None) -> Decoder:
     """Shard parameters, gradients and optimiser state over the ranks, block by block, in place.
 
     The sharded parameters keep their dtype: they are the master weights of a model that computes in ``compute``.
@@ -35,17 +44,22 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype) -> Decoder:
         return model
     reduce = torch.float64 if stored == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    parallel = parallel or ParallelConfig()
+    mesh = _mesh(ranks.device.type, parallel.replicate, ranks.world)
+    apply = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        apply(block)
+    apply(model)
     return model
 
 
-def prepare(model: Decoder, *, adapter: LoraConfig | None, ranks: Ranks, compute: torch.dtype) -> Decoder:
+def prepare(
+    model: Decoder, *, adapter: LoraConfig | None, ranks: Ranks, compute: torch.dtype, parallel: ParallelConfig
+) -> Decoder:
     """Attach adapters, if any, and shard, in place: what is done to the blueprint of a model that is trained."""
     if adapter is not None:
         lora.attach(model, adapter, compute)
-    return shard(model, ranks, compute)
+    return shard(model, ranks, compute, parallel)
 
 
 @contextmanager

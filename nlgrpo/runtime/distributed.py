@@ -81,6 +81,25 @@ class Ranks:
         return slice(self.rank * total // self.world, (self.rank + 1) * total // self.world)
 
 
+@dataclass
+class ParallelConfig:
+    """How models are sharded over the ranks."""
+
+    replicate: int = 1
+    """Number of replicas of the sharded models (HSDP), such as the number of nodes: each replica is sharded over
+    ranks / replicate ranks, so parameters are gathered within a replica, and only gradients are summed over replicas.
+    1: every model is sharded over all ranks."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a block after its forward pass, and gather them again in the backward pass. false
+    keeps them: less communication, and the memory of the whole model in the compute dtype."""
+
+    def faults(self, world: int) -> list[str]:
+        """List the values that do not fit ``world`` ranks."""
+        if self.replicate >= 1 and world % self.replicate == 0:
+            return []
+        return [f"parallel.replicate = {self.replicate}: allowed is a divisor of the number of ranks, {world}"]
+
+
 @contextmanager
 def start() -> Iterator[Ranks]:
     """Context that joins torchrun's process group (NCCL on GPUs, gloo on CPUs) and leaves it at the end.

@@ -151,7 +151,7 @@ def make(
     path, seed = cfg.critic.path or cfg.model.path, cfg.train.seed
     if adapter is not None:
         adapter = replace(adapter, modules_to_save=(), path="")
-    sharded = partial(prepare, adapter=adapter, ranks=ranks, compute=compute)
+    sharded = partial(prepare, adapter=adapter, ranks=ranks, compute=compute, parallel=cfg.parallel)
     model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if not trained:
         _zero(reward_model.head_of(model))

@@ -31,12 +31,13 @@ ONLINE = (
 def memory(run: Run) -> dict[str, float]:
     """Estimate the memory of one rank in bytes, by use, from shapes; without allocator overhead and libraries."""
     cfg, shape, world = run.config, run.shape, run.ranks.world
+    shards = world // cfg.parallel.replicate
     count, adapter = shape.parameters, run.adapter
     stored, compute = master_dtype(run.compute).itemsize, run.compute.itemsize
     trained = count if adapter is None else lora.count(adapter, shape)
     muon = cfg.optim.algorithm == "muon"
     values = 4 * trained - (shape.matrices if muon else 0)  # Muon has one moment, Adam two
-    model = (values * stored + (count * compute if adapter is not None else 0)) / world
+    model = (values * stored + (count * compute if adapter is not None else 0)) / shards
     rows = max(cfg.rollout.samples, min(cfg.rollout.max_rows, cfg.rollout.prompts * cfg.rollout.samples // world))
     prompt = max(map(len, run.prompts.ids))
     columns = min(shape.context, prompt + cfg.rollout.max_new_tokens)
@@ -49,9 +50,9 @@ def memory(run: Run) -> dict[str, float]:
     return {
         f"parameters + gradients + {optimizer}": model,
         f"critic + gradients + {optimizer}": model if _has_own_critic(cfg) else 0,
-        "reference": count * compute / world if cfg.loss.has_reference and adapter is None else 0,
+        "reference": count * compute / shards if cfg.loss.has_reference and adapter is None else 0,
         "reward models": sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
-        "unsharded parameters while sampling": count * compute if compute != stored or world > 1 else 0,
+        "unsharded parameters while sampling": count * compute if compute != stored or shards > 1 else 0,
         "KV cache": 2 * shape.layers * cached * shape.kv_heads * shape.head_dim * compute,
         "activations": tokens * shape.width * shape.layers * per_layer * compute,
         "logits": 3 * min(tokens * shape.vocab * 4, BLOCK_BYTES[run.ranks.device.type]),

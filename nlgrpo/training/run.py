@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from nlgrpo.training.reference_rewards import ReferenceRewards
 # Keys that may change when a run resumes: its length, and what it saves and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
-        "evaluation.prompts", "evaluation.samples", "evaluation.ns")  # fmt: skip
+        "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
+        "parallel.reshard_after_forward")  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
 WRITTEN = (
@@ -192,7 +193,7 @@ class Run:
         if cfg.loss.has_reference and cfg.lora.enabled:
             reference = model
         elif cfg.loss.has_reference:
-            sharded = partial(prepare, adapter=None, ranks=self.ranks, compute=self.compute)
+            sharded = self._sharded(None)
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.requires_grad_(False).configure(compiled=cfg.model.compile)
         value = critic.make(cfg, model, self.ranks, self.compute, self.adapter)
@@ -210,9 +211,13 @@ class Run:
             seed=cfg.train.seed,
         )
 
+    def _sharded(self, adapter: LoraConfig | None) -> Callable[[Decoder], Decoder]:
+        parallel = self.config.parallel
+        return partial(prepare, adapter=adapter, ranks=self.ranks, compute=self.compute, parallel=parallel)
+
     def _policy(self) -> Decoder:
         """Load the policy, and give its adapters their first values."""
-        sharded = partial(prepare, adapter=self.adapter, ranks=self.ranks, compute=self.compute)
+        sharded = self._sharded(self.adapter)
         stored = master_dtype(self.compute)
         model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
         if self.adapter is not None:

@@ -15,7 +15,7 @@ from nlgrpo.model.fsdp import gathered, shard
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.runtime.device import MicroBatchLimit
-from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.training import critic, offline
 from nlgrpo.training.learner import Learner, make_optimizer
 
@@ -73,7 +73,9 @@ def part_of(rollout: Rollout, part: slice) -> Rollout:
     return Rollout(rollout.prompt_ids[part], *tensors)
 
 
-def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=torch.float64) -> Learner:
+def make_learner(
+    root, case: Case, ranks: Ranks, dtype=torch.float64, compute=torch.float64, parallel=ParallelConfig()
+) -> Learner:
     models_ = []
     for name in ("policy", "reference"):
         model = decoder.load(root / f"{case.family}-{name}", dtype=dtype)
@@ -81,9 +83,10 @@ def make_learner(root, case: Case, ranks: Ranks, dtype=torch.float64, compute=to
         if case.lora.enabled:
             lora.attach(model, case.lora, compute)
             adapters.begin(model, case.lora, seed=5)
-        models_.append(shard(model, ranks, compute))
+        models_.append(shard(model, ranks, compute, parallel))
     where = ModelConfig(str(root / f"{case.family}-policy"))
-    config, adapter = Config(model=where, loss=case.loss, critic=case.critic), case.lora if case.lora.enabled else None
+    config = Config(model=where, loss=case.loss, critic=case.critic, parallel=parallel)
+    adapter = case.lora if case.lora.enabled else None
     value = critic.make(config, models_[0], ranks, compute, adapter)
     optimizer = make_optimizer(models_[0], case.optim, None if value is None else value.module)
     reference = models_[0] if case.lora.enabled else models_[1].requires_grad_(False)
@@ -200,6 +203,65 @@ def test_one_rank_needs_no_process_group():
     assert found["share"] == [slice(0, 4), slice(0, 6)]
 
 
+HYBRID = {
+    "replicas": ("one step", ParallelConfig(replicate=2)),
+    "replicas with a critic": ("a critic", ParallelConfig(replicate=2)),
+    "replicas with adapters": ("adapters", ParallelConfig(replicate=2)),
+    "replicas with Muon": ("muon", ParallelConfig(replicate=2)),
+    "parameters are kept": ("one step", ParallelConfig(reshard_after_forward=False)),
+}
+
+
+def work_of_four(rank: int, root) -> None:
+    ranks, results = Ranks(rank, 4, CPU), {}
+    for name, (case, parallel) in HYBRID.items():
+        results[name] = updated(root, CASES[case], ranks, parallel=parallel)
+    learner = make_learner(root, CASES["one step"], ranks, parallel=ParallelConfig(replicate=2))
+    results["rows"] = len(learner.model.embed.weight.to_local()), len(learner.reference.embed.weight.to_local())
+    results["sampled"] = sampled(learner.model, ranks.share(4)).completion_ids()
+    torch.save(results, root / f"four-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def four(root):
+    """Results of four ranks in two replicas."""
+    run_ranks(work_of_four, root, ranks=4)
+    return [torch.load(root / f"four-{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_two_replicas_of_two_ranks_compute_the_update_of_one(root, four, name):
+    truth, parameters, _ = updated(root, CASES[HYBRID[name][0]], Ranks(0, 1, CPU))
+    for found in four:
+        assert_same(found[name], truth, parameters)
+
+
+def test_replicas_hold_half_of_the_rows_and_sample_the_same(root, four):
+    model = decoder.load(root / "llama-policy", dtype=torch.float64)
+    rows = len(model.embed.weight) // 2
+    assert [found["rows"] for found in four] == [(rows, rows)] * 4
+    truth = sampled(model, slice(None)).completion_ids()
+    assert [ids for found in four for ids in found["sampled"]] == truth
+
+
+def test_the_number_of_replicas_divides_the_number_of_ranks():
+    assert ParallelConfig(replicate=2).faults(4) == []
+    for replicate, world in ((3, 4), (0, 4), (-2, 4), (8, 4)):
+        (fault,) = ParallelConfig(replicate=replicate).faults(world)
+        assert f"parallel.replicate = {replicate}: allowed is a divisor of the number of ranks, {world}" in fault
+
+
+def assert_same(found, truth, parameters):
+    stats, whole, _ = found
+    for ours, theirs in zip(stats, truth, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+    assert whole.keys() == parameters.keys()
+    for key, value in parameters.items():
+        torch.testing.assert_close(whole[key], value, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_the_update_of_one(root, two, name):
     truth, parameters, _ = updated(root, CASES[name], Ranks(0, 1, CPU))
@@ -208,14 +270,7 @@ def test_two_ranks_compute_the_update_of_one(root, two, name):
         trained = not CASES[name].lora.enabled or lora.is_adapter(k) or k == "critic.head.weight"
         assert bool((parameters[k] != start[k]).any()) == trained, k
     for found in two:
-        stats, whole, _ = found["updates"][name]
-        for ours, theirs in zip(stats, truth, strict=True):
-            assert ours.keys() == theirs.keys()
-            for key, value in theirs.items():
-                assert ours[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
-        assert whole.keys() == parameters.keys()
-        for key, value in parameters.items():
-            torch.testing.assert_close(whole[key], value, rtol=1e-9, atol=1e-11)
+        assert_same(found["updates"][name], truth, parameters)
     assert two[0]["updates"][name][0] == two[1]["updates"][name][0]  # bit for bit, so both ranks decide alike
 
 

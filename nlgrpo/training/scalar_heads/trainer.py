@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
+from nlgrpo.config.validate import refuse
 from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
@@ -36,7 +37,7 @@ from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, save_on_f
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
-from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation
 from nlgrpo.training import metrics, run_folder
@@ -44,7 +45,8 @@ from nlgrpo.training.learner import learning_rate, make_optimizer
 
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
-        "train.micro_batch_tokens", "model.compile", "evaluation.every")  # fmt: skip
+        "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
+        "parallel.reshard_after_forward")  # fmt: skip
 
 
 class Evaluated(Protocol):
@@ -58,6 +60,8 @@ class TrainerConfig(Protocol):
     def model(self) -> ModelConfig: ...
     @property
     def lora(self) -> LoraConfig: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
     @property
     def optim(self) -> OptimConfig: ...
     @property
@@ -253,8 +257,9 @@ def max_length(model: str, requested: int | None) -> int:
 def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
     """Load and shard the model; returns the fields of a `Trainer` without examples. Raises as `reward_model.load`."""
     path, compute = cfg.model.path, compute_dtype(cfg.model.dtype, ranks.device)
+    refuse(cfg.parallel.faults(ranks.world))
     adapter = adapters.resolve(cfg.lora, shape_of(decoder.read_config(reward_model.locate(path)[0])))
-    sharded = partial(fsdp.prepare, adapter=adapter, ranks=ranks, compute=compute)
+    sharded = partial(fsdp.prepare, adapter=adapter, ranks=ranks, compute=compute, parallel=cfg.parallel)
     stored, seed = master_dtype(compute), cfg.train.seed
     model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if adapter is not None:
