@@ -243,7 +243,8 @@ def findings(found: Mapping[str, Sequence[Curve]], reference: Reference, measure
         claims += [(quantity, one, "identity") for one in ("exp:10", "bon_fp", "rank")] + [(quantity, "bon", "grpo")]
     claims += [("best4", "ppo/exp:10", "ppo/identity"), ("best4", "ppo/bon_fp", "ppo/identity")]
     claims += [("single", "vbon", other) for other in found if other not in ("vbon", "exp:-10")]
-    claims += [("single", "ppo/vbon", "ppo"), ("single", "ppo/vbon", "ppo/vbon:bound"), ("single", "dpo/all", "dpo")]
+    claims += [("single", "ppo/vbon", other) for other in ("ppo", "grpo", "ppo/identity", "ppo/vbon:bound")]
+    claims += [("single", "dpo/all", "dpo")]
     if reference.gold is not None:
         claims += [
             ("gold_best4", one, other) for one, other in (("bon", "grpo"), ("exp:10", "identity"), ("ppo", "grpo"))
