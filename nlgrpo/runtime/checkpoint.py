@@ -3,7 +3,7 @@
 A folder of checkpoints belongs to one run and is visible to all ranks. The checkpoint ``step-00000012`` holds
 
     *.distcp, .metadata    tensors of the model and the optimiser, saved sharded by torch.distributed.checkpoint
-    state.json             state of the run, the optimiser's settings by parameter group, and the frozen parameters
+    state.json             state of the run, the optimiser's settings by parameter group, and what was left out
     rng-00000.json ..      random generators of each rank
     manifest.json          size and SHA-256 of every other file
 
@@ -14,7 +14,7 @@ checkpoint complete or absent. Hidden folders are not checkpoints:
     .old        being replaced       renamed back if its successor does not exist, otherwise removed
     .gone       being deleted        removed
 
-Frozen parameters (beside adapters or a head) are not saved: they are those of the model that the run started from.
+With ``trained_only``, frozen parameters are left out: beside adapters, they are those of the model at the start.
 
 Tensors are loaded with ``weights_only`` and the rest as JSON. The exception is ``.metadata``, which
 torch.distributed.checkpoint stores as a pickle: load checkpoints only from people whose programs you would run.
@@ -69,6 +69,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keep: int = 2,
+    trained_only: bool = False,
 ) -> Path:
     """Save checkpoint ``step`` and return its path. Every rank calls it.
 
@@ -83,8 +84,8 @@ def save(
     folder, rank = Path(folder), _rank()
     target = folder / f"step-{step:08d}"
     partial = folder / f".{target.name}.partial"
-    tensors = _all_tensors(model, optimizer)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    tensors = _all_tensors(model, optimizer, trained_only)
+    frozen = [name for name, p in model.named_parameters() if trained_only and not p.requires_grad]
     text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer), "frozen": frozen})
     try:
         _on_all(folder, lambda: _begin(partial) if rank == 0 else None)
@@ -110,7 +111,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if path is None:
         return None
     saved = json.loads((path / "state.json").read_text())
-    _restore(path, model, optimizer, saved["param_groups"])
+    _restore(path, model, optimizer, saved["param_groups"], trained_only=bool(saved.get("frozen")))
     _restore_random_state(path)
     return saved["state"]
 
@@ -323,9 +324,9 @@ def _to_json(value: dict[str, Any]) -> str:
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _model_tensors(model: nn.Module) -> Tensors:
-    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    return _only_tensors({f"model/{name}": value for name, value in trained.items()})
+def _model_tensors(model: nn.Module, trained_only: bool) -> Tensors:
+    values = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=trained_only))
+    return _only_tensors({f"model/{name}": value for name, value in values.items()})
 
 
 def _optimizer_tensors(states: dict[str, Any]) -> Tensors:
@@ -341,11 +342,11 @@ def _only_tensors(named: dict[str, Any]) -> Tensors:
     return named
 
 
-def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, trained_only: bool) -> Tensors:
     if not optimizer.state:  # get_optimizer_state_dict would create it with a step of size 0, which AdamW counts
-        return _model_tensors(model)
+        return _model_tensors(model, trained_only)
     states: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    return _model_tensors(model) | _optimizer_tensors(states["state"])
+    return _model_tensors(model, trained_only) | _optimizer_tensors(states["state"])
 
 
 def _param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -361,10 +362,12 @@ def _param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[di
     ]
 
 
-def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+def _restore(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], *, trained_only: bool
+) -> None:
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     moments = {name: entry for name, entry in stored.items() if name.startswith("optimizer/")}
-    tensors = _model_tensors(model)
+    tensors = _model_tensors(model, trained_only)
     _check_fit(path, tensors, {name: entry for name, entry in stored.items() if name not in moments})
     if [group["params"] for group in _param_groups(model, optimizer)] != [group["params"] for group in groups]:
         raise ValueError(f"{path} has different parameter groups of the optimiser; resume with the same groups.")
@@ -373,8 +376,8 @@ def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gro
     with single_process_is_fine():
         everything = tensors | _optimizer_tensors(states["state"])
         dcp.load(everything, storage_reader=dcp.FileSystemReader(path), no_dist=_ranks() == 1)
-    trained: dict[str, Any] = {name.removeprefix("model/"): value for name, value in tensors.items()}
-    set_model_state_dict(model, trained, options=StateDictOptions(strict=False))
+    values: dict[str, Any] = {name.removeprefix("model/"): value for name, value in tensors.items()}
+    set_model_state_dict(model, values, options=StateDictOptions(strict=not trained_only))
     if moments:
         set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(strict=False))
     _restore_settings(optimizer, groups)

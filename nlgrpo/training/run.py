@@ -230,7 +230,13 @@ class Run:
         folder = self.folder / "checkpoints"
         keep = self.config.train.keep_checkpoints
         checkpoint.save(
-            folder, self.progress.step, model=learner.trained, optimizer=learner.optimizer, state=state, keep=keep
+            folder,
+            self.progress.step,
+            model=learner.trained,
+            optimizer=learner.optimizer,
+            state=state,
+            keep=keep,
+            trained_only=self.adapter is not None,
         )
 
     def restore(self, learner: Learner) -> bool:

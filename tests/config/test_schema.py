@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_created_ends_with_a_message(tmp_path, capsys):
         ("[train]\nprompts = 3", "did you mean 'rollout.prompts' or 'evaluation.prompts'?"),
         ("[rewards.x]\nfuncton = 'f'", "unknown key 'rewards.x.functon'; did you mean 'rewards.x.function'?"),
         ("[optim]\nzzzzz = 1", "unknown key 'optim.zzzzz'; known keys: optim.algorithm, optim.lr, optim.schedule"),
-        ("zzzzz = 1", "known keys: recipe, model, data"),
+        ("zzzzz = 1", "known keys: recipe, model, lora, parallel, data"),
         ("recipe = 'lenght-bon'", "unknown recipe 'lenght-bon'; did you mean 'length-bon'?"),
         ("recipe = 3", "recipe = 3: expected str"),
         ("model = 3", "model must be a table, got 3"),

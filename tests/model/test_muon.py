@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import test_decoder
 import torch
-from helpers import run_ranks
+from helpers import full_tensors, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nlgrpo.config.schema import OptimConfig
 from nlgrpo.model import decoder
-from nlgrpo.model.fsdp import full_parameters, shard
+from nlgrpo.model.fsdp import shard
 from nlgrpo.model.muon import COEFFICIENTS, Muon, block_matrices, lr_factor, orthogonalize
 from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.distributed import Ranks
@@ -184,7 +184,7 @@ def steps(model, optimizer, ranks, numbers):
             p.grad = grad
         optimizer.step()
         optimizer.zero_grad()
-    return full_parameters(model, torch.float64)
+    return full_tensors(model)
 
 
 def on_rank(rank, folder, world):
@@ -204,7 +204,7 @@ def test_ranks_equal_one_and_resume_bit_for_bit(tmp_path, world):
     on_rank(0, tmp_path, 1)
     run_ranks(partial(on_rank, folder=tmp_path, world=world), ranks=world)
     truth = torch.load(tmp_path / "whole-1-0.pt")
-    begun = full_parameters(start(Ranks(0, 1, CPU))[0], torch.float64)
+    begun = full_tensors(start(Ranks(0, 1, CPU))[0])
     assert all((truth[name] != begun[name]).any() for name in truth)
     assert_equal(torch.load(tmp_path / "saved-1-loaded-1-0.pt"), truth, exact=True)
     for rank in range(world):

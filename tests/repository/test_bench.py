@@ -82,6 +82,15 @@ def test_quick_engine_ends_with_json():
     assert 0 < row["cache_mib"] < row["copies_mib"]
 
 
+def test_the_lora_benchmark_runs():
+    done = run("bench_lora.py", "--quick", "--threads", "1")
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["model"] == "3.7M"
+    full, adapted = row["sides"]["all weights"], row["sides"]["LoRA"]
+    assert adapted["peak_mib"] < full["peak_mib"]  # three copies of 14 MiB less: the reference and two moments
+    assert 0 < row["ratios"]["step_seconds"] < 5
+
+
 def test_the_engine_benchmark_names_a_python_without_vllm():
     done = run("bench_engine.py", "--quick", "--vllm", "/bin/false")
     assert done.returncode != 0

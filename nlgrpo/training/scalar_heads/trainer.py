@@ -197,7 +197,15 @@ class Trainer(ABC):
         state = vars(self.progress) | {"config": asdict(self.config)}
         folder, keep = self.folder / "checkpoints", self.config.train.keep_checkpoints
         check_finite(self.model, self.ranks, TOO_LARGE)
-        checkpoint.save(folder, self.progress.step, model=self.model, optimizer=self.optimizer, state=state, keep=keep)
+        checkpoint.save(
+            folder,
+            self.progress.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=state,
+            keep=keep,
+            trained_only=self.adapter is not None,
+        )
 
     def restore(self) -> bool:
         """Load the newest complete checkpoint; returns False if there is none."""
