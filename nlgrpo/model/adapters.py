@@ -31,6 +31,7 @@ SCORES = (SCORE, "classifier")  # modules that PEFT saves with a classifier's ad
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # the others change the base weights
     "use_dora": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),

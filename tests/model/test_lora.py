@@ -302,6 +302,7 @@ def test_two_ranks_equal_one(compute, base, tmp_path):
     [
         ({"peft_type": "LOHA"}, "peft_type = 'LOHA' is not supported"),
         ({"use_dora": True}, "use_dora = True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported; expected True"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"r": 0}, "r = 0"),
