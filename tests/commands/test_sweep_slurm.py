@@ -279,6 +279,6 @@ def test_runs_of_two_nodes_train(tmp_path, cluster, monkeypatch, capsys):
     for point in found(tmp_path).values():
         log = point.log.read_text()
         assert point.state == "done", log
-        assert "2 on cpu" in log  # ranks, in the plan
+        other = point.log.with_name(f"{point.name}.node-1.log").read_text()
+        assert "2 on cpu" in log + other  # ranks, in the plan of rank 0, which torchrun may give to either node
         assert [line["step"] for line in read_jsonl(point.folder / "metrics.jsonl")] == [0, 1]
-        assert point.log.with_name(f"{point.name}.node-1.log").exists()
