@@ -46,12 +46,15 @@ def main(arguments: Sequence[str]) -> int:
     name = options.model or adapter.base
     if not name:
         raise ValueError(f"{adapter.folder} does not name the model that it was trained on; give it as --model")
-    source = hf_weights.locate(name)
+    scored = adapter.task == "SEQ_CLS"
+    source = reward_model.locate(name)[0] if scored else hf_weights.locate(name)
     dtype = DTYPES.get(options.dtype, hf_weights.Checkpoint(source).dtype)
-    merge = _merge_reward_model if adapter.task == "SEQ_CLS" else _merge_causal_model
     with atomic_files.into(folder):
-        merge(adapter, source, dtype, folder)
-    print(f"merged {adapter.folder} into {source}: {folder}")
+        if scored:
+            _merge_reward_model(adapter, name, source, dtype, folder)
+        else:
+            _merge_causal_model(adapter, source, dtype, folder)
+    print(f"merged {adapter.folder} into {name}: {folder}")
     return 0
 
 
@@ -62,9 +65,10 @@ def _merge_causal_model(adapter: Adapter, source: Path, dtype: torch.dtype, fold
     decoder.save(model, folder, tokenizer=load_tokenizer(source), parameters=merged, dtype=dtype, like=source)
 
 
-def _merge_reward_model(adapter: Adapter, source: Path, dtype: torch.dtype, folder: Path) -> None:
+def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.dtype, folder: Path) -> None:
+    """``name``: the model, which may be a run or one of its checkpoints; ``source``: its Hugging Face directory."""
     tokenizer = load_tokenizer(source)
-    model, trained = reward_model.load(str(source), dtype=dtype, shard=lambda m: lora.attach(m, adapter.config, dtype))
+    model, trained = reward_model.load(name, dtype=dtype, shard=lambda m: lora.attach(m, adapter.config, dtype))
     adapters.load(model, adapter)
     reward_model.save(
         model,

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from nlgrpo.model import fsdp, lora, shards
+from nlgrpo.model import fsdp, lora, safetensors_writer, shards
 from nlgrpo.model.architectures import Shape, Source, tensor_map
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig, LoraLinear, Model, Retrained
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -158,38 +159,49 @@ def save(
             theirs, interleaved = places[name]
             state[theirs] = _reordered(value, (3, model.shape.heads)) if interleaved else value.detach().clone()
     saved = [*config.modules_to_save, *([SCORE] if scored else [])]
-    text = json.dumps(
-        {
-            "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if scored else "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": config.rank,
-            "lora_alpha": config.alpha,
-            "lora_dropout": config.dropout,
-            "target_modules": lora.targets(config, model.shape),
-            "use_rslora": config.rslora,
-            "modules_to_save": saved or None,
-            "bias": "none",
-            "fan_in_fan_out": model.shape.family == "gpt2",  # its layers store the transposed weight
-            "inference_mode": True,
-        },
-        indent=2,
-    )
-    (folder / CONFIG).write_text(text + "\n", "utf-8")
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if scored else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": lora.targets(config, model.shape),
+        "use_rslora": config.rslora,
+        "modules_to_save": saved or None,
+        "bias": "none",
+        "fan_in_fan_out": model.shape.family == "gpt2",  # its layers store the transposed weight
+        "inference_mode": True,
+    }
+    safetensors_writer.write_file(folder / WEIGHTS, state)
+    atomic_files.atomic_write(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
-def export(model: Decoder, folder: Path, config: LoraConfig, ranks: Ranks, *, base: str) -> None:
-    """Write the adapters of a sharded model, in the dtype in which they were trained; collective. See `save`."""
+def export(
+    model: Decoder,
+    run: Path,
+    write: Callable[[Path, Iterator[tuple[str, Tensor]]], object],
+    *,
+    config: LoraConfig | None,
+    compute: torch.dtype,
+    ranks: Ranks,
+    base: str,
+) -> Path:
+    """Write ``RUN/model``, and with adapters ``RUN/adapter``; collective, complete on return. Returns ``RUN/model``.
 
-    def wanted(name: str) -> bool:
-        return lora.is_adapter(name) or (name == "head.weight" and lora.has_scalar_head(model))
+    ``write`` saves a folder from parameters in the dtype ``compute``, with adapters merged. The adapter itself keeps
+    the dtype in which it was trained. ``base``: as for `save`.
+    """
+    folder = run / "model"
 
-    fsdp.save_on_first(model, None, ranks, folder, partial(_write, model, folder, config, base), only=wanted)
+    def write_merged(parameters: Iterator[tuple[str, Tensor]]) -> None:
+        write(folder, lora.merged(model, parameters, compute))
 
-
-def _write(model: Model, folder: Path, config: LoraConfig, base: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    save(model, folder, config, parameters, base=base)
+    fsdp.save_on_first(model, compute if config is None else None, ranks, folder, write_merged)
+    if config is not None:
+        own = partial(save, model, run / "adapter", config, base=base)
+        fsdp.save_on_first(model, None, ranks, run / "adapter", own, only=lambda name: lora.is_saved(model, name))
+    return folder
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor, bool]]:

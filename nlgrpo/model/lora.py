@@ -285,6 +285,11 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name or name.endswith(".trained")
 
 
+def is_saved(model: Model, name: str) -> bool:
+    """Whether a parameter is saved with the adapter: those of `is_adapter`, and the head of a reward model."""
+    return is_adapter(name) or (name == "head.weight" and has_scalar_head(model))
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Context in which the model computes without adapters and trained copies: it is the model they started from."""

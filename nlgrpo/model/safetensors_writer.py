@@ -75,6 +75,12 @@ def write(folder: Path, layout: Layout, tensors: Iterator[tuple[str, Tensor]], *
         atomic_files.atomic_write(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file with all ``tensors``; it appears under its name when it is complete."""
+    with atomic_files.replacing(path) as file:
+        _write_file(file, {name: (x.shape, x.dtype) for name, x in tensors.items()}, iter(tensors.items()))
+
+
 def split(layout: Layout, max_file: int) -> dict[str, Layout]:
     """Assign the tensors, in their order, to files of at most ``max_file`` bytes; a larger tensor has its own file."""
     parts: list[dict[str, tuple[Sequence[int], torch.dtype]]] = [{}]

@@ -3,7 +3,7 @@
 A folder of checkpoints belongs to one run and is visible to all ranks. The checkpoint ``step-00000012`` holds
 
     *.distcp, .metadata    tensors of the model and the optimiser, saved sharded by torch.distributed.checkpoint
-    state.json             state of the run, the optimiser's settings by parameter group, and what was left out
+    state.json             state of the run, the optimiser's settings by parameter group, and `trained_only`
     rng-00000.json ..      random generators of each rank
     manifest.json          size and SHA-256 of every other file
 
@@ -85,8 +85,8 @@ def save(
     target = folder / f"step-{step:08d}"
     partial = folder / f".{target.name}.partial"
     tensors = _all_tensors(model, optimizer, trained_only)
-    frozen = [name for name, p in model.named_parameters() if trained_only and not p.requires_grad]
-    text = _to_json({"state": state, "param_groups": _param_groups(model, optimizer), "frozen": frozen})
+    groups = _param_groups(model, optimizer)
+    text = _to_json({"state": state, "param_groups": groups, "trained_only": trained_only})
     try:
         _on_all(folder, lambda: _begin(partial) if rank == 0 else None)
         _on_all(folder, lambda: _save_tensors(partial, tensors))
@@ -111,7 +111,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if path is None:
         return None
     saved = json.loads((path / "state.json").read_text())
-    _restore(path, model, optimizer, saved["param_groups"], trained_only=bool(saved.get("frozen")))
+    _restore(path, model, optimizer, saved["param_groups"], trained_only=saved.get("trained_only", False))
     _restore_random_state(path)
     return saved["state"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -15,12 +14,11 @@ def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[st
     """Load the model of one checkpoint into ``parameters``, in place; return the names loaded.
 
     Of a sharded parameter, only this rank's rows are kept; one stored tensor is in memory at a time. Not collective.
-    The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape, and so are parameters
-    that were frozen. Raises ValueError for a damaged checkpoint and for one of another model.
+    The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape. Raises ValueError for
+    a damaged checkpoint, for one of another model, and for one with adapters.
     """
     if (damage := verify(path)) is not None:
         raise ValueError(f"checkpoint {path} is damaged: {damage}")
-    frozen = json.loads((path / "state.json").read_text()).get("frozen", [])
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
     prefix = "model/policy." if any(name.startswith("model/policy.") for name in tensors) else "model/"
@@ -29,7 +27,7 @@ def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[st
         raise ValueError(f"{path} has adapters ({adapters[0]}, ..); use the model that the run exports, RUN/model")
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     fitting = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
-    wrong = [name for name in parameters if name not in fitting and name not in (optional, *frozen)]
+    wrong = [name for name in parameters if name not in fitting and name != optional]
     if wrong:
         saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
         raise ValueError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")

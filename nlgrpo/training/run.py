@@ -16,10 +16,10 @@ from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.model import adapters, decoder, lora
+from nlgrpo.model import adapters, decoder
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import TOO_LARGE, check_finite, prepare, save_on_first
+from nlgrpo.model.fsdp import TOO_LARGE, check_finite, prepare
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
@@ -190,7 +190,7 @@ class Run:
         check_finite(model, self.ranks, f" in {self.source}, before any training")
         model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
         reference = None
-        if cfg.loss.has_reference and cfg.lora.enabled:
+        if cfg.loss.has_reference and self.adapter is not None:
             reference = model
         elif cfg.loss.has_reference:
             sharded = self._sharded(None)
@@ -248,20 +248,23 @@ class Run:
 
     def export(self, learner: Learner) -> Path:
         """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return."""
-        folder = self.folder / "model"
-        check_finite(learner.model, self.ranks, TOO_LARGE)
-        model, adapter = learner.model, self.adapter
+        model = learner.model
+        check_finite(model, self.ranks, TOO_LARGE)
 
-        def write(parameters: Iterator[tuple[str, Tensor]]) -> None:
-            merged = lora.merged(model, parameters, self.compute)
+        def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
             decoder.save(
-                model, folder, tokenizer=self.tokenizer, parameters=merged, dtype=self.compute, like=self.source
+                model, folder, tokenizer=self.tokenizer, parameters=parameters, dtype=self.compute, like=self.source
             )
 
-        save_on_first(model, None if adapter else self.compute, self.ranks, folder, write)
-        if adapter is not None:
-            adapters.export(model, self.folder / "adapter", adapter, self.ranks, base=self.config.model.path)
-        return folder
+        return adapters.export(
+            model,
+            self.folder,
+            write,
+            config=self.adapter,
+            compute=self.compute,
+            ranks=self.ranks,
+            base=self.config.model.path,
+        )
 
 
 def open_folder(run: Run) -> None:

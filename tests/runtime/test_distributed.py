@@ -14,6 +14,7 @@ from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.fsdp import gathered, shard
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import advantages as to_advantages
+from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.training import critic, offline
@@ -212,6 +213,22 @@ HYBRID = {
 }
 
 
+def saved_and_resumed(root, ranks: Ranks, parallel: ParallelConfig, resume: bool) -> dict[str, torch.Tensor]:
+    """Parameters after two updates with adapters; a checkpoint is saved between them, or loaded before the second."""
+    learner, mine = make_learner(root, CASES["adapters"], ranks, parallel=parallel), ranks.share(4)
+    rollout = part_of(random_rollout(LENGTHS, [1, 4, 2, 6]), mine)
+    adv = to_advantages(torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))[mine]
+    given = {"model": learner.model, "optimizer": learner.optimizer}
+    if resume:
+        assert checkpoint.load(root / "hybrid", **given) == {"at": 1}
+    for step in (1,) if resume else (0, 1):
+        ref = learner.reference_logprobs(rollout)
+        learner.update(rollout, adv, step=step, lr=0.01, beta=0.3, ref_logprobs=ref)
+        if step == 0:
+            checkpoint.save(root / "hybrid", 1, state={"at": 1}, trained_only=True, **given)
+    return full_tensors(learner.model)
+
+
 def work_of_four(rank: int, root) -> None:
     ranks, results = Ranks(rank, 4, CPU), {}
     for name, (case, parallel) in HYBRID.items():
@@ -219,6 +236,7 @@ def work_of_four(rank: int, root) -> None:
     learner = make_learner(root, CASES["one step"], ranks, parallel=ParallelConfig(replicate=2))
     results["rows"] = len(learner.model.embed.weight.to_local()), len(learner.reference.embed.weight.to_local())
     results["sampled"] = sampled(learner.model, ranks.share(4)).completion_ids()
+    results["saved"] = saved_and_resumed(root, ranks, ParallelConfig(replicate=2), resume=False)
     torch.save(results, root / f"four-{rank}.pt")
 
 
@@ -242,6 +260,12 @@ def test_replicas_hold_half_of_the_rows_and_sample_the_same(root, four):
     assert [found["rows"] for found in four] == [(rows, rows)] * 4
     truth = sampled(model, slice(None)).completion_ids()
     assert [ids for found in four for ids in found["sampled"]] == truth
+
+
+def test_one_rank_resumes_what_two_replicas_saved(root, four):
+    found = saved_and_resumed(root, Ranks(0, 1, CPU), ParallelConfig(), resume=True)
+    for name, value in four[0]["saved"].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
 
 
 def test_the_number_of_replicas_divides_the_number_of_ranks():

@@ -268,6 +268,26 @@ def test_the_plan_counts_trained_parameters(work, capsys):
     assert "reference" not in shown.split("memory per rank")[1]
 
 
+def test_a_reward_model_starts_from_a_run_and_is_merged_into_it(work):
+    def trained(start, out, **changes):
+        options = {
+            "model.path": start, "model.dtype": "float64", "data.source": work / "pairs.jsonl", "optim.lr": 0.02,
+            "evaluation.pairs": 0, "train.pairs": 8, "train.out": work / out, "train.tensorboard": "False", **changes,
+        }  # fmt: skip
+        arguments = ["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+        assert cli.main(["reward-model", *arguments]) == 0
+
+    trained(work / "policy", "plain")
+    trained(work / "plain", "adapted", **ADAPTERS)
+    folder = work / "adapted" / "adapter"
+    assert cli.main(["merge", str(folder), f"--out={work / 'from-run'}", "--dtype=float64"]) == 0  # names a run
+    assert (work / "from-run" / "model.safetensors").read_bytes() == exported(work / "adapted")
+    modes = {
+        (work / "adapted" / name).stat().st_mode & 0o777 for name in ("config.json", "adapter/adapter_config.json")
+    }
+    assert modes == {(folder / "adapter_model.safetensors").stat().st_mode & 0o777}  # other users can read them
+
+
 def test_values_cannot_train_the_head_alone_with_adapters(work, capsys):
     arguments = ["--data.rollouts", str(work / "x"), "--train.head-only", "--lora.rank", "2"]
     assert cli.main(["value", "train", *arguments]) == 1

@@ -33,7 +33,7 @@ from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients, save_on_first
+from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
@@ -217,24 +217,27 @@ class Trainer(ABC):
     def export(self) -> Path:
         """Write the model as a Hugging Face classifier, in the compute dtype; collective, complete on return."""
         check_finite(self.model, self.ranks, TOO_LARGE)
-        folder = self.folder / "model"
 
-        def write(parameters: Iterator[tuple[str, Tensor]]) -> None:
+        def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
             reward_model.save(
                 self.model,
                 folder,
                 tokenizer=self.tokenizer,
                 pad=self.pad,
                 max_length=self.max_length,
-                parameters=lora.merged(self.model, parameters, self.compute),
+                parameters=parameters,
                 dtype=self.compute,
             )
 
-        save_on_first(self.model, None if self.adapter else self.compute, self.ranks, folder, write)
-        if self.adapter is not None:
-            base = self.config.model.path
-            adapters.export(self.model, self.folder / "adapter", self.adapter, self.ranks, base=base)
-        return folder
+        return adapters.export(
+            self.model,
+            self.folder,
+            write,
+            config=self.adapter,
+            compute=self.compute,
+            ranks=self.ranks,
+            base=self.config.model.path,
+        )
 
     def write_results(self, **results: dict[str, Any]) -> None:
         if self.ranks.first:
@@ -302,7 +305,8 @@ def train(run: Trainer, stop: StopSignal, log: metrics.MetricsLogger) -> bool:
         progress.step, progress.num_tokens = step + 1, progress.num_tokens + tokens
         stats |= {"epoch": (step * run.per_step + len(rows)) / run.examples, "num_tokens": progress.num_tokens}
         stats |= clock.metrics(tokens)
-        stats |= flops_utilisation(ranks.device, 6 * parameters * tokens / ranks.world, stats["step_time"])
+        flops = (6 if run.adapter is None else 4) * parameters * tokens  # frozen weights have no gradient
+        stats |= flops_utilisation(ranks.device, flops / ranks.world, stats["step_time"])
         if every(run.config.evaluation.every, step + 1) and run.tested:
             results = run.evaluate()
             stats |= {f"held_out/{name}": results[name] for name in run.WATCHED}

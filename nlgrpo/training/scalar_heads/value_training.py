@@ -264,7 +264,7 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
 
 def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     compute = compute_dtype(run.config.model.dtype, run.ranks.device)
-    sharded = partial(shard, ranks=run.ranks, compute=compute)
+    sharded = partial(shard, ranks=run.ranks, compute=compute, parallel=run.config.parallel)
     model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device, shard=sharded)
     if not trained:
         raise ValueError(f"compress.values: {path} is not a value model: it has no scalar head")

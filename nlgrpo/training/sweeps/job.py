@@ -10,9 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # submitit requests SIGUSR2 before the time limit
-SAVING_SECONDS = (
-    80  # torchrun waits 30 seconds by default before it kills ranks; SLURM sends SIGUSR2 90 before the limit
-)
+# torchrun waits 30 seconds by default before it kills ranks; SLURM sends SIGUSR2 90 seconds before the limit.
+SAVING_SECONDS = 80
 
 
 def run(line: Sequence[str], log: str, environment: Mapping[str, str], nodes: int) -> int:

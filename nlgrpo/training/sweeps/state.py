@@ -85,6 +85,7 @@ def _point(folder: Path, values: Mapping[str, Any]) -> Point:
     point = Point(**{**values, "folder": folder / name})
     if point.state not in get_args(State) or not isinstance(point.overrides, dict):
         raise ValueError(f"{name} has an invalid state {point.state!r} or invalid values {point.overrides!r}")
-    if not isinstance(point.seconds, int | float) or not isinstance(point.error + point.job, str):
+    texts = (point.error, point.job)
+    if not isinstance(point.seconds, int | float) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{name} has invalid seconds {point.seconds!r} or an invalid error {point.error!r}")
     return point
