@@ -50,7 +50,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         "rollout.max_new_tokens": LIMIT,
         "rewards.short.function": "length(target=30, scale=128)",
         "loss.beta": 0.01,
-        "optim.lr": 1e-6,
+        "optim.lr": 1e-12,  # the same completions on both sides and in all steps: 1e-6 would shorten them
         "lora.rank": args.rank if args.child == "LoRA" else 0,
         "train.steps": args.steps,
         "train.checkpoint_every": 0,

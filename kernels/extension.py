@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from . import fakes
+
 
 def _load() -> bool:
     """Load the compiled ops and return whether they are available.
@@ -24,6 +26,7 @@ def _load() -> bool:
     except OSError as error:
         warnings.warn(f"nlgrpo: cannot load the compiled CPU ops, using plain PyTorch instead: {error}", stacklevel=2)
         return False
+    fakes.register()
     return True
 
 

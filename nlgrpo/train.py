@@ -29,12 +29,13 @@ from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime import distributed
 from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
 from nlgrpo.runtime.timing import Clock, StopSignal
-from nlgrpo.training import offline, plan
+from nlgrpo.training import offline
 from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.metrics import FILE, MetricsLogger, read_jsonl
 from nlgrpo.training.offline import OfflineSamples
+from nlgrpo.training.planning import table
 from nlgrpo.training.reference_rewards import CalibratedReward
 from nlgrpo.training.run import Run, open_folder
 
@@ -181,7 +182,7 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
     console = Console(quiet=not ranks.first)
     seed_everything(cfg.train.seed + ranks.rank)
     run = build(cfg, ranks)
-    console.print(plan.show(run))
+    console.print(table.show(run))
     if dry_run:
         return
     open_folder(run)

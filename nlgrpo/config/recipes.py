@@ -131,7 +131,7 @@ def _helpful_harmless(recipe: str, objective: str) -> Config:
             cut_after="\n\nAssistant:",
             max_prompt_tokens=512,
         ),
-        rollout=RolloutConfig(prompts=6, samples=8, max_new_tokens=256),
+        rollout=RolloutConfig(prompts=6, samples=8, max_new_tokens=256, max_rows=128),
         rewards={
             name: RewardConfig(f"classifier(path='runs/{name}/model', dtype='bfloat16', batch_size=16)", objective, 0.5)
             for name in ("helpful", "harmless")

@@ -27,9 +27,11 @@ class PackedAttention:
     is a multiple of Hk. ``window``: maximum number of tokens that a token sees. Returns ``(T, H, d)``.
     """
 
-    def __init__(self, lengths: Segments | Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lengths: Segments | Sequence[int], device: torch.device, dtype: torch.dtype, kind: str | None = None
+    ) -> None:
         self.segments = Segments.of(lengths)
-        self.kind = implementation(device.type, dtype)
+        self.kind = kind or implementation(device.type, dtype)
         if self.kind != "packed":
             queries, keys = self.segments.lengths, self.segments.key_lengths
             ends = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in (queries, keys)]

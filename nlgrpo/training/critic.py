@@ -114,6 +114,11 @@ class Critic:
         return clip_gradients(self.module, max_norm)
 
 
+def own_shape(cfg: Config, policy: Shape) -> Shape:
+    """Shape of the separate critic's model, without loading its weights."""
+    return shape_of(decoder.read_config(reward_model.locate(cfg.critic.path)[0])) if cfg.critic.path else policy
+
+
 def check(cfg: Config, policy: Shape, longest: int) -> None:
     """Check the critic's model without loading its weights. ``longest``: maximal tokens of a prompt and completion.
 
@@ -121,15 +126,15 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
     """
     if cfg.loss.algorithm != "ppo" or not cfg.critic.path:
         return
-    shape = shape_of(decoder.read_config(reward_model.locate(cfg.critic.path)[0]))
-    if shape.vocab != policy.vocab:
+    own = own_shape(cfg, policy)
+    if own.vocab != policy.vocab:
         raise ValueError(
-            f"critic: {cfg.critic.path} has a vocabulary of {shape.vocab:,} tokens, but the policy's has "
+            f"critic: {cfg.critic.path} has a vocabulary of {own.vocab:,} tokens, but the policy's has "
             f"{policy.vocab:,}; set critic.path to a model with the policy's tokenizer"
         )
-    if shape.context < longest:
+    if own.context < longest:
         raise ValueError(
-            f"critic: {cfg.critic.path} has a context of {shape.context:,} tokens, but a prompt and its completion "
+            f"critic: {cfg.critic.path} has a context of {own.context:,} tokens, but a prompt and its completion "
             f"can have {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or use another model"
         )
 

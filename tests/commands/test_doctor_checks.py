@@ -29,6 +29,7 @@ from nlgrpo.commands.diagnosis.findings import Check, run
 from nlgrpo.commands.diagnosis.gpu_bandwidth import bandwidth
 from nlgrpo.kernels import dispatch, extension
 from nlgrpo.model import attention
+from nlgrpo.runtime import host_memory
 from nlgrpo.training import learner
 
 GIB = 2**30
@@ -97,24 +98,24 @@ def test_an_old_python_fails(monkeypatch):
 def test_a_container_limits_the_memory(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 2 kB\nMemAvailable:  600 kB\n")
-    assert check_machine.memory(tmp_path) == (1000 * 1024, 600 * 1024)
+    assert host_memory.of_machine(tmp_path) == (1000 * 1024, 600 * 1024)
     group = tmp_path / "sys" / "fs" / "cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
-    assert check_machine.memory(tmp_path) == (1000 * 1024, 600 * 1024)
+    assert host_memory.of_machine(tmp_path) == (1000 * 1024, 600 * 1024)
     (group / "memory.max").write_text("2048\n")
     (group / "memory.current").write_text("1024\n")
-    assert check_machine.memory(tmp_path) == (2048, 1024)
-    assert check_machine.memory(tmp_path / "none") is None
+    assert host_memory.of_machine(tmp_path) == (2048, 1024)
+    assert host_memory.of_machine(tmp_path / "none") is None
 
 
 def test_little_memory_and_too_many_threads_are_warnings(monkeypatch):
     assert only(check_machine.cpu).status == "ok"
-    monkeypatch.setattr(check_machine, "memory", lambda: (4 * GIB, GIB))
+    monkeypatch.setattr(host_memory, "of_machine", lambda: (4 * GIB, GIB))
     found = only(check_machine.cpu)
     assert found.status == "warning"
     assert "memory 4.0 GiB, 1.0 GiB free" in found.detail
-    monkeypatch.setattr(check_machine, "memory", lambda: None)
+    monkeypatch.setattr(host_memory, "of_machine", lambda: None)
     monkeypatch.setattr(check_machine, "cores", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert only(check_machine.cpu).advice.startswith("set OMP_NUM_THREADS=2")

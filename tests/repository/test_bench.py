@@ -91,6 +91,15 @@ def test_the_lora_benchmark_runs():
     assert 0 < row["ratios"]["step_seconds"] < 5
 
 
+@pytest.mark.slow
+def test_the_plan_benchmark_runs():
+    done = run("bench_plan.py", "--only", "gpt2, 2 optimizer steps", "--threads", "1")
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["error"] == pytest.approx(row["planned_mib"] / row["measured_mib"] - 1, abs=1e-3)
+    assert abs(row["error"]) < 0.1
+    assert row["planned_mib"] == max(row["phases_mib"].values())
+
+
 def test_the_engine_benchmark_names_a_python_without_vllm():
     done = run("bench_engine.py", "--quick", "--vllm", "/bin/false")
     assert done.returncode != 0

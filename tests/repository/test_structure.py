@@ -91,7 +91,7 @@ def functions(path):
 
 
 def test_imports_are_read_correctly():
-    assert {"nlgrpo.training.run", "nlgrpo.training.plan"} <= ours(FILES["nlgrpo.train"])
+    assert {"nlgrpo.training.run", "nlgrpo.training.planning.table"} <= ours(FILES["nlgrpo.train"])
     assert {"nlgrpo.kernels.linearize", "nlgrpo.kernels.logprob"} <= ours(FILES["nlgrpo.kernels"])
     assert "nlgrpo.kernels.linearize" in reached("nlgrpo.objectives.registry")
     assert "torch.distributed" in imports(FILES["nlgrpo.runtime.distributed"])

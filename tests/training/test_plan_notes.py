@@ -8,7 +8,7 @@ from nlgrpo import train
 from nlgrpo.config.recipes import RECIPES, recipe
 from nlgrpo.config.schema import LossConfig, RewardConfig, RolloutConfig
 from nlgrpo.objectives.registry import parse
-from nlgrpo.training.plan import notes
+from nlgrpo.training.planning.notes import notes
 
 
 def notes_of(objective="bon:4", rollout=None, transform="", **loss):

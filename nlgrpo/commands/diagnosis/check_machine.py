@@ -15,6 +15,7 @@ import torch
 
 from nlgrpo.commands.diagnosis.findings import Result
 from nlgrpo.commands.diagnosis.gpu_bandwidth import bandwidth
+from nlgrpo.runtime import host_memory
 
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB  # free; the default recipe needs about 1 GiB
@@ -40,22 +41,6 @@ def cpu_fields(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Bytes of memory that this process may use, and those that are free; a container's limit counts. None: unknown."""
-    try:
-        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-        fields = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
-        total, free = fields["MemTotal:"], fields["MemAvailable:"]
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit = int((root / "sys/fs/cgroup/memory.max").read_text())
-        used = int((root / "sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        return total, free
-    return min(total, limit), min(free, max(0, limit - used))
-
-
 def cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -64,7 +49,7 @@ def cores() -> int:
 def cpu() -> Iterator[Result]:
     """Report the CPU's model, cores, vector instructions and memory; warn of little memory or too many threads."""
     name = cpu_fields().get("model name") or platform.processor() or platform.machine()
-    threads, found = torch.get_num_threads(), memory()
+    threads, found = torch.get_num_threads(), host_memory.of_machine()
     detail = f"{name}, {cores()} cores, {torch.backends.cpu.get_cpu_capability()}, PyTorch threads: {threads}"
     numbers: dict[str, int | str] = {"model": name, "cores": cores(), "threads": threads}
     if found is not None:

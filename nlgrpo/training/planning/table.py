@@ -1,0 +1,141 @@
+"""The plan that a run prints before it starts: batch sizes, memory by phase, and notes on risky settings."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from nlgrpo.config.schema import Config
+from nlgrpo.model import lora
+from nlgrpo.model.architectures import Shape
+from nlgrpo.model.attention import implementation
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime.console import named_lines
+from nlgrpo.training.losses.preference import bonbon_margin
+from nlgrpo.training.offline import OfflineSamples
+from nlgrpo.training.planning import memory, workload
+from nlgrpo.training.planning.memory import Memory
+from nlgrpo.training.planning.notes import notes
+from nlgrpo.training.run import Run
+
+
+def show(run: Run) -> Table:
+    """Return the plan as a table; ``--dry-run`` prints it and stops."""
+    cfg, ranks = run.config, run.ranks
+    epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
+    plan = memory.estimate(workload.of_run(run))
+    rows = {
+        "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
+        f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
+        **_adapter_row(run.adapter, run.shape),
+        "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
+        "data": f"{run.prompts!r}",
+        **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
+        "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
+        "step": _step(cfg, ranks.world),
+        **_critic_rows(cfg),
+        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; {cfg.optim.description}",
+        "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
+        "before and after training",
+        "memory per rank": _memory(plan),
+        "folder": str(run.folder),
+    }
+    if lines := notes(cfg, run.objectives):
+        rows["note"] = "\n".join(lines)
+    return named_lines("plan", rows)
+
+
+def _memory(plan: Memory) -> str:
+    """The peak, what is held in all phases, and what each phase adds."""
+    lines = [f"at most about {size(plan.peak)}, in the phase: {plan.largest}", f"in all phases: {_parts(plan.held)}"]
+    lines += [f"{name} {size(plan.total(name))}: {_parts(uses)}" for name, uses in plan.phases.items()]
+    return "\n".join(lines)
+
+
+def _parts(uses: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size(number)}" for name, number in uses.items())
+
+
+def _adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
+    if adapter is None:
+        return {}
+    trained, names = lora.count(adapter, shape), [*lora.targets(adapter, shape), *adapter.modules_to_save]
+    start = f", continuing {adapter.path}" if adapter.path else ""
+    share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model{start}"
+    return {"adapters": f"LoRA of rank {adapter.rank} on {', '.join(names)}, scaled by {adapter.scaling:g}: {share}"}
+
+
+def _online_rows(run: Run) -> dict[str, str]:
+    loss, rewards = run.config.loss, run.config.rewards
+    terms = [
+        f"{r.weight:g} {run.objectives[n]}({f'{r.transform} of {n}' if r.transform else n})" for n, r in rewards.items()
+    ]
+    objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
+    objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
+    estimator = loss.kl if loss.kl_in == "loss" else "k1"
+    kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
+    if loss.jeffreys:
+        best = f"log pi(best of {run.config.offline.n} reference samples)"
+        return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}
+    return {"objective": f"maximise {objective}{kl}"}
+
+
+def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
+    """Rows for the loss and the data of an offline algorithm."""
+    K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
+    alpha = samples.config.alpha or 0.0
+    terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
+    formula = {
+        "bon_sft": "-log pi(chosen)",
+        "dpo": f"-log sigmoid({beta} h)",
+        "ipo": f"(h - 1 / (2 x {beta}))^2",
+        "bonbon": f"-{alpha:g} log pi(chosen) + {1 - alpha:g} (h - {bonbon_margin(n):g})^2" if n > 1 else "",
+    }[cfg.loss.algorithm]
+    margin = ", h = log pi/pi_ref(chosen) - log pi/pi_ref(rejected)" * samples.paired
+    other = {"worst": "the worst", "random": "another"}.get(cfg.offline.rejected, "each worse one")
+    rejected = f"; rejected: {other} of these" * samples.paired
+    dropped = [f"{samples.unknown:,} without rollouts"] * (samples.unknown > 0)
+    dropped += [f"{samples.repeated:,} repeated"] * (samples.repeated > 0)
+    dropped += [f"{samples.tied:,} whose samples all have the same reward"] * (samples.tied > 0)
+    dropped_text = f"; prompts dropped: {', '.join(dropped)}" if dropped else ""
+    return {
+        "objective": f"minimise {formula}{margin}; chosen: the best of {n} samples by {' + '.join(terms)}{rejected}",
+        "rollouts": f"{K} samples per prompt in {samples.rollouts.folder}{dropped_text}",
+    }
+
+
+def _step(cfg: Config, world: int) -> str:
+    P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
+    if cfg.loss.offline:
+        unit = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
+        per_set = n * (n - 1) // 2 if cfg.loss.paired and cfg.offline.rejected == "all" else 1
+        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n) * per_set} {unit}"
+    updates = cfg.loss.epochs * cfg.loss.minibatches
+    return (
+        f"{P} prompts x {M} samples = {P * M} completions of up to {cfg.rollout.max_new_tokens} tokens, "
+        f"{P * M // world} per rank; {updates} optimiser step{'s' * (updates > 1)}, {cfg.loss.surrogate} loss per "
+        f"{cfg.loss.level}, {cfg.loss.normalization} normalization"
+    )
+
+
+def _has_own_critic(cfg: Config) -> bool:
+    return cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+
+
+def _critic_rows(cfg: Config) -> dict[str, str]:
+    """Row for the critic of PPO; none for other algorithms."""
+    critic = cfg.critic
+    if cfg.loss.algorithm != "ppo":
+        return {}
+    shared = critic.trunk == "shared"
+    model = "a head on the policy" if shared else f"a separate model ({critic.path or cfg.model.path})"
+    warmup = f", trained alone for the first {critic.warmup_steps} steps" * (critic.warmup_steps > 0)
+    gae = f"GAE gamma {critic.gamma:g}, lambda {critic.lam:g}"
+    return {"critic": f"{model}, learning rate {critic.lr:g}{warmup}; {gae}"}
+
+
+def size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit in ("B", "KiB") else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

@@ -1,0 +1,162 @@
+"""The numbers of a run that decide its memory and time, known before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from nlgrpo.config.schema import Config
+from nlgrpo.model import lora
+from nlgrpo.model.architectures import Shape
+from nlgrpo.model.attention import implementation
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
+from nlgrpo.training import critic
+from nlgrpo.training.planning import activations
+from nlgrpo.training.planning.activations import BlockBytes
+from nlgrpo.training.run import Run
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one of ``world`` ranks computes.
+
+    ``prompt``: tokens of the longest prompt. ``device``: "cpu" or "cuda", which need not be that of this process.
+    """
+
+    config: Config
+    shape: Shape
+    adapter: LoraConfig | None
+    compute: torch.dtype
+    device: str
+    world: int
+    prompt: int
+    critic: Shape | None = None
+    """Shape of PPO's separate critic."""
+    reward_models: int = 0
+    """Bytes of all reward models, which every rank holds."""
+    process: int = 0
+    """Bytes of the process before it loads a model: libraries and data, and on a GPU the CUDA context."""
+
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a model is sharded."""
+        return self.world // self.config.parallel.replicate
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 gathers the parameters before they are used (see `model.fsdp.shard`)."""
+        return self.world > 1 or self.compute != self.stored
+
+    @property
+    def stored(self) -> torch.dtype:
+        return master_dtype(self.compute)
+
+    def trained(self, shape: Shape) -> int:
+        """Number of trained parameters of a model."""
+        return shape.parameters if self.adapter is None else lora.count(self.adapter, shape)
+
+    def held(self, shape: Shape) -> float:
+        """Bytes of this rank's shard of a trained model: the trained parameters, and the frozen ones of LoRA."""
+        frozen = 0 if self.adapter is None else shape.parameters * self.compute.itemsize
+        return (self.trained(shape) * self.stored.itemsize + frozen) / self.shards
+
+    @property
+    def reference(self) -> bool:
+        """Whether there is a copy of the model as reference; with adapters it is the model without them."""
+        return self.config.loss.has_reference and self.adapter is None
+
+    @property
+    def models(self) -> list[Shape]:
+        """Shapes of the trained models: the policy, and PPO's separate critic."""
+        return [self.shape, *([] if self.critic is None else [self.critic])]
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> MicroBatchLimit:
+        return micro_batch_limit(self.config.train.micro_batch_tokens, torch.device(self.device))
+
+    @property
+    def columns(self) -> int:
+        """Tokens of the longest completion: all ranks reserve for it, whether or not a stop id comes earlier."""
+        return min(self.config.rollout.max_new_tokens, max(1, self.shape.context - self.prompt))
+
+    @property
+    def samples(self) -> int:
+        """Completions per prompt in a micro-batch's group: M, or the two of a pair, or one."""
+        loss = self.config.loss
+        if loss.offline:
+            return 2 if loss.paired else 1
+        return self.config.rollout.samples
+
+    @property
+    def completions(self) -> int:
+        """Completions of a step on this rank."""
+        prompts = max(1, self.config.rollout.prompts // self.world)
+        sets = self.config.rollout.samples // self.config.offline.n if self.config.loss.offline else 1
+        return prompts * sets * self.samples
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens T of the largest micro-batch, by the rules of `packing.pack`."""
+        group = self.prompt + self.samples * (self.columns - 1)
+        one, limit = self.prompt + self.columns - 1, self.limit
+        if group > limit.tokens:
+            return max(one, min(group, max(limit)))
+        groups = min(limit.tokens // group, max(1, self.completions // self.samples))
+        return groups * group
+
+    @property
+    def targets(self) -> int:
+        """Completion tokens S of the largest micro-batch."""
+        return min(self.micro_batch, self.completions * self.columns)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, at most."""
+        group = self.prompt + self.samples * (self.columns - 1)
+        return max(1, -(-self.completions // self.samples * group // self.micro_batch))
+
+    def rows(self, prompts: int, samples: int) -> tuple[int, int]:
+        """Prompts and rows that are decoded together, of ``prompts`` on all ranks with ``samples`` each."""
+        together = max(1, self.config.rollout.max_rows // samples)
+        together = min(together, max(1, -(-prompts // self.world)))
+        return together, together * samples
+
+    # --- activations --------------------------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """How a block runs: the attention on a GPU, or "cpu"."""
+        return "cpu" if self.device == "cpu" else implementation(self.device, self.compute)
+
+    @cached_property
+    def block(self) -> BlockBytes:
+        return activations.per_token(self.shape, self.adapter, self.compute, self.kind)
+
+
+CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
+
+
+def of_run(run: Run) -> Workload:
+    """The workload of a run that this process is about to start."""
+    cfg, cpu = run.config, run.ranks.device.type == "cpu"
+    own_critic = cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+    return Workload(
+        config=cfg,
+        shape=run.shape,
+        adapter=run.adapter,
+        compute=run.compute,
+        device=run.ranks.device.type,
+        world=run.ranks.world,
+        prompt=max(map(len, run.prompts.ids)),
+        critic=critic.own_shape(cfg, run.shape) if own_critic else None,
+        reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
+        process=(host_memory.of_process() or 0) if cpu else CONTEXT,
+    )
