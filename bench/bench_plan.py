@@ -72,13 +72,13 @@ CONFIGURATIONS: dict[str, tuple[str, int, list[str]]] = {
 def child(folder: Path, options: list[str]) -> None:
     """Train in this process; write the planned and the measured bytes of this rank."""
     from nlgrpo import train
-    from nlgrpo.training.planning import memory, table, workload
+    from nlgrpo.training.planning import memory, table
 
     planned: list[memory.Memory] = []
     show = table.show
 
     def estimate(run: Any) -> Any:
-        planned.append(memory.estimate(workload.of_run(run)))
+        planned.append(memory.estimate(table.workload(run)))
         return show(run)
 
     table.show = estimate

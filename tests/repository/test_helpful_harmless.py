@@ -17,7 +17,7 @@ from nlgrpo.config import schema
 from nlgrpo.config.recipes import from_arguments, recipe
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import build
-from nlgrpo.training.planning import memory, workload
+from nlgrpo.training.planning import memory, table
 
 ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # the other defaults of LlamaConfig are Llama 7B
 PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, with one more token in embedding and head
@@ -64,7 +64,7 @@ def test_6_gpus_of_80_gb_hold_it(parts):
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     run.prompts.ids[0] = [1] * 512
     on_gpus = dataclasses.replace(run, ranks=Ranks(0, 6, torch.device("cuda")))
-    plan = memory.estimate(workload.of_run(on_gpus))
+    plan = memory.estimate(table.workload(on_gpus))
     small = sum(reward.function.nbytes for reward in run.sampler.rewards)
     assert plan.held["reward models"] == small > 0
     state = plan.held["parameters"] + plan.phases["update"]["gradients"] + plan.phases["update"]["optimizer"]

@@ -9,20 +9,43 @@ from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.console import named_lines
+from nlgrpo.training import critic
 from nlgrpo.training.losses.preference import bonbon_margin
 from nlgrpo.training.offline import OfflineSamples
-from nlgrpo.training.planning import memory, workload
+from nlgrpo.training.planning import memory
 from nlgrpo.training.planning.memory import Memory
 from nlgrpo.training.planning.notes import notes
+from nlgrpo.training.planning.workload import Workload
 from nlgrpo.training.run import Run
+
+CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
+
+
+def workload(run: Run) -> Workload:
+    """The workload of a run that this process is about to start."""
+    cfg, cpu = run.config, run.ranks.device.type == "cpu"
+    own_critic = cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+    return Workload(
+        config=cfg,
+        shape=run.shape,
+        adapter=run.adapter,
+        compute=run.compute,
+        device=run.ranks.device.type,
+        world=run.ranks.world,
+        prompt=max(map(len, run.prompts.ids)),
+        critic=critic.own_shape(cfg, run.shape) if own_critic else None,
+        reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
+        process=(host_memory.of_process() or 0) if cpu else CONTEXT,
+    )
 
 
 def show(run: Run) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, ranks = run.config, run.ranks
     epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
-    plan = memory.estimate(workload.of_run(run))
+    plan = memory.estimate(workload(run))
     rows = {
         "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",

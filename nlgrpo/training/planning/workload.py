@@ -12,12 +12,9 @@ from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
-from nlgrpo.training import critic
 from nlgrpo.training.planning import activations
 from nlgrpo.training.planning.activations import BlockBytes
-from nlgrpo.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -139,24 +136,3 @@ class Workload:
     @cached_property
     def block(self) -> BlockBytes:
         return activations.per_token(self.shape, self.adapter, self.compute, self.kind)
-
-
-CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
-
-
-def of_run(run: Run) -> Workload:
-    """The workload of a run that this process is about to start."""
-    cfg, cpu = run.config, run.ranks.device.type == "cpu"
-    own_critic = cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
-    return Workload(
-        config=cfg,
-        shape=run.shape,
-        adapter=run.adapter,
-        compute=run.compute,
-        device=run.ranks.device.type,
-        world=run.ranks.world,
-        prompt=max(map(len, run.prompts.ids)),
-        critic=critic.own_shape(cfg, run.shape) if own_critic else None,
-        reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
-        process=(host_memory.of_process() or 0) if cpu else CONTEXT,
-    )
