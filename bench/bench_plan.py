@@ -43,7 +43,13 @@ MODELS = {
     "qwen2": transformers.Qwen2Config(**GROUPED, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**GROUPED, head_dim=64, tie_word_embeddings=True),
     "gpt_neox": transformers.GPTNeoXConfig(
-        **(GROUPED | {"intermediate_size": 2048}), max_position_embeddings=1024, tie_word_embeddings=False
+        **SIZE,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
     ),
     "gpt2": transformers.GPT2Config(**SIZE, n_embd=768, n_layer=8, n_head=12, n_positions=1024),
 }

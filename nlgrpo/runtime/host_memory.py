@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
 
@@ -21,10 +23,10 @@ def of_machine(root: Path = Path("/")) -> tuple[int, int] | None:
     return min(total, limit), min(free, max(0, limit - used))
 
 
-def of_process(key: str = "VmRSS") -> int | None:
-    """Resident memory of this process: now ("VmRSS") or at most so far ("VmHWM"). None: not Linux."""
+def of_process() -> int:
+    """Resident memory of this process; on other systems than Linux, its peak so far."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -66,10 +66,10 @@ def test_6_gpus_of_80_gb_hold_it(parts):
     on_gpus = dataclasses.replace(run, ranks=Ranks(0, 6, torch.device("cuda")))
     plan = memory.estimate(table.workload(on_gpus))
     small = sum(reward.function.nbytes for reward in run.sampler.rewards)
-    assert plan.held["reward models"] == small > 0
-    state = plan.held["parameters"] + plan.phases["update"]["gradients"] + plan.phases["update"]["optimizer"]
+    assert plan.persistent["reward models"] == small > 0
+    state = plan.persistent["parameters"] + plan.phases["update"]["gradients"] + plan.phases["update"]["optimizer"]
     assert state == pytest.approx(PARAMETERS * 16 / 6, rel=1e-12)
-    assert plan.held["reference"] == pytest.approx(PARAMETERS * 2 / 6, rel=1e-12)
+    assert plan.persistent["reference"] == pytest.approx(PARAMETERS * 2 / 6, rel=1e-12)
     total = plan.peak - small + 2 * 4.0e9 * 2
     assert 40 * GIB < total < 74 * GIB
 

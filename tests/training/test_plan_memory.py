@@ -157,18 +157,18 @@ def test_gradients_and_optimizer_states_are_exact(rank, algorithm):
     plan = memory.estimate(work)
     assert plan.phases["update"]["gradients"] == sum(p.grad.nbytes for p in trained)
     assert plan.phases["update"]["optimizer"] == states
-    assert plan.held["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert plan.persistent["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
 def test_what_the_settings_change():
     plain = memory.estimate(workload())
     checkpointed = memory.estimate(workload(model__activation_checkpointing=True))
     assert checkpointed.phases["update"]["activations"] < plain.phases["update"]["activations"]
-    assert "reference" not in memory.estimate(workload(loss__beta=0.0)).held
-    assert "reference" not in memory.estimate(workload(adapter=LoraConfig(rank=4))).held
+    assert "reference" not in memory.estimate(workload(loss__beta=0.0)).persistent
+    assert "reference" not in memory.estimate(workload(adapter=LoraConfig(rank=4))).persistent
     two = memory.estimate(workload(world=2))
-    assert two.held["parameters"] == plain.held["parameters"] / 2
-    assert two.phases["sampling"]["unsharded parameters"] == plain.held["parameters"]
+    assert two.persistent["parameters"] == plain.persistent["parameters"] / 2
+    assert two.phases["sampling"]["unsharded parameters"] == plain.persistent["parameters"]
     replicas = memory.estimate(workload(world=2, parallel__replicate=2))
-    assert replicas.held["parameters"] == plain.held["parameters"]
+    assert replicas.persistent["parameters"] == plain.persistent["parameters"]
     assert plain.peak == max(plain.total(phase) for phase in plain.phases)

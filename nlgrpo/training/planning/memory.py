@@ -25,15 +25,15 @@ ROUNDING = 1.05  # of PyTorch's allocator on a GPU: blocks are rounded up, and s
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. ``held``: in all phases, by use. ``phases``: what each phase adds, by use."""
+    """Bytes of one rank. ``persistent``: in all phases, by use. ``phases``: what each phase adds, by use."""
 
-    held: dict[str, float]
+    persistent: dict[str, float]
     phases: dict[str, dict[str, float]]
     overhead: dict[str, float]
     """What the allocator adds in each phase."""
 
     def total(self, phase: str) -> float:
-        return sum(self.held.values()) + sum(self.phases[phase].values()) + self.overhead[phase]
+        return sum(self.persistent.values()) + sum(self.phases[phase].values()) + self.overhead[phase]
 
     @property
     def largest(self) -> str:
@@ -47,9 +47,9 @@ class Memory:
 
 def estimate(work: Workload) -> Memory:
     """Estimate the memory of one rank."""
-    held = {
+    persistent = {
         "process": work.process,
-        "parameters": sum(map(work.held, work.models)),
+        "parameters": sum(map(work.shard_bytes, work.models)),
         "reference": work.shape.parameters * work.compute.itemsize / work.shards if work.reference else 0.0,
         "reward models": float(work.reward_models),
     }
@@ -58,15 +58,15 @@ def estimate(work: Workload) -> Memory:
         phases["sampling"] = _sampling(work, work.config.rollout.prompts, work.config.rollout.samples)
     if work.config.evaluation.prompts:
         phases["evaluation"] = _sampling(work, work.config.evaluation.prompts, work.config.evaluation.samples)
-    if work.reference or work.config.loss.has_reference or work.config.loss.epochs * work.config.loss.minibatches > 1:
+    if work.config.loss.has_reference or work.config.loss.epochs * work.config.loss.minibatches > 1:
         phases["scoring"] = _scoring(work)
     phases["update"] = _update(work)
     phases["optimizer step"] = _state(work, gradients=True)
     for name, uses in phases.items():
         if name in ("sampling", "evaluation", "scoring"):  # from the second step on
             uses["optimizer"] = _state(work, gradients=False)["optimizer"]
-    held, phases = _clean(held), {name: _clean(uses) for name, uses in phases.items()}
-    return Memory(held, phases, {name: _overhead(work, held, uses) for name, uses in phases.items()})
+    persistent, phases = _clean(persistent), {name: _clean(uses) for name, uses in phases.items()}
+    return Memory(persistent, phases, {name: _overhead(work, name, persistent, uses) for name, uses in phases.items()})
 
 
 def _clean(uses: dict[str, float]) -> dict[str, float]:
@@ -169,10 +169,13 @@ def _logits(work: Workload) -> float:
     return rows * vocab * (size if _compiled(work) else size + 3 * max(4, size))
 
 
-def _overhead(work: Workload, held: dict[str, float], uses: dict[str, float]) -> float:
+def _overhead(work: Workload, phase: str, persistent: dict[str, float], uses: dict[str, float]) -> float:
     if work.device != "cpu":
-        return (ROUNDING - 1) * (sum(held.values()) - held.get("process", 0) + sum(uses.values()))
+        return (ROUNDING - 1) * (sum(persistent.values()) - persistent.get("process", 0) + sum(uses.values()))
     lasting = ("optimizer", "gradients", "file")
     temporary = sum(size for name, size in uses.items() if name not in lasting)
     churned = KEPT_BLOCKS * work.micro_batch * work.block.saved if "activations" in uses else 0.0
-    return CODE + KEPT_SHARE * temporary + min(churned, temporary)
+    gathered = 0.0  # by FSDP2 on a CPU, for sampling and for the reference: freed, but not returned to the system
+    if work.sharded and phase in ("update", "optimizer step"):
+        gathered = work.shape.parameters * work.compute.itemsize * (2 if work.reference else 1)
+    return CODE + KEPT_SHARE * temporary + min(churned, temporary) + gathered

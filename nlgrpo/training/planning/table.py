@@ -37,7 +37,7 @@ def workload(run: Run) -> Workload:
         prompt=max(map(len, run.prompts.ids)),
         critic=critic.own_shape(cfg, run.shape) if own_critic else None,
         reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
-        process=(host_memory.of_process() or 0) if cpu else CONTEXT,
+        process=host_memory.of_process() if cpu else CONTEXT,
     )
 
 
@@ -68,8 +68,11 @@ def show(run: Run) -> Table:
 
 
 def _memory(plan: Memory) -> str:
-    """The peak, what is held in all phases, and what each phase adds."""
-    lines = [f"at most about {size(plan.peak)}, in the phase: {plan.largest}", f"in all phases: {_parts(plan.held)}"]
+    """The peak, what all phases need, and what each phase adds."""
+    lines = [
+        f"at most about {size(plan.peak)}, in the phase: {plan.largest}",
+        f"in all phases: {_parts(plan.persistent)}",
+    ]
     lines += [f"{name} {size(plan.total(name))}: {_parts(uses)}" for name, uses in plan.phases.items()]
     return "\n".join(lines)
 

@@ -58,7 +58,7 @@ class Workload:
         """Number of trained parameters of a model."""
         return shape.parameters if self.adapter is None else lora.count(self.adapter, shape)
 
-    def held(self, shape: Shape) -> float:
+    def shard_bytes(self, shape: Shape) -> float:
         """Bytes of this rank's shard of a trained model: the trained parameters, and the frozen ones of LoRA."""
         frozen = 0 if self.adapter is None else shape.parameters * self.compute.itemsize
         return (self.trained(shape) * self.stored.itemsize + frozen) / self.shards
