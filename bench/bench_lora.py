@@ -52,6 +52,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         "loss.beta": 0.01,
         "optim.lr": 1e-12,  # the same completions on both sides and in all steps: 1e-6 would shorten them
         "lora.rank": args.rank if args.child == "LoRA" else 0,
+        "model.activation_checkpointing": args.checkpointing,
         "train.steps": args.steps,
         "train.checkpoint_every": 0,
         "train.samples_every": 0,
@@ -72,8 +73,8 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run one side in a new process; exit with its error output if it fails."""
-    numbers = [f"--{name}={value}" for name, value in {"steps": args.steps, "rank": args.rank}.items()]
-    command = [sys.executable, __file__, "--child", side, "--folder", str(folder), *numbers]
+    options = [f"--steps={args.steps}", f"--rank={args.rank}", *["--checkpointing"] * args.checkpointing]
+    command = [sys.executable, __file__, "--child", side, "--folder", str(folder), *options]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -130,6 +131,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="processes per side (default: 2)")
     parser.add_argument("--steps", type=int, default=4, help="steps per process, the first not timed (default: 4)")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters (default: 16)")
+    parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing on both sides")
     parser.add_argument("--threads", type=int, default=2, help="threads (default: 2)")
     parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="default: all")
     parser.add_argument("--quick", action="store_true", help="1 process of 2 steps of the first model")

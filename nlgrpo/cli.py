@@ -73,8 +73,12 @@ COMMANDS = {
         "nlgrpo.commands.curves:main",
         "Compute win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
     ),
+    "plan": (
+        "nlgrpo.commands.machine.plan:main",
+        "Estimate memory and time on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
+    ),
     "doctor": (
-        "nlgrpo.commands.doctor:main",
+        "nlgrpo.commands.machine.doctor:main",
         "Check this machine: versions, GPU, ranks, ops, kernels, a training step: nlgrpo doctor [--json FILE]",
     ),
     "verify": (

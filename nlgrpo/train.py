@@ -183,6 +183,7 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
     seed_everything(cfg.train.seed + ranks.rank)
     run = build(cfg, ranks)
     console.print(table.show(run))
+    table.check_memory(run)
     if dry_run:
         return
     open_folder(run)

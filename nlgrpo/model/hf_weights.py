@@ -32,10 +32,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
 HEADS = ("lm_head.weight", "embed_out.weight")
 
 
-def locate(path_or_name: str | Path) -> Path:
+def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
     """Return the directory of a model: a local one, an embedded one (``"story-lm"``), or a download from the hub.
 
-    Raises ValueError if there is no such directory and the hub has no such model.
+    ``config_only``: download only the config.json of a hub model. Raises ValueError if there is no such directory and
+    the hub has no such model.
     """
     path = Path(os.path.expanduser(path_or_name))
     if os.path.isfile(path / "config.json"):  # os.path, because Path's methods raise for overlong names
@@ -50,6 +51,8 @@ def locate(path_or_name: str | Path) -> Path:
     if os.path.isfile(embedded / "config.json"):
         return embedded
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+    if config_only:
+        wanted = ["config.json"]
     try:
         return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

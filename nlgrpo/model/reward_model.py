@@ -53,7 +53,7 @@ def score(hidden: Tensor, weight: Tensor) -> Tensor:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def locate(path_or_name: str) -> tuple[Path, Path | None]:
+def locate(path_or_name: str, *, config_only: bool = False) -> tuple[Path, Path | None]:
     """Return the Hugging Face directory of ``path_or_name``, and a checkpoint whose weights replace its own (or None).
 
     ``path_or_name`` is a directory or name as in `hf_weights.locate`, the folder of a run (its exported ``model``), or
@@ -66,7 +66,7 @@ def locate(path_or_name: str) -> tuple[Path, Path | None]:
             raise ValueError(
                 f"{path} is a checkpoint, but {path.parents[1] / 'config.json'} is not the config of a run"
             )
-        return locate(begun)[0], path
+        return locate(begun, config_only=config_only)[0], path
     if hf_weights.begun_from(path) is not None:
         if not (path / "model" / "config.json").is_file():
             raise ValueError(
@@ -74,7 +74,7 @@ def locate(path_or_name: str) -> tuple[Path, Path | None]:
             )
         path = path / "model"
         return path, None
-    return hf_weights.locate(path_or_name), None
+    return hf_weights.locate(path_or_name, config_only=config_only), None
 
 
 def load(

@@ -147,6 +147,16 @@ def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.d
     return target, {"device": str(device), **arguments} if on_device else arguments
 
 
+def models(spec: str) -> list[tuple[str, str]]:
+    """Path and dtype of each model that a reward ``spec`` would load, without loading it. Raises ValueError as `load`.
+
+    Models that a user's own function loads are not known.
+    """
+    target, arguments = _as_classifier(*parse_spec(spec), "cpu")
+    paths = {"classifier": [arguments.get("path")], "ensemble": arguments.get("paths")}.get(target) or []
+    return [(path, str(arguments.get("dtype", "float32"))) for path in paths if isinstance(path, str)]
+
+
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse ``"length(target=25)"`` into ``("length", {"target": 25})``. Values are literals; nothing is evaluated.
 

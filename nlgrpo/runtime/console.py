@@ -1,4 +1,4 @@
-"""Tables of names and texts, in which every command prints its plan."""
+"""Tables of names and texts, in which every command prints its plan, and sizes and durations."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ def named_lines(title: str, rows: Mapping[str, str]) -> Table:
     for name, text in rows.items():
         table.add_row(name, Text(text))
     return table
+
+
+def size(number: float) -> str:
+    """Format a number of bytes, such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit in ("B", "KiB") else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in seconds with three digits."""
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

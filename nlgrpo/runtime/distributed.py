@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,9 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free the gathered parameters of a block after its forward pass, and gather them again in the backward pass. false
     keeps them: less communication, and the memory of the whole model in the compute dtype."""
+    gather_for_sampling: Literal["model", "block"] = "model"
+    """Parameters that are gathered for sampling. "model": the whole model once, which is fastest. "block": each block
+    for each token, for a model that is larger than a GPU."""
 
     def faults(self, world: int) -> list[str]:
         """List the values that do not fit ``world`` ranks."""

@@ -116,7 +116,9 @@ class Critic:
 
 def own_shape(cfg: Config, policy: Shape) -> Shape:
     """Shape of the separate critic's model, without loading its weights."""
-    return shape_of(decoder.read_config(reward_model.locate(cfg.critic.path)[0])) if cfg.critic.path else policy
+    if not cfg.critic.path:
+        return policy
+    return shape_of(decoder.read_config(reward_model.locate(cfg.critic.path, config_only=True)[0]))
 
 
 def check(cfg: Config, policy: Shape, longest: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from nlgrpo import cli
 from nlgrpo.commands import doctor
-from nlgrpo.commands.diagnosis import check_packages
-from nlgrpo.commands.diagnosis.findings import Check, Result, without_folders
+from nlgrpo.commands.machine.diagnosis import check_packages
+from nlgrpo.commands.machine.diagnosis.findings import Check, Result, without_folders
 
 NAMES = ["packages", "cpu", "gpu", "disk", "shared-memory", "ranks", "attention", "ops", "kernels", "training"]
 STATUSES = {"ok", "warning", "failed", "skipped"}

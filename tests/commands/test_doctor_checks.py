@@ -15,7 +15,7 @@ import torch
 from helpers import REPOSITORY
 
 from nlgrpo import kernels
-from nlgrpo.commands.diagnosis import (
+from nlgrpo.commands.machine.diagnosis import (
     accuracy,
     check_attention,
     check_kernels,
@@ -25,11 +25,11 @@ from nlgrpo.commands.diagnosis import (
     check_ranks,
     check_training,
 )
-from nlgrpo.commands.diagnosis.findings import Check, run
-from nlgrpo.commands.diagnosis.gpu_bandwidth import bandwidth
+from nlgrpo.commands.machine.diagnosis.findings import Check, run
 from nlgrpo.kernels import dispatch, extension
 from nlgrpo.model import attention
 from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.gpus import bandwidth
 from nlgrpo.training import learner
 
 GIB = 2**30
@@ -519,7 +519,7 @@ def test_a_kernel_that_does_not_compile_fails(monkeypatch, tmp_path):
     """The type of one argument is wrong, so the compiler of Triton refuses one kernel."""
     pytest.importorskip("triton")
     code = """
-from nlgrpo.commands.diagnosis import triton_builds
+from nlgrpo.commands.machine.diagnosis import triton_builds
 triton_builds.REPRESENTATIVE = {"statistics bf16": (90,), "gradient bf16 with entropy": (80, 90)}
 real = triton_builds.cases
 def cases():
@@ -557,7 +557,7 @@ def test_a_compiler_that_crashes_or_hangs_fails(code, timeout, said, monkeypatch
 
 def test_the_representative_builds_have_every_kernel():
     pytest.importorskip("triton")
-    from nlgrpo.commands.diagnosis import triton_builds
+    from nlgrpo.commands.machine.diagnosis import triton_builds
 
     kernel_of = {name: kernel.__name__ for name, kernel, *_ in triton_builds.cases()}
     sources = [path.read_text("utf-8") for path in (REPOSITORY / "kernels").glob("*_triton.py")]

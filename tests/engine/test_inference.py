@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from nlgrpo import cli, inference
 from nlgrpo.calibration.rewind import RewindAndRepeat
-from nlgrpo.commands.diagnosis.check_machine import cpu_fields
+from nlgrpo.commands.machine.diagnosis.check_machine import cpu_fields
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Candidate, Search

@@ -100,10 +100,17 @@ def _sampling(work: Workload, prompts: int, samples: int) -> dict[str, float]:
     prefill = together * work.prompt * (work.block.forward + 2 * shape.width * size)
     growing = rows * work.columns * per_token * 3 / 2  # one layer at a time: the old cache and the new one
     return {
-        "unsharded parameters": shape.parameters * size if work.sharded else 0.0,
+        "unsharded parameters": _unsharded_to_sample(work),
         "KV cache": cached * per_token * shape.layers,
         "decoding": max(logits + growing, prefill) + noise,
     }
+
+
+def _unsharded_to_sample(work: Workload) -> float:
+    """Gathered parameters while sampling: the whole model, or as in `_unsharded`."""
+    if work.sharded and work.config.parallel.gather_for_sampling == "block":
+        return _unsharded(work, work.shape, gradients=False)
+    return work.shape.parameters * work.compute.itemsize if work.sharded else 0.0
 
 
 def _scoring(work: Workload) -> dict[str, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 from rich.table import Table
 
 from nlgrpo.config.schema import Config
@@ -10,17 +13,15 @@ from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.console import named_lines, size
 from nlgrpo.training import critic
 from nlgrpo.training.losses.preference import bonbon_margin
 from nlgrpo.training.offline import OfflineSamples
-from nlgrpo.training.planning import memory
+from nlgrpo.training.planning import advice, memory
 from nlgrpo.training.planning.memory import Memory
 from nlgrpo.training.planning.notes import notes
-from nlgrpo.training.planning.workload import Workload
+from nlgrpo.training.planning.workload import CONTEXT, Workload
 from nlgrpo.training.run import Run
-
-CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
 
 
 def workload(run: Run) -> Workload:
@@ -49,7 +50,7 @@ def show(run: Run) -> Table:
     rows = {
         "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
-        **_adapter_row(run.adapter, run.shape),
+        **adapter_row(run.adapter, run.shape),
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         "data": f"{run.prompts!r}",
         **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
@@ -59,7 +60,7 @@ def show(run: Run) -> Table:
         "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; {cfg.optim.description}",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
         "before and after training",
-        "memory per rank": _memory(plan),
+        "memory per rank": memory_lines(plan),
         "folder": str(run.folder),
     }
     if lines := notes(cfg, run.objectives):
@@ -67,13 +68,27 @@ def show(run: Run) -> Table:
     return named_lines("plan", rows)
 
 
-def _memory(plan: Memory) -> str:
+def check_memory(run: Run) -> None:
+    """Raise ValueError if the plan needs more memory than this rank has, unless train.check_memory is false."""
+    device = run.ranks.device
+    if device.type == "cuda":
+        limit, where = float(torch.cuda.get_device_properties(device).total_memory), "the GPU"
+    else:
+        machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if machine is None:
+            return
+        limit, where = machine[0] / ranks, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine"
+    advice.check(workload(run), limit, where)
+
+
+def memory_lines(plan: Memory) -> str:
     """The peak, what all phases need, and what each phase adds."""
     lines = [
         f"at most about {size(plan.peak)}, in the phase: {plan.largest}",
         f"in all phases: {_parts(plan.persistent)}",
     ]
-    lines += [f"{name} {size(plan.total(name))}: {_parts(uses)}" for name, uses in plan.phases.items()]
+    for name, uses in plan.phases.items():
+        lines.append(f"{name} {size(plan.total(name))}{': ' * bool(uses)}{_parts(uses)}")
     return "\n".join(lines)
 
 
@@ -81,7 +96,8 @@ def _parts(uses: dict[str, float]) -> str:
     return ", ".join(f"{name} {size(number)}" for name, number in uses.items())
 
 
-def _adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
+def adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
+    """Row for the adapters; none without."""
     if adapter is None:
         return {}
     trained, names = lora.count(adapter, shape), [*lora.targets(adapter, shape), *adapter.modules_to_save]
@@ -157,11 +173,3 @@ def _critic_rows(cfg: Config) -> dict[str, str]:
     warmup = f", trained alone for the first {critic.warmup_steps} steps" * (critic.warmup_steps > 0)
     gae = f"GAE gamma {critic.gamma:g}, lambda {critic.lam:g}"
     return {"critic": f"{model}, learning rate {critic.lr:g}{warmup}; {gae}"}
-
-
-def size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit in ("B", "KiB") else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"

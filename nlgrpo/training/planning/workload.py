@@ -16,6 +16,8 @@ from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_lim
 from nlgrpo.training.planning import activations
 from nlgrpo.training.planning.activations import BlockBytes
 
+CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -47,8 +49,11 @@ class Workload:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 gathers the parameters before they are used (see `model.fsdp.shard`)."""
-        return self.world > 1 or self.compute != self.stored
+        """Whether FSDP2 gathers the parameters before they are used (see `model.fsdp.shard`).
+
+        On one rank it casts them to the compute dtype, which the frozen weights beside adapters have already.
+        """
+        return self.world > 1 or (self.compute != self.stored and self.adapter is None)
 
     @property
     def stored(self) -> torch.dtype:
@@ -115,10 +120,25 @@ class Workload:
         return min(self.micro_batch, self.completions * self.columns)
 
     @property
+    def groups(self) -> int:
+        """Prompts of a step on this rank, each with ``samples`` completions."""
+        return max(1, self.completions // self.samples)
+
+    @property
+    def parts(self) -> int:
+        """Parts into which a group is split because it does not fit into a micro-batch; each repeats the prompt."""
+        together = max(1, (self.micro_batch - self.prompt) // max(1, self.columns - 1))
+        return -(-self.samples // together)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on this rank. The last token of a completion is not an input."""
+        return self.groups * (self.parts * self.prompt + self.samples * (self.columns - 1))
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of a step, at most."""
-        group = self.prompt + self.samples * (self.columns - 1)
-        return max(1, -(-self.completions // self.samples * group // self.micro_batch))
+        return max(1, -(-self.tokens // self.micro_batch))
 
     def rows(self, prompts: int, samples: int) -> tuple[int, int]:
         """Prompts and rows that are decoded together, of ``prompts`` on all ranks with ``samples`` each."""

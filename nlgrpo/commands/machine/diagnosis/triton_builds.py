@@ -1,7 +1,7 @@
 """Compile Triton's kernels for GPUs that need not be there. As a script, print one JSON object per kernel and target.
 
-``python -m nlgrpo.commands.diagnosis.triton_builds`` builds `REPRESENTATIVE`, one case of every kernel. It runs in a
-process of its own, as Triton decides once whether it interprets or compiles (``TRITON_INTERPRET``).
+``python -m nlgrpo.commands.machine.diagnosis.triton_builds`` builds `REPRESENTATIVE`, one case of every kernel. It runs
+in a process of its own, as Triton decides once whether it interprets or compiles (``TRITON_INTERPRET``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nlgrpo.commands.diagnosis.findings import message
+from nlgrpo.commands.machine.diagnosis.findings import message
 from nlgrpo.kernels import epilogue_triton, linearize_triton, policy_loss_triton
 from nlgrpo.kernels.policy_loss_triton import SURROGATES
 

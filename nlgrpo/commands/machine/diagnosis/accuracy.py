@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.commands.diagnosis.findings import Result
+from nlgrpo.commands.machine.diagnosis.findings import Result
 
 Pair = tuple[Tensor, Tensor]  # a result, and its true value
 

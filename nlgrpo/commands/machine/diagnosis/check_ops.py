@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nlgrpo import kernels
-from nlgrpo.commands.diagnosis.accuracy import Pair, against_float64, judge, normal
-from nlgrpo.commands.diagnosis.check_machine import cpu_fields
-from nlgrpo.commands.diagnosis.findings import Result, attempt, message
+from nlgrpo.commands.machine.diagnosis.accuracy import Pair, against_float64, judge, normal
+from nlgrpo.commands.machine.diagnosis.check_machine import cpu_fields
+from nlgrpo.commands.machine.diagnosis.findings import Result, attempt, message
 from nlgrpo.kernels import BlockWeights, Branches, Segments, ecdf, extension, reference
 
 BOUND = 32  # roundings of the dtype, relative to the largest value

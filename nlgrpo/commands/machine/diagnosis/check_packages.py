@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from nlgrpo import __version__
-from nlgrpo.commands.diagnosis.findings import Result
+from nlgrpo.commands.machine.diagnosis.findings import Result
 
 PYTHON = ">=3.11"
 # The ranges of pyproject.toml, which is not part of an installed package; a test compares them.

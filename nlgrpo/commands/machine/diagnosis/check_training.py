@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nlgrpo.commands.diagnosis.findings import Result, attempt
+from nlgrpo.commands.machine.diagnosis.findings import Result, attempt
 
 PROMPTS, SAMPLES, LONGEST, VOCABULARY = (5, 9, 3), 4, 12, 64
 TEMPERATURE, BETA, LR, EPS, SHIFT = 0.8, 0.3, 1e-2, 0.1, 1e-2

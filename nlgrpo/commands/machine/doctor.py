@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nlgrpo.commands.diagnosis import (
+from nlgrpo.commands.machine.diagnosis import (
     check_attention,
     check_kernels,
     check_machine,
@@ -31,7 +31,7 @@ from nlgrpo.commands.diagnosis import (
     check_ranks,
     check_training,
 )
-from nlgrpo.commands.diagnosis.findings import Check, Result, run, without_folders
+from nlgrpo.commands.machine.diagnosis.findings import Check, Result, run, without_folders
 from nlgrpo.runtime.atomic_files import atomic_write
 
 CHECKS = (

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from nlgrpo.commands.diagnosis.findings import Result
-from nlgrpo.commands.diagnosis.gpu_bandwidth import bandwidth
+from nlgrpo.commands.machine.diagnosis.findings import Result
 from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.gpus import bandwidth
 
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB  # free; the default recipe needs about 1 GiB

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nlgrpo.commands.diagnosis.findings import Result
+from nlgrpo.commands.machine.diagnosis.findings import Result
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 TIMEOUT = 120.0  # seconds for all ranks, of which importing torch takes most

@@ -25,16 +25,16 @@ from torch import Tensor
 
 import nlgrpo
 from nlgrpo import kernels
-from nlgrpo.commands.diagnosis.accuracy import Pair, against_float64, judge, normal
-from nlgrpo.commands.diagnosis.findings import Result, attempt
-from nlgrpo.commands.diagnosis.gpu_bandwidth import bandwidth
+from nlgrpo.commands.machine.diagnosis.accuracy import Pair, against_float64, judge, normal
+from nlgrpo.commands.machine.diagnosis.findings import Result, attempt
 from nlgrpo.kernels import dispatch, reference
+from nlgrpo.runtime.gpus import bandwidth
 
 BOUND = 128  # roundings of float32; a GPU's exp and log are accurate to a few, and sums add in another order
 ADVICE = "set NLGRPO_TRITON=0: every op then runs in plain PyTorch"
 COMPILER = "reinstall triton (its ptxas may not fit this system), or set NLGRPO_TRITON=0 on a GPU"
 TIMEOUT = 300.0  # seconds to compile all
-WORKER = [sys.executable, "-m", "nlgrpo.commands.diagnosis.triton_builds"]
+WORKER = [sys.executable, "-m", "nlgrpo.commands.machine.diagnosis.triton_builds"]
 
 Work = tuple[Callable[[], object], int]  # a call to time, and the bytes that it must read and write
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nlgrpo.commands.diagnosis.accuracy import against_float64, judge, normal
-from nlgrpo.commands.diagnosis.findings import Result, attempt
+from nlgrpo.commands.machine.diagnosis.accuracy import against_float64, judge, normal
+from nlgrpo.commands.machine.diagnosis.findings import Result, attempt
 from nlgrpo.kernels import Segments, extension
 from nlgrpo.model.attention import PackedAttention, implementation
 

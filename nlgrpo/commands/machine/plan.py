@@ -1,0 +1,219 @@
+"""The command ``nlgrpo plan``: memory and time of a training run on GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.runtime import gpus
+from nlgrpo.runtime.atomic_files import atomic_write
+from nlgrpo.runtime.console import duration, named_lines, size
+from nlgrpo.training.planning import advice, ahead, memory, roofline
+from nlgrpo.training.planning.advice import FITS, Choice
+from nlgrpo.training.planning.ahead import Ahead
+from nlgrpo.training.planning.memory import Memory
+from nlgrpo.training.planning.roofline import Machine
+from nlgrpo.training.planning.table import adapter_row, memory_lines
+from nlgrpo.training.planning.workload import Workload
+
+ABOUT = """Plan a training run on GPUs: nlgrpo plan [recipe] [file.toml] --gpus 8 --gpu h100 [--section.key value ...]
+
+Estimates the memory of each phase and the shortest time of a step, and recommends settings. Recipe, file and keys are
+those of `nlgrpo train`. Only the config.json of the model is read: no weights, data or rewards.
+
+Exit status 1 if the run does not fit into the memory."""
+FORMAT = 1  # of the JSON file
+
+
+@dataclass
+class Options:
+    """Options in addition to the configuration keys."""
+
+    gpu: str
+    """Kind of GPU, such as a100, h100, h200, b200, l40s, rtx4090; a wrong name lists all."""
+    gpus: int = 1
+    """Number of GPUs in all nodes: one rank on each."""
+    gpus_per_node: int = 8
+    """GPUs of a node, which are connected by NVLink or PCIe."""
+    prompt_tokens: int | None = None
+    """Tokens of the longest prompt. None: data.max_prompt_tokens, or 512."""
+    json: str = ""
+    """File for the plan in JSON; - for stdout, without the table."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the command prints."""
+
+    options: Options
+    found: Ahead
+    machine: Machine
+    memory: Memory
+    seconds: dict[str, float]
+    better: Choice | None
+    """The recommended settings; None if no settings fit."""
+
+    @property
+    def work(self) -> Workload:
+        return self.found.work
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.machine.gpu.memory
+
+    @property
+    def step(self) -> float:
+        """Seconds per step."""
+        return sum(self.seconds.values())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan. Returns 0 if the run fits, and 1 if it does not. Raises ValueError for what cannot be planned."""
+    options, rest = tyro.cli(
+        Options, args=list(arguments), prog="nlgrpo plan", description=ABOUT, return_unknown_args=True
+    )
+    gpu = gpus.named(options.gpu)
+    _check(options)
+    cfg, _ = from_arguments(rest)
+    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens)
+    machine = Machine(gpu, min(options.gpus, options.gpus_per_node))
+    plan = Plan(
+        options,
+        found,
+        machine,
+        memory.estimate(found.work),
+        roofline.seconds(found.work, machine),
+        advice.best(found.work, machine, FITS * gpu.memory),
+    )
+    _write(plan)
+    if not plan.fits:
+        print(f"error: {_refusal(plan)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check(options: Options) -> None:
+    for name in ("gpus", "gpus_per_node", "prompt_tokens"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value < 2**31:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number >= 1")
+    if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
+        raise ValueError(
+            f"--gpus {options.gpus} is not a multiple of --gpus-per-node {options.gpus_per_node}; all nodes have the "
+            "same number of GPUs"
+        )
+    if options.json not in ("", "-"):
+        path = Path(options.json).absolute()
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError(f"--json {options.json}: expected a file in a folder that exists and can be written")
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _write(plan: Plan) -> None:
+    if plan.options.json != "-":
+        Console().print(named_lines("plan", _rows(plan)))
+    if plan.options.json:
+        text = json.dumps(_record(plan), indent=1) + "\n"
+        if plan.options.json == "-":
+            print(text, end="")
+        else:
+            atomic_write(Path(plan.options.json), text)
+
+
+def _rows(plan: Plan) -> dict[str, str]:
+    work, options, gpu = plan.work, plan.options, plan.machine.gpu
+    cfg, shape = work.config, work.shape
+    nodes = options.gpus // plan.machine.per_node
+    shards = f"sharded over {work.shards}" if work.shards > 1 else "not sharded"
+    shards += f", {cfg.parallel.replicate} replicas" * (cfg.parallel.replicate > 1)
+    tokens = f"{work.prompt} prompt tokens, up to {work.columns} tokens per completion"
+    rows = {
+        "model": f"{cfg.model.path} ({shape.family}, {shape.parameters:,} parameters, "
+        f"computes in {str(work.compute).removeprefix('torch.')})",
+        **adapter_row(work.adapter, shape),
+        "GPUs": f"{options.gpus} x {options.gpu} ({size(gpu.memory)}) in {nodes} node{'s' * (nodes > 1)}; {shards}",
+        "step": f"{cfg.loss.algorithm}: {cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples, {tokens}; "
+        f"{work.micro_batches} x micro-batches of up to {work.micro_batch} tokens",
+        "memory per GPU": f"{memory_lines(plan.memory)}\n{_share(plan)}",
+        "time per step": _time(plan),
+        "recommended": _recommended(plan),
+    }
+    if plan.found.unknown:
+        rows["not counted"] = f"reward models without a config yet: {', '.join(plan.found.unknown)}"
+    return rows
+
+
+def _share(plan: Plan) -> str:
+    share = plan.memory.peak / plan.machine.gpu.memory
+    if not plan.fits:
+        return f"does not fit: {share:.0%} of the memory"
+    return f"fits: {share:.0%} of the memory" + "; little is left, as the plan is an estimate" * (share > FITS)
+
+
+def _time(plan: Plan) -> str:
+    phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in plan.seconds.items())
+    speed = roofline.tokens_per_second(plan.work, plan.machine)
+    return (
+        f"at least {duration(plan.step)}: {phases}\nat most {speed:,.0f} completion tokens per second on all GPUs\n"
+        "(the roofline of the GPU; real kernels take longer, and rewards are not counted)"
+    )
+
+
+def _recommended(plan: Plan) -> str:
+    better, work = plan.better, plan.work
+    if better is None:
+        lines = advice.alternatives(work, plan.machine)
+        return "\n".join(["no settings fit on these GPUs", *(f"fits: {line}" for line in lines)])
+    if plan.fits and (not better.settings or better.seconds > advice.FASTER * plan.step) and _has_room(plan):
+        return "these settings; no others are faster by 3%"
+    numbers = f"at most {size(better.peak)}, at least {duration(better.seconds)} per step"
+    return f"{better.options or 'these settings'}\n{numbers}"
+
+
+def _has_room(plan: Plan) -> bool:
+    return plan.memory.peak <= FITS * plan.machine.gpu.memory
+
+
+def _refusal(plan: Plan) -> str:
+    needed = f"the run needs about {size(plan.memory.peak)} per GPU in the phase {plan.memory.largest}"
+    change = f"; use {plan.better.options}" if plan.better is not None else "; see the recommended changes"
+    return f"{needed}, but {plan.options.gpu} has {size(plan.machine.gpu.memory)}{change}"
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    work = plan.work
+    better = plan.better and {
+        "settings": plan.better.settings,
+        "peak_bytes": round(plan.better.peak),
+        "seconds": plan.better.seconds,
+    }
+    return {
+        "format": FORMAT,
+        "model": work.config.model.path,
+        "parameters": work.shape.parameters,
+        "gpu": plan.options.gpu,
+        "gpus": plan.options.gpus,
+        "memory_bytes": round(plan.machine.gpu.memory),
+        "fits": plan.fits,
+        "peak_bytes": round(plan.memory.peak),
+        "largest_phase": plan.memory.largest,
+        "persistent": {use: round(number) for use, number in plan.memory.persistent.items()},
+        "phases": {name: {use: round(n) for use, n in uses.items()} for name, uses in plan.memory.phases.items()},
+        "totals": {name: round(plan.memory.total(name)) for name in plan.memory.phases},
+        "seconds": plan.seconds,
+        "tokens_per_second": roofline.tokens_per_second(work, plan.machine),
+        "recommended": better,
+        "alternatives": advice.alternatives(work, plan.machine) if plan.better is None else [],
+        "not_counted": list(plan.found.unknown),
+    }

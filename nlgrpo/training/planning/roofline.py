@@ -1,0 +1,183 @@
+"""Shortest time of a training step on a GPU: the roofline of each phase.
+
+    seconds = max(operations / peak, bytes / bandwidth, bytes between GPUs / link)
+
+Operations are those of matrix products and attention. Kernels never reach the roofline, so a real step takes longer;
+the ratio of two plans is more reliable than their seconds. Rewards and evaluations are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nlgrpo.model import lora
+from nlgrpo.model.architectures import Shape
+from nlgrpo.runtime.gpus import GPU
+from nlgrpo.training.planning.workload import Workload
+
+ATTENTION_BACKWARD = 2.5  # of the forward pass: five matrix products, one of them computed again, instead of two
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind, ``per_node`` in each node."""
+
+    gpu: GPU
+    per_node: int
+
+    def link(self, ranks: int) -> float:
+        """Bytes per second that a GPU exchanges with others in a group of consecutive ``ranks``."""
+        return self.gpu.link if ranks <= self.per_node else self.gpu.network
+
+
+def seconds(work: Workload, machine: Machine) -> dict[str, float]:
+    """Seconds of each phase of a step at least, for the longest prompt and completions of the maximal length."""
+    found = {
+        "sampling": 0.0 if work.config.loss.offline else _sampling(work, machine),
+        "scoring": _scoring(work, machine),
+        "update": _update(work, machine),
+        "optimizer step": _optimizer(work, machine),
+    }
+    return {phase: value for phase, value in found.items() if value}
+
+
+def tokens_per_second(work: Workload, machine: Machine) -> float:
+    """Completion tokens of all ranks per second, at most."""
+    return work.world * work.completions * work.columns / sum(seconds(work, machine).values())
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def pairs(start: int, tokens: int, window: int | None = None) -> int:
+    """Number of (query, key) pairs of ``tokens`` causal queries after ``start`` earlier tokens."""
+    if window is None or start + tokens <= window:
+        return tokens * start + tokens * (tokens + 1) // 2
+    inside = max(0, window - start)
+    return inside * start + inside * (inside + 1) // 2 + (tokens - inside) * window
+
+
+def attention_flops(shape: Shape, start: int, tokens: int) -> float:
+    """Operations of q k^T and of its product with v, over all layers, for one sequence."""
+    return sum(4 * shape.heads * shape.head_dim * pairs(start, tokens, window) for window in shape.windows)
+
+
+def _of_groups(work: Workload, shape: Shape) -> float:
+    """Operations of the attention over all groups of a step."""
+    tail = work.columns - 1
+    group = work.parts * attention_flops(shape, 0, work.prompt)
+    return work.groups * (group + work.samples * attention_flops(shape, work.prompt, tail))
+
+
+def forward_flops(work: Workload, shape: Shape, outputs: int) -> float:
+    """Operations of a forward pass over a step. ``outputs``: number of outputs of the head."""
+    targets = work.completions * work.columns
+    return 2 * shape.matrices * work.tokens + _of_groups(work, shape) + 2 * outputs * shape.width * targets
+
+
+def update_flops(work: Workload, shape: Shape, outputs: int) -> float:
+    """Operations of the forward and backward passes over a step.
+
+    A matrix product has two in its backward pass, for the gradients of input and weight; one if the weight is frozen.
+    """
+    attention, total = _of_groups(work, shape), forward_flops(work, shape, outputs)
+    products, head = total - attention, 2 * outputs * shape.width * work.completions * work.columns
+    adapters = 2 * _adapter_parameters(work, shape) * work.tokens
+    if work.adapter is None:
+        flops = 3 * products
+    else:
+        flops = 2 * products + 3 * adapters + (head if lora.HEAD in work.adapter.modules_to_save else 0)
+    flops += (1 + ATTENTION_BACKWARD) * attention
+    if work.config.model.activation_checkpointing:
+        flops += products - head + adapters + attention
+        if not adapters or not _ends_with_adapter(work, shape):  # then the last product of a block is not needed
+            flops -= 2 * shape.layers * shape.ffn * shape.width * work.tokens
+    return flops
+
+
+def _adapter_parameters(work: Workload, shape: Shape) -> int:
+    """Number of parameters of the low-rank adapters."""
+    if work.adapter is None:
+        return 0
+    return lora.count(replace(work.adapter, modules_to_save=()), shape)
+
+
+def _ends_with_adapter(work: Workload, shape: Shape) -> bool:
+    """Whether the last linear layer of a block has an adapter."""
+    assert work.adapter is not None
+    return set(lora.parts_of(shape, "blocks.0.down")) <= set(lora.targets(work.adapter, shape))
+
+
+def _outputs(work: Workload) -> list[tuple[Shape, int]]:
+    """Trained models with the number of outputs of their heads."""
+    return [(work.shape, work.shape.vocab)] + ([(work.critic, 1)] if work.critic is not None else [])
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def _gather(work: Workload, shape: Shape, machine: Machine) -> float:
+    """Seconds to gather the parameters of a model over its shards."""
+    if work.shards == 1:
+        return 0.0
+    size = shape.parameters * work.compute.itemsize * (1 - 1 / work.shards)
+    return size / machine.link(work.shards)
+
+
+def _sampling(work: Workload, machine: Machine) -> float:
+    shape, size, gpu = work.shape, work.compute.itemsize, machine.gpu
+    together, rows = work.rows(work.config.rollout.prompts, work.config.rollout.samples)
+    waves, steps = -(-work.groups // together), work.columns - 1
+    head = 2 * shape.vocab * shape.width
+    prefill = together * (2 * shape.matrices * work.prompt + attention_flops(shape, 0, work.prompt) + head)
+    decode = rows * ((2 * shape.matrices + head) * steps + attention_flops(shape, work.prompt, steps))
+    weights = (shape.matrices + shape.vocab * shape.width) * size
+    columns = steps * together * work.prompt + rows * pairs(0, steps)  # read over all steps; a prompt is read once
+    cache = columns * 2 * shape.kv_heads * shape.head_dim * shape.layers * size
+    wave = max(prefill / gpu.flops, weights / gpu.bandwidth)
+    wave += max(decode / gpu.flops, (weights * steps + cache) / gpu.bandwidth)
+    gather = _gather(work, shape, machine)
+    if work.config.parallel.gather_for_sampling == "block":
+        return waves * max(wave, (steps + 1) * gather)
+    return waves * wave + gather
+
+
+def _scoring(work: Workload, machine: Machine) -> float:
+    """Log-probs of the reference, those of the policy before several optimizer steps, and the critic's values."""
+    cfg = work.config
+    passes = [(work.shape, work.shape.vocab)] * (cfg.loss.has_reference + (_updates(work) > 1))
+    passes += [] if work.critic is None else [(work.critic, 1)]
+    return sum(
+        max(
+            forward_flops(work, shape, outputs) / machine.gpu.flops,
+            work.micro_batches * _gather(work, shape, machine),
+        )
+        for shape, outputs in passes
+    )
+
+
+def _update(work: Workload, machine: Machine) -> float:
+    cfg, replicas = work.config, work.config.parallel.replicate
+    gathers = 2 if cfg.parallel.reshard_after_forward else 1
+    compute = exchange = 0.0
+    for shape, outputs in _outputs(work):
+        compute += update_flops(work, shape, outputs) / machine.gpu.flops
+        exchange += work.micro_batches * gathers * _gather(work, shape, machine)
+        reduced = work.trained(shape) * max(4, work.stored.itemsize)
+        if work.shards > 1:
+            exchange += work.micro_batches * reduced * (1 - 1 / work.shards) / machine.link(work.shards)
+        # Once per optimizer step, each of the replicas' ranks sends and receives its shard twice.
+        between = machine.link(work.world) * work.shards
+        exchange += cfg.loss.minibatches * 2 * reduced * (1 - 1 / replicas) / between
+    return cfg.loss.epochs * max(compute, exchange)
+
+
+def _updates(work: Workload) -> int:
+    """Optimizer steps per rollout."""
+    return work.config.loss.epochs * work.config.loss.minibatches
+
+
+def _optimizer(work: Workload, machine: Machine) -> float:
+    """Adam reads and writes the parameters and two moments, and reads the gradients."""
+    moved = 7 * sum(map(work.trained, work.models)) * work.stored.itemsize / work.shards
+    return _updates(work) * moved / machine.gpu.bandwidth

@@ -1,0 +1,103 @@
+"""Recommended settings against a search by hand, and the refusal of runs that do not fit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nlgrpo import train
+from nlgrpo.config.recipes import recipe
+from nlgrpo.model.architectures import Shape
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.gpus import GPUS
+from nlgrpo.training.planning import advice, memory, roofline
+from nlgrpo.training.planning.roofline import Machine
+from nlgrpo.training.planning.workload import CONTEXT, Workload
+
+GIB = 2**30
+LLAMA_7B = Shape("llama", vocab=32000, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+                 context=4096, rotary_dim=128, windows=(None,) * 32, scales=(0.088,) * 32)  # fmt: skip
+H100 = Machine(GPUS["h100"], 8)
+
+
+def workload(adapter=None, world=1, shape=LLAMA_7B, **changes):
+    cfg = recipe("length-bon")
+    for key, value in ({"rollout__prompts": 8, "rollout__max_new_tokens": 512} | changes).items():
+        section, name = key.split("__")
+        setattr(getattr(cfg, section), name, value)
+    return Workload(cfg, shape, adapter, torch.bfloat16, "cuda", world, 512, process=CONTEXT)
+
+
+def test_recommended_settings_fit_and_are_the_fastest_that_fit():
+    work, limit = workload(LoraConfig(rank=16)), advice.FITS * H100.gpu.memory
+    choice = advice.best(work, H100, limit)
+    variant = advice.with_settings(work, choice.settings)
+    assert memory.estimate(variant).peak == choice.peak <= limit
+    seconds = []
+    for budget in (2048, 4096, 8192, 16384):
+        for checkpointing in (False, True):
+            for rows in (8, 16, 32, 64, 256):
+                settings = {"train.micro_batch_tokens": budget, "rollout.max_rows": rows,
+                            "model.activation_checkpointing": checkpointing}  # fmt: skip
+                other = advice.with_settings(work, settings)
+                if memory.estimate(other).peak <= limit:
+                    seconds.append(sum(roofline.seconds(other, H100).values()))
+    assert choice.seconds * advice.FASTER <= min(seconds)
+
+
+def test_settings_that_fit_are_kept():
+    work = workload(LoraConfig(rank=16), train__micro_batch_tokens=8192, rollout__max_rows=64)
+    assert advice.best(work, H100, advice.FITS * H100.gpu.memory).settings == {}
+
+
+def test_a_model_that_fits_with_no_settings_needs_more_gpus_or_adapters():
+    work = workload()
+    assert advice.best(work, H100, advice.FITS * H100.gpu.memory) is None
+    more, adapters = advice.alternatives(work, H100)
+    assert more.startswith("2 GPUs") or more.startswith("4 GPUs")
+    assert "--lora.rank 16" in adapters
+
+
+def test_with_adapters_only_more_gpus_are_left():
+    shape = dataclasses.replace(LLAMA_7B, layers=400, windows=(None,) * 400, scales=(1.0,) * 400)
+    (line,) = advice.alternatives(workload(LoraConfig(rank=16), shape=shape), H100)
+    assert "GPUs" in line
+
+
+def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
+    work = workload(LoraConfig(rank=16))
+    message = r"in the phase update .*activations, .*the GPU has 79.1 GiB; it fits with"
+    with pytest.raises(ValueError, match=message) as e:
+        advice.check(work, H100.gpu.memory, "the GPU")
+    options = str(e.value).split("fits with ")[1].split(",")[0].split()
+    settings = {k[2:]: {"True": True}.get(v) or int(v) for k, v in zip(options[::2], options[1::2], strict=True)}
+    assert memory.estimate(advice.with_settings(work, settings)).peak <= H100.gpu.memory
+
+
+def test_a_run_that_fits_with_no_settings_is_refused():
+    with pytest.raises(ValueError, match="use more ranks, adapters"):
+        advice.check(workload(), H100.gpu.memory, "the GPU")
+
+
+def test_the_refusal_can_be_turned_off():
+    advice.check(workload(train__check_memory=False), H100.gpu.memory, "the GPU")
+
+
+def test_training_is_refused_on_a_machine_that_is_too_small(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(host_memory, "of_machine", lambda: (200 * 2**20, 100 * 2**20))
+    out = tmp_path / "run"
+    assert train.main(["length-bon", "--train.out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert "the run needs about" in error
+    assert "the machine has 200.0 MiB" in error
+    assert not out.exists()
+    assert train.main(["length-bon", "--train.out", str(out), "--dry-run"]) == 1
+    assert train.main(["length-bon", "--train.out", str(out), "--dry-run", "--train.check_memory", "False"]) == 0
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(host_memory, "of_machine", lambda: (2**32, 2**32))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert train.main(["length-bon", "--train.out", str(tmp_path / "run"), "--dry-run"]) == 1
+    assert "each of 8 ranks of the machine has 512.0 MiB" in capsys.readouterr().err

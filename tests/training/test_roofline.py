@@ -1,0 +1,154 @@
+"""The plan's roofline against PyTorch's count of operations, enumerated attention pairs, and worked examples."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nlgrpo.config.recipes import recipe
+from nlgrpo.kernels import Segments
+from nlgrpo.model import lora
+from nlgrpo.model.architectures import Shape
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime.gpus import GPU, GPUS
+from nlgrpo.training.planning import roofline
+from nlgrpo.training.planning.roofline import Machine
+from nlgrpo.training.planning.workload import Workload
+
+SHAPE = Shape("llama", vocab=40, width=64, layers=2, heads=8, kv_heads=2, head_dim=8, ffn=160, context=4096,
+              rotary_dim=8, windows=(None, None), scales=(1.0, 1.0))  # fmt: skip
+SLOW = GPU(memory=2**30, flops=1e9, bandwidth=1e30, link=1e30, network=1e30, device="")  # limited by its operations
+NARROW = dataclasses.replace(SLOW, flops=1e30, bandwidth=1e9)  # limited by its memory
+APART = dataclasses.replace(SLOW, flops=1e30, link=1e9, network=1e7)  # limited by what connects the GPUs
+
+
+def workload(shape=SHAPE, adapter=None, world=1, prompt=9, compute=torch.float32, critic=None, **changes):
+    cfg = recipe("length-bon")
+    settings = {"rollout__prompts": 1, "rollout__samples": 2, "rollout__max_new_tokens": 6} | changes
+    for key, value in settings.items():
+        section, name = key.split("__")
+        setattr(getattr(cfg, section), name, value)
+    return Workload(cfg, shape, adapter, compute, "cuda", world, prompt, critic)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "adapter", [None, LoraConfig(rank=4), LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))], ids=str
+)
+def test_the_operations_of_an_update_are_those_that_pytorch_counts(adapter, checkpointing):
+    """Of the matrix products of a prompt with two completions; attention is not among PyTorch's counted products."""
+    work = workload(adapter=adapter, model__activation_checkpointing=checkpointing)
+    model = Decoder(SHAPE, torch.ones(4)).double()
+    if adapter is not None:
+        lora.attach(model, adapter, torch.float64)
+    model.configure(activation_checkpointing=checkpointing)
+    segments, tokens = Segments([9, 5, 5], [None, 0, 0]), torch.zeros(19, dtype=torch.int64)
+    select = torch.arange(7, 19)  # 12 targets
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, segments, select, lambda hidden, weight: hidden @ weight.T).sum().backward()
+    flops = roofline.update_flops(work, SHAPE, SHAPE.vocab)
+    attention = roofline._of_groups(work, SHAPE) * (1 + roofline.ATTENTION_BACKWARD + checkpointing)
+    truth = counter.get_total_flops()
+    if adapter is not None:
+        parts = {name: rows for name, rows in adapted_rows().items() if name in lora.targets(adapter, SHAPE)}
+        # PyTorch does not count addmm_, which adds an adapter's product, ..
+        truth += 2 * 2 * 19 * adapter.rank * (sum(parts.values()) * (1 + checkpointing))
+        if checkpointing:  # .. and which is not computed again at the end of a block
+            truth -= 2 * 2 * 19 * adapter.rank * 64
+        # The embedding is frozen, so the input of the first block has no gradient.
+        qkv = [name for name in parts if name in ("q_proj", "k_proj", "v_proj")]
+        truth += 2 * 19 * 64 * (96 + adapter.rank * len(qkv))
+    exact = flops - attention
+    assert exact == truth if not (adapter and checkpointing) else 0.99 * truth <= exact <= 1.01 * truth
+
+
+def adapted_rows():
+    """Outputs of each linear layer of a block, by its Hugging Face name."""
+    return {"q_proj": 64, "k_proj": 16, "v_proj": 16, "o_proj": 64, "gate_proj": 160, "up_proj": 160, "down_proj": 64}
+
+
+def test_the_operations_of_a_forward_pass_are_those_that_pytorch_counts():
+    model = Decoder(SHAPE, torch.ones(4)).double()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(19, dtype=torch.int64), Segments([9, 5, 5], [None, 0, 0]), torch.arange(7, 19),
+              lambda hidden, weight: hidden @ weight.T)  # fmt: skip
+    work = workload()
+    attention = roofline._of_groups(work, SHAPE)
+    assert roofline.forward_flops(work, SHAPE, SHAPE.vocab) - attention == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 1), (0, 9), (9, 5), (3, 0)])
+def test_attention_pairs_are_those_of_the_mask(start, tokens, window):
+    keys = [min(i + 1, window or i + 1) for i in range(start, start + tokens)]
+    assert roofline.pairs(start, tokens, window) == sum(keys)
+
+
+def test_a_group_reads_its_prompt_once():
+    work = workload()
+    per_pair = 2 * 4 * SHAPE.heads * SHAPE.head_dim
+    prompt, completion = 9 * 10 // 2, sum(9 + i + 1 for i in range(5))
+    assert roofline._of_groups(work, SHAPE) == per_pair * (prompt + 2 * completion)
+
+
+def test_a_group_that_is_split_repeats_its_prompt():
+    whole, split = workload(rollout__samples=8), workload(rollout__samples=8, train__micro_batch_tokens=20)
+    assert (whole.parts, split.parts) == (1, 4)
+    assert split.tokens - whole.tokens == 3 * 9
+
+
+def test_decoding_reads_the_weights_once_per_token():
+    """Of a GPU that is limited by its memory: 5 passes after the prompt's, each over all rows."""
+    work = workload(compute=torch.bfloat16)
+    weights = 2 * (SHAPE.matrices + SHAPE.vocab * SHAPE.width)
+    cache = 2 * 2 * SHAPE.kv_heads * SHAPE.head_dim * SHAPE.layers
+    columns = sum(9 + 2 * t for t in range(1, 6))
+    seconds = roofline.seconds(work, Machine(NARROW, 8))["sampling"]
+    assert seconds == pytest.approx((6 * weights + columns * cache) / 1e9)
+
+
+def test_rows_that_do_not_fit_are_decoded_in_waves():
+    once = roofline.seconds(workload(rollout__prompts=4, rollout__max_rows=8), Machine(NARROW, 8))["sampling"]
+    twice = roofline.seconds(workload(rollout__prompts=4, rollout__max_rows=4), Machine(NARROW, 8))["sampling"]
+    assert 1.5 < twice / once <= 2
+
+
+def test_sharded_parameters_pass_the_link_and_replicas_the_network():
+    options = {"rollout__prompts": 16, "compute": torch.bfloat16}
+    size = 2 * SHAPE.parameters
+    within = roofline.seconds(workload(world=8, **options), Machine(APART, 8))
+    across = roofline.seconds(workload(world=16, **options), Machine(APART, 8))
+    replicas = roofline.seconds(workload(world=16, parallel__replicate=2, **options), Machine(APART, 8))
+    assert within["sampling"] == pytest.approx(size * 7 / 8 / 1e9)
+    assert across["sampling"] == pytest.approx(size * 15 / 16 / 1e7)
+    assert replicas["sampling"] == within["sampling"]
+    gradients = 4 * SHAPE.parameters
+    assert within["update"] == pytest.approx((2 * size + gradients) * 7 / 8 / 1e9)
+    between = 2 * gradients / 8 * (1 / 2) / 1e7
+    assert replicas["update"] == pytest.approx((2 * size + gradients) * 7 / 8 / 1e9 + between)
+
+
+def test_gathering_by_block_costs_one_gather_per_token():
+    options = {"world": 8, "rollout__prompts": 8, "compute": torch.bfloat16}
+    model = roofline.seconds(workload(**options), Machine(APART, 8))["sampling"]
+    block = roofline.seconds(workload(parallel__gather_for_sampling="block", **options), Machine(APART, 8))
+    assert block["sampling"] == pytest.approx(6 * model)
+
+
+def test_phases_follow_the_algorithm():
+    machine = Machine(GPUS["h100"], 8)
+    assert "scoring" not in roofline.seconds(workload(loss__beta=0.0), machine)
+    offline = workload(loss__algorithm="dpo", offline__n=2)
+    assert "sampling" not in roofline.seconds(offline, machine)
+    once = roofline.seconds(workload(), machine)
+    assert roofline.seconds(workload(loss__epochs=3), machine)["update"] == pytest.approx(3 * once["update"])
+    critic = roofline.seconds(workload(loss__algorithm="ppo", critic=SHAPE), machine)
+    assert critic["update"] > 1.5 * once["update"]
+
+
+def test_tokens_per_second_are_those_of_all_ranks():
+    work, machine = workload(world=8, rollout__prompts=16), Machine(GPUS["h100"], 8)
+    step = sum(roofline.seconds(work, machine).values())
+    assert roofline.tokens_per_second(work, machine) == pytest.approx(16 * 2 * 6 / step)
