@@ -58,6 +58,7 @@ else:
     from .logprob import linear_logprob, token_logprob
     from .packed_attention import packed_attention
     from .policy_loss import policy_loss, policy_loss_with_statistics
+    from .recompute import recomputed
     from .reference import split_and_rotate
     from .segments import Segments
 
@@ -75,6 +76,7 @@ else:
         "packed_attention",
         "policy_loss",
         "policy_loss_with_statistics",
+        "recomputed",
         "rms_norm",
         "sample_tokens",
         "split_and_rotate",

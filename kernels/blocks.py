@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from . import reference
 from .dispatch import requires_grad, use_cpp
+from .recompute import without_temporaries
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
@@ -19,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Te
     ``impl``: "auto", "cpp" (float32 on a CPU) or "torch".
     """
     if not use_cpp(impl, "rms_norm", x, weight, differentiable=True):
-        return reference.rms_norm(x, weight, eps)
+        return without_temporaries(partial(reference.rms_norm, eps=eps), x, weight)
     if requires_grad(x, weight):
         return cast(Tensor, _RMSNorm.apply(x, weight, eps))
     return torch.ops.nlgrpo.rms_norm(x, weight, eps)
@@ -31,7 +33,7 @@ def swiglu(x: Tensor, *, impl: str = "auto") -> Tensor:
     Differentiable; ``impl`` as for `rms_norm`.
     """
     if not use_cpp(impl, "swiglu", x, differentiable=True):
-        return reference.swiglu(x)
+        return without_temporaries(reference.swiglu, x)
     return cast(Tensor, _SwiGLU.apply(x)) if requires_grad(x) else torch.ops.nlgrpo.swiglu(x)
 
 

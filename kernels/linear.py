@@ -73,7 +73,7 @@ def mkl_is_slow() -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return cast(Tensor, torch.ops.nlgrpo.linear(x, weight, bias))
 
     @staticmethod

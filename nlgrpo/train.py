@@ -26,7 +26,7 @@ from nlgrpo.evaluation import results
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError, Scores
-from nlgrpo.runtime import distributed
+from nlgrpo.runtime import distributed, host_memory
 from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
 from nlgrpo.runtime.timing import Clock, StopSignal
 from nlgrpo.training import offline
@@ -48,6 +48,7 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
             offline_step(run, run.samples, learner, log)
         else:
             online_step(run, learner, log)
+        host_memory.release()  # the activations
         stopping = run.ranks.any(stop.received)
         if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
             run.save(learner)

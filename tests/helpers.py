@@ -11,12 +11,14 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -44,6 +46,25 @@ def _on_rank(rank: int, work: Callable[..., None], folder: str, ranks: int, argu
     work(rank, *arguments)
     gc.collect()  # cycles that keep the group alive, as in `distributed.start`
     dist.destroy_process_group()
+
+
+@contextmanager
+def counted_sums() -> Iterator[dict[str, int]]:
+    """Count FSDP's sums of gradients over replicas, one per group of parameters, and the backward passes."""
+    counts, all_reduce, backward = {"sums": 0, "backward": 0}, dist.all_reduce, torch.Tensor.backward
+
+    def summed(*arguments: Any, **options: Any) -> Any:
+        counts["sums"] += "group" in options  # the collectives of `Ranks` are over all ranks
+        return all_reduce(*arguments, **options)
+
+    def differentiated(loss: torch.Tensor) -> None:
+        counts["backward"] += 1
+        backward(loss)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", summed)
+        patched.setattr(torch.Tensor, "backward", differentiated)
+        yield counts
 
 
 def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
-from nlgrpo.kernels import Segments, linear, split_and_rotate
+from nlgrpo.kernels import BlockWeights, Segments, linear, split_and_rotate
 from nlgrpo.model.attention import PackedAttention, Rope
-from nlgrpo.model.decoder import Block, Decoder, Head
+from nlgrpo.model.decoder import Decoder, Head
 
 FIRST_COLUMNS = 32  # of the cache of a row; it doubles when it is full, because most rows finish before the limit
 
@@ -58,7 +58,7 @@ def generate(
     ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
     same completions. ``first_sample``: number of the first one; 2 with ``samples=3`` returns the samples 2, 3, 4 of
     each prompt. ``max_rows`` limits the rows that are decoded together, and thus the size of the cache; the
-    samples of one prompt are never divided. The model must not be sharded (see ``fsdp.gathered``).
+    samples of one prompt are never divided. A sharded model must be gathered (``fsdp.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context.
@@ -171,10 +171,11 @@ class CachedDecoder:
         positions = Segments(lengths).positions(device)
         attend, rope = _Prefill(lengths, device, weight.dtype), model.rope(positions)
         x = model.enter(tokens, positions)
-        for block in model.blocks:
+        self.weights: list[BlockWeights | None] = []  # FSDP gathers a block into the same tensors each time
+        for block in model.each_block():
             x = block.forward(x, rope, attend)
+            self.weights.append(block.llama_weights())
         self.cache = KVCache(attend.kv, lengths)
-        self.weights = [cast(Block, block).llama_weights() for block in model.blocks]
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         return self.head(model.norm(x[last]), weight)
 
@@ -187,7 +188,8 @@ class CachedDecoder:
         positions = cache.positions(n)
         rope = model.rope(positions) if rope_table is None else (rope_table[0][positions], rope_table[1][positions])
         x, shape = model.enter(tokens.flatten(), positions), model.shape
-        for layer, (block, weights) in enumerate(zip(model.blocks, self.weights, strict=True)):
+        for layer, block in enumerate(model.each_block()):
+            weights = self.weights[layer]
             if weights is None:
                 x = block.forward(x, rope, cache)
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from nlgrpo.kernels import BlockWeights, Segments, linear, rms_norm, swiglu
+from nlgrpo.kernels import BlockWeights, Segments, linear, recomputed, rms_norm, swiglu
 from nlgrpo.model import hf_weights, lora, safetensors_writer
 from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, Source, rotary_frequencies, shape_of, tensor_map
 from nlgrpo.model.attention import PackedAttention, Rope
@@ -63,6 +63,7 @@ class Block(nn.Module):
         super().__init__()
         self.shape, self.layer = shape, layer
         self.backend: str | None = None  # of torch.compile
+        self.recompute = True  # see `project`
         d, heads = shape.head_dim, shape.heads + 2 * shape.kv_heads
         self.norm1 = make_norm(shape)
         self.qkv = Linear(shape.width, heads * d, bias=shape.qkv_bias)
@@ -86,7 +87,7 @@ class Block(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         """Queries, keys and values (T, H + 2 Hk, d) before the rotation."""
         shape = self.shape
-        qkv = self.qkv(self.norm1(x)).view(len(x), -1, shape.head_dim)
+        qkv = self.project(self.qkv, lambda: self.norm1(x)).view(len(x), -1, shape.head_dim)
         if shape.qk_norm:
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
             weight = torch.cat((self.q_norm.expand(shape.heads, -1), self.k_norm.expand(shape.kv_heads, -1)))
@@ -96,7 +97,15 @@ class Block(nn.Module):
     def add(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Add the attention's output, from ``mixed`` (T, H, d), and that of the feed-forward to ``x`` (T, D)."""
         attended = x + self.out(mixed.flatten(1))
-        return attended + self.mlp(self.norm2(x if self.shape.parallel else attended))
+        return attended + self.mlp(x if self.shape.parallel else attended)
+
+    def project(self, layer: nn.Module, value: Callable[[], Tensor]) -> Tensor:
+        """Apply a linear layer to ``value()``, which is computed again in the backward pass instead of being saved."""
+        x = value()
+        if torch.compiler.is_compiling() or not self.recompute or not torch.is_grad_enabled():
+            return cast(Tensor, layer(x))
+        with recomputed(x, value):
+            return cast(Tensor, layer(x))
 
     def llama_weights(self) -> BlockWeights | None:
         """Weights for `kernels.decode_block`; None if the block does not have Llama's form, or has adapters."""
@@ -117,14 +126,19 @@ class Block(nn.Module):
         )
 
     def mlp(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
+        """Output of the feed-forward (T, D) for its input before the norm."""
+        hidden = self.project(self.up, lambda: self.norm2(x))
+        return self.project(self.down, lambda: self.activate(hidden))
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        """Input of ``down`` (T, F) from the output of ``up``."""
         act = ACTIVATIONS[self.shape.activation]
         if not self.shape.gated:
-            return self.down(act(hidden))
+            return act(hidden)
         if self.shape.activation == "silu":
-            return self.down(swiglu(hidden))
+            return swiglu(hidden)
         gate, up = hidden.chunk(2, dim=-1)
-        return self.down(act(gate) * up)
+        return act(gate) * up
 
 
 class Decoder(nn.Module):
@@ -150,13 +164,25 @@ class Decoder(nn.Module):
         self.norm = make_norm(shape)
         self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab, bias=False)
         self.rope_scale = rope_scale
-        self.activation_checkpointing = False
+        self._checkpointing = False
+        self.each_gathered: Callable[[], Iterator[Block]] | None = None  # set by `fsdp.gathered`
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     @property
     def head_weight(self) -> Tensor:
         """Weight (V, D) of the language-model head; the embedding if it is tied."""
         return lora.active_weight(self.embed if self.head is None else self.head)
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether each block is recomputed in the backward pass; else only its cheap ops are."""
+        return self._checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, on: bool) -> None:
+        self._checkpointing = on
+        for block in self.blocks:
+            cast(Block, block).recompute = not on
 
     def configure(
         self, activation_checkpointing: bool = False, compiled: bool = False, backend: str = "inductor"
@@ -170,6 +196,13 @@ class Decoder(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         for block in self.blocks:
             cast(Block, block).backend = backend if compiled else None
+
+    def each_block(self) -> Iterator[Block]:
+        """Yield the blocks in their order, for code that calls `Block.forward` or takes weights (no hooks of FSDP).
+
+        With `fsdp.gathered` by block, each has its full parameters only until the next one.
+        """
+        return iter(cast(Iterable[Block], self.blocks)) if self.each_gathered is None else self.each_gathered()
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and sin (T, r/2) of ``positions (T,)``, computed in float32 like transformers; None if learned."""

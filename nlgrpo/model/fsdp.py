@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nlgrpo.model import lora, shards
-from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.decoder import Block, Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
+
+Batch = TypeVar("Batch")
 
 
 def _mesh(device: str, replicate: int, world: int) -> DeviceMesh:
@@ -62,17 +64,81 @@ def prepare(
     return shard(model, ranks, compute, parallel)
 
 
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Context in which every rank holds the full parameters in their compute dtype, as generation needs them."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+def gathered(model: nn.Module, *, by_block: bool = False) -> Iterator[None]:
+    """Context in which generation finds full parameters in their compute dtype on every rank. Collective.
+
+    ``by_block``: the embedding, the norm and the head stay gathered, and `Decoder.each_block` gathers each block while
+    it computes. Ranks may run different numbers of passes over the blocks: at the end of the context, also after an
+    exception, a rank gathers with the others until all are done. Such contexts of several models must not overlap.
+    """
+    sharded = _sharded(model)
+    passes = _BlockPasses(model) if by_block and sharded else None
     for module in sharded:
-        module.unshard()
+        if passes is None or not isinstance(module, Block):
+            module.unshard()
     try:
         yield
     finally:
+        if passes is not None:
+            passes.finish()
         for module in sharded:
             module.reshard()
+
+
+class _BlockPasses:
+    """Gathers the blocks of a model one after another, in passes that all ranks run together.
+
+    A flag precedes each pass: whether any rank needs it. Flags are on the CPU (gloo), so none waits for a GPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        assert isinstance(model, Decoder)
+        self.model, self.running = model, iter(list[Block]())
+        self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        model.each_gathered = self.begin
+
+    def begin(self) -> Iterator[Block]:
+        """Begin a pass of this rank."""
+        self.ranks.any(True)
+        self.running = self._each()
+        return self.running
+
+    def finish(self) -> None:
+        """Complete a pass that an exception interrupted, and take part in those of other ranks until all are done."""
+        self.model.each_gathered = None
+        deque(self.running, maxlen=0)
+        while self.ranks.any(False):
+            deque(self._each(), maxlen=0)
+
+    @torch.inference_mode(False)  # FSDP's buffers of a block are made here, and training uses them too
+    @torch.no_grad()
+    def _each(self) -> Iterator[Block]:
+        """Yield the blocks; the next one is gathered while one computes, so at most two are gathered at a time."""
+        blocks = cast(Sequence[FSDPModule], self.model.blocks)
+        ahead = blocks[0].unshard(async_op=True)
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            assert ahead is not None
+            ahead.wait()
+            if following is not None:
+                ahead = following.unshard(async_op=True)
+            yield cast(Block, block)
+            block.reshard()
+
+
+def accumulated(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Yield micro-batches whose gradients add up: replicas (HSDP) are all-reduced in the last backward pass only.
+
+    Gradients are reduce-scattered within a replica in each one.
+    """
+    for number, batch in enumerate(batches, 1):
+        for module in _sharded(model):
+            module.set_requires_all_reduce(number == len(batches), recurse=False)
+        yield batch
 
 
 def each_full(

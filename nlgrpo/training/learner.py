@@ -16,7 +16,7 @@ from nlgrpo.engine import logprobs
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import clip_gradients
+from nlgrpo.model.fsdp import accumulated, clip_gradients
 from nlgrpo.model.muon import Muon, block_matrices
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.runtime.device import MicroBatchLimit
@@ -174,7 +174,7 @@ class Learner:
             )
             self.optimizer.zero_grad()
             with lora.dropout(self.trained):
-                for batch in self.micro_batches(rollout, rows):
+                for batch in accumulated(self.trained, self.micro_batches(rollout, rows)):
                     loss, stats = self._loss(batch, targets, weights, old if off_policy else None, ref_logprobs, beta)
                     ((1 - self.loss.jeffreys) * loss * self.ranks.world).backward()
                     totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)

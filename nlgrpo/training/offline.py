@@ -21,7 +21,7 @@ from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import clip_gradients
+from nlgrpo.model.fsdp import accumulated, clip_gradients
 from nlgrpo.model.packing import MicroBatch, pack_sets
 from nlgrpo.objectives.registry import Objective
 from nlgrpo.rewards.reward_functions import Reward
@@ -188,7 +188,7 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
     learner.optimizer.zero_grad()
     limit = learner.micro_batch_limit
     packed = pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
-    for batch in learner.pad_micro_batches(packed):
+    for batch in accumulated(learner.model, learner.pad_micro_batches(packed)):
         with torch.no_grad(), learner.as_reference() as reference:
             ref = None if reference is None else _response_logprobs(reference, batch, shape, learner.temperature)
         with lora.dropout(learner.model):
@@ -218,9 +218,8 @@ def add_likelihood(learner: Learner, chosen: OfflineBatch) -> None:
         learner.loss.normalization, lengths, sequences=chosen.total, tokens=tokens, max_length=learner.max_new_tokens
     )
     ids = (chosen.prompt_ids, chosen.completion_ids)
-    for batch in learner.pad_micro_batches(
-        pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
-    ):
+    packed = pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
+    for batch in accumulated(learner.model, learner.pad_micro_batches(packed)):
         logprob, _ = logprobs.logprobs(learner.model, batch, learner.temperature)
         loss = -(logprob.double() * weights[batch.row]).sum()
         (learner.loss.jeffreys * loss * ranks.world).backward()

@@ -36,7 +36,7 @@ from nlgrpo.training.reference_rewards import ReferenceRewards
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
-        "parallel.reshard_after_forward")  # fmt: skip
+        "parallel.reshard_after_forward", "parallel.gather_for_sampling")  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
 WRITTEN = (
@@ -118,15 +118,7 @@ class Run:
 
     def evaluator(self) -> Sampler:
         """Build the sampler for evaluation, with evaluation.samples and a seed that training never uses."""
-        evaluation_seed = self.config.train.seed ^ (1 << 62)
-        return Sampler(
-            self.tokenizer,
-            self.sampler.sampling,
-            self.config.evaluation.samples,
-            self.config.rollout.max_rows,
-            evaluation_seed,
-            self.sampler.rewards,
-        )
+        return replace(self.sampler, samples=self.config.evaluation.samples, seed=self.config.train.seed ^ (1 << 62))
 
     def next_batch(self) -> prompt_dataset.Batch:
         """This rank's share of the step's prompts."""

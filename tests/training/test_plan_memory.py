@@ -56,8 +56,9 @@ def workload(shape=LLAMA, adapter=None, dtype=torch.float32, prompt=9, world=1, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_block_keeps_what_autograd_saves(name, rank, dtype):
-    """Per token, by hooks on the tensors that autograd saves in a model with real tensors."""
+def test_a_block_keeps_what_autograd_saves(name, rank, dtype, monkeypatch):
+    """Per token, by hooks on the tensors that autograd saves in a model with real tensors, also inside other hooks."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
     adapter, tokens = (LoraConfig(rank=rank) if rank else None), 512
     kept = {}
     for layers in (1, 2):
@@ -66,7 +67,7 @@ def test_a_block_keeps_what_autograd_saves(name, rank, dtype):
         own, saved = {p.untyped_storage()._cdata for p in model.parameters()}, {}
 
         def keep(x, own=own, saved=saved):
-            if x.untyped_storage()._cdata not in own:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in own:
                 saved[x.untyped_storage()._cdata] = (x.untyped_storage().nbytes(), x)
             return x
 
@@ -74,7 +75,9 @@ def test_a_block_keeps_what_autograd_saves(name, rank, dtype):
         segments = Segments([tokens])
         attend = PackedAttention(segments, x.device, dtype)
         rope = model.rope(segments.positions(x.device))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        inner = lambda pack, unpack, keep=keep: hooks(lambda x: keep(pack(x)), unpack)  # noqa: E731
+        monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", inner)
+        with hooks(keep, lambda x: x):
             for block in model.blocks:
                 x = block(x, rope, attend)
         kept[layers] = sum(size for size, _ in saved.values())

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
 from nlgrpo.config.schema import OptimConfig
+from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.runtime import checkpoint
@@ -264,6 +266,22 @@ def test_a_failure_on_one_rank_ends_all_with_its_message(folder, monkeypatch):
     assert [end.status for end in ended] == [1, 1]
     assert output.count("error: the model's logits are not finite") == 1
     assert "Connection closed" not in output
+
+
+def test_a_failure_in_a_pass_by_block_ends_all_ranks_with_its_message(folder, monkeypatch):
+    def fails(self, *arguments, layer, run_block=KVCache.run_block, **options):
+        if os.environ["RANK"] == "1" and layer == 1:
+            raise ValueError("no second layer")
+        return run_block(self, *arguments, layer=layer, **options)
+
+    def main() -> int:
+        signal.alarm(60)  # ranks that wait for each other
+        return train.main(options("--parallel.gather-for-sampling=block"))
+
+    monkeypatch.setattr(KVCache, "run_block", fails)
+    ended = fork_ranks(main)
+    assert [end.status for end in ended] == [1, 1]
+    assert "".join(end.output for end in ended).count("error: no second layer") == 1
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Job, full_tensors, run_all, run_ranks, tiny_model
+from helpers import Job, counted_sums, full_tensors, run_all, run_ranks, tiny_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -75,6 +75,7 @@ VARIANTS = {
     "plain": {},
     "one pair at a time": {"train__micro_batch_tokens": 1},
     "all at once": {"train__micro_batch_tokens": 10**6},
+    "replicas": {"train__micro_batch_tokens": 1, "parallel__replicate": 2},
     "activation checkpointing": {"model__activation_checkpointing": True},
 }
 MUON = {"optim__algorithm": "muon", "optim__weight_decay": 0.1}
@@ -84,21 +85,27 @@ LOSS = {"loss__margin": 0.2, "loss__centering": 0.05, "data__margin_column": "le
 def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
     """Metrics of five updates, the scores before and after them, and the parameters."""
     changes = dict(VARIANTS.get(name, MUON))
+    if ranks.world == 1:
+        changes.pop("parallel__replicate", None)
     more = ["--model.activation-checkpointing"] if changes.pop("model__activation_checkpointing", False) else []
     cfg = from_arguments(arguments(work, "none", *more, model=model, **LOSS, **changes)[1:])
     run = training.build(cfg, ranks)
     found = [run.scores(run.held_out)]
     stats = []
-    for step in range(5):
-        stats.append(run.update(run.rows(step)))
-        run.progress.step += 1
+    with counted_sums() as counts:
+        for step in range(5):
+            stats.append(run.update(run.rows(step)))
+            run.progress.step += 1
+    assert counts["sums"] == (15 if name == "replicas" and ranks.world > 1 else 0)  # two blocks and the rest, per step
+    assert counts["backward"] > 5 or changes.get("train__micro_batch_tokens") != 1
     found.append(run.scores(run.held_out))
     # one pair for two ranks: one of them has nothing to do
     stats.append(run.update([3]))
     return stats, found, full_tensors(run.model)
 
 
-CURVES = [("plain", "llama"), ("one pair at a time", "gpt2"), ("activation checkpointing", "llama"), ("muon", "llama")]
+CURVES = [("plain", "llama"), ("one pair at a time", "gpt2"), ("activation checkpointing", "llama"), ("muon", "llama"),
+          ("replicas", "llama")]  # fmt: skip
 
 
 def in_a_rank(rank: int, work: Path) -> None:
@@ -123,7 +130,7 @@ def test_two_ranks_give_the_curve_of_one(work):
             assert_same_curve(found[key], curve(work, Ranks(0, 1, CPU), *key))
 
 
-@pytest.mark.parametrize("name", list(VARIANTS)[1:])
+@pytest.mark.parametrize("name", ["one pair at a time", "all at once", "activation checkpointing"])
 def test_micro_batches_change_nothing(work, name):
     ours, truth = (curve(work, Ranks(0, 1, CPU), which) for which in (name, "plain"))
     assert_same_curve(ours, truth)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import test_decoder
 import torch
-from helpers import REPOSITORY, Forked, Job, environment, run_all, tiny_model
+from helpers import REPOSITORY, Forked, Job, environment, fork_ranks, run_all, tiny_model
 
 from nlgrpo import train
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.model import decoder
+from nlgrpo.model import decoder, fsdp
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.objectives.aggregation import WeightedSum
 from nlgrpo.objectives.registry import parse
@@ -735,6 +735,24 @@ def test_two_ranks_with_the_kl_in_the_reward_equal_one(work):
     assert_same_curve(work / "two", work / "one")
     ours, truth = (json.loads((work / f / "evaluation.json").read_text()) for f in ("two", "one"))
     assert ours == truth
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_sampling_by_block_does_not_change_a_run(work, monkeypatch, adapters):
+    """Bit for bit, with an evaluation and with a reward that is calibrated on samples of the reference."""
+    passes = work / "passes"
+    begin = fsdp._BlockPasses.begin
+    monkeypatch.setattr(fsdp._BlockPasses, "begin", lambda self: passes.touch() or begin(self))
+    more = {"evaluation__prompts": 4, "rollout__max_rows": 4, "calibration__missing": "draw"}
+    more |= {"calibration__samples": 3, "rewards__short__transform": "identity", "train__steps": 2}
+    more |= {"lora__rank": 2} if adapters else {}
+    for how in ("model", "block"):
+        passes.unlink(missing_ok=True)
+        options = arguments(work, f"by {how} {adapters}", parallel__gather_for_sampling=how, **more)
+        ended = fork_ranks(lambda options=options: signal.alarm(120) or train.main(options))
+        assert [end.status for end in ended] == [0, 0], ended[0].output
+        assert passes.exists() == (how == "block")
+    assert same(work / f"by block {adapters}", work / f"by model {adapters}")
 
 
 def test_a_process_without_torchrun_saves_on_sigterm_and_exits_with_0(work):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from helpers import EOS, Job, full_tensors, run_all, run_ranks, tiny_model
+from helpers import EOS, Job, counted_sums, full_tensors, run_all, run_ranks, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
@@ -223,12 +223,17 @@ def test_micro_batches_change_nothing(work):
     assert results["mse"] == pytest.approx(expected["mse"], rel=1e-9)
 
 
-def of_a_rank(work, ranks, mode):
+def of_a_rank(work, ranks, mode, replicate=1):
     how = {"compress__values": (work / "other", work / "policy")} if mode == "compress" else {"loss__lam": 0.5}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(training.reward_model, "load", with_a_head(training.reward_model.load))
-        run = training.build(config(work, mode=mode, train__micro_batch_tokens=30, **how), ranks)
-    found = [run.update(run.rows(step)) for step in range(3)]
+        run = training.build(
+            config(work, mode=mode, train__micro_batch_tokens=30, parallel__replicate=replicate, **how), ranks
+        )
+    with counted_sums() as counts:
+        found = [run.update(run.rows(step)) for step in range(3)]
+    assert counts["sums"] == (9 if replicate > 1 else 0)  # of two blocks and the rest, once per step
+    assert counts["backward"] > 3
     found.append(run.update([0]))  # one completion for two ranks: one of them has nothing to do
     results = run.evaluate()
     return found, {k: results[k] for k in ("states", "mse")}, full_tensors(run.model)
@@ -239,15 +244,15 @@ def with_a_head(load):
     return lambda *args, **options: (load(*args, **options)[0], True)
 
 
-def in_a_rank(rank, work, mode):
-    torch.save(of_a_rank(work, Ranks(rank, 2, CPU), mode), work / f"{rank}.pt")
+def in_a_rank(rank, work, *how):
+    torch.save(of_a_rank(work, Ranks(rank, 2, CPU), *how), work / f"{rank}.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "compress"])
-def test_two_ranks_equal_one(work, mode):
+@pytest.mark.parametrize(("mode", "replicate"), [("train", 1), ("compress", 1), ("train", 2)])
+def test_two_ranks_equal_one(work, mode, replicate):
     """Also if a rank has fewer micro-batches, and with teachers: each forward pass is collective."""
-    run_ranks(in_a_rank, work, mode)
+    run_ranks(in_a_rank, work, mode, replicate)
     truth, results, weights = of_a_rank(work, ALONE, mode)
     for rank in range(2):
         ours, found, parameters = torch.load(work / f"{rank}.pt", weights_only=False)

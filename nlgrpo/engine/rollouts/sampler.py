@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from nlgrpo.model.fsdp import gathered
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
 
 
@@ -33,11 +34,13 @@ class Sampler:
     max_rows: int
     seed: int
     rewards: Sequence[reward_functions.Reward]
+    by_block: bool = field(default=False, kw_only=True)
+    """How a sharded model is gathered (`fsdp.gathered`)."""
 
     def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
-        """Sample completions of the prompts in ``batch``. Gathers a sharded model for the time of the call."""
-        with gathered(model):
-            return transformers_backend.generator(model)(
+        """Sample completions of the prompts in ``batch``. Collective if the model is sharded: it is gathered."""
+        with gathered(model, by_block=self.by_block):
+            rollout = transformers_backend.generator(model)(
                 batch.ids,
                 self.samples,
                 self.sampling,
@@ -45,6 +48,8 @@ class Sampler:
                 index=batch.index,
                 max_rows=self.max_rows,
             )
+        host_memory.release()  # the KV cache and gathered parameters
+        return rollout
 
     def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
         """Decode the P*M completions without special tokens: as continuations of texts, or as assistant messages."""

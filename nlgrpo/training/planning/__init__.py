@@ -1,7 +1,7 @@
 """The plan of a run: its batch arithmetic, memory and speed, before anything is loaded.
 
 `table` is what a run prints before it starts. `workload` has the numbers that decide memory and time, and `ahead` makes
-one for GPUs that are not here (`nlgrpo plan`). `memory` estimates the bytes of each phase from it, `activations` those of
-a block by tracing it without memory, and `roofline` the seconds of each phase. `advice` recommends settings and refuses
-what cannot fit. `notes` points out risky settings. Read `memory.py` first.
+one for GPUs that are not here (`nlgrpo plan`). `memory` estimates the bytes of each phase from it, `activations` those
+of a block by tracing it without memory, and `roofline` the seconds of each phase. `advice` recommends settings and
+refuses what cannot fit. `notes` points out risky settings. Read `memory.py` first.
 """

@@ -124,7 +124,7 @@ def alternatives(work: Workload, machine: Machine) -> list[str]:
 
 
 def check(work: Workload, limit: float, where: str) -> None:
-    """Raise ValueError if the run needs more than ``limit`` bytes on a rank; ``where`` names the memory.
+    """Raise ValueError if the run needs more than ``limit`` bytes per rank; ``where`` names the memory.
 
     Set ``train.check_memory = false`` to start such a run.
     """

@@ -23,6 +23,7 @@ from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
 from nlgrpo.model import reward_model
 from nlgrpo.model.attention import implementation
+from nlgrpo.model.fsdp import accumulated
 from nlgrpo.model.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime.console import named_lines
@@ -80,7 +81,7 @@ class RewardModelTrainer(trainer.Trainer):
         """The loss of a step is the mean over its pairs."""
         margins = torch.tensor(self.pairs.margins, dtype=torch.float64, device=self.ranks.device)
         margins = margins + self.config.loss.margin
-        for batch in self.batches(self.pairs, rows):
+        for batch in accumulated(self.model, self.batches(self.pairs, rows)):
             chosen, rejected = reward_model.scores(self.model, batch)
             margin, centering = margins[batch.row].to(chosen), self.config.loss.centering
             losses = bradley_terry_loss(chosen, rejected, margin, centering=centering)

@@ -121,7 +121,7 @@ class GuidedSampler(Sampler):
     def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
         found: list[list[Candidate]] = [[] for _ in batch.ids]
         for number in range(self.searches):
-            with gathered(model):
+            with gathered(model, by_block=self.by_block):
                 candidates, _ = guided_search.search(
                     model, batch.ids, self.guide.search, self.sampling, self.values,
                     seed=self.seed ^ (number << 32), index=batch.index, max_rows=self.max_rows,

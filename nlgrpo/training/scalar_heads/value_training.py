@@ -25,7 +25,7 @@ from nlgrpo.model import decoder, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import shard
+from nlgrpo.model.fsdp import accumulated, shard
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.model.value_model import as_values, kind_of, outputs, set_kind
@@ -87,7 +87,7 @@ class ValueTrainer(trainer.Trainer):
     def losses(self, rows: Sequence[int], totals: _Totals) -> Iterator[Tensor]:
         """The loss of a step is the mean over the states of its completions (Eq. 7, Eq. 49)."""
         states = sum(len(self.outcomes.completions[i]) + 1 for i in rows)
-        for batch in self.batches(self.outcomes, rows):
+        for batch in accumulated(self.model, self.batches(self.outcomes, rows)):
             raw = outputs(self.model, batch)
             values = as_values(raw.detach(), self.config.loss.kind)
             targets = self.targets(self.outcomes, batch, values, self.config.loss.lam)
