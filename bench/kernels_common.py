@@ -5,8 +5,9 @@ affects all of them alike and one side's memory does not raise another's peak. `
 ops' tests run before anything is timed, and results and gradients of the sides must agree: timing two different
 computations would be meaningless.
 
-The floor is the minimum work divided by the best rate: the published rate for a GPU in PUBLISHED, otherwise the rate of
-a large copy or product measured in the same run. Shares above 100% are possible if the arguments fit in a cache.
+The floor is the minimum work divided by the best rate: that of the data sheet for a GPU in `nlgrpo.runtime.gpus`,
+otherwise the rate of a large copy or product measured in the same run. Shares above 100% are possible if the arguments
+fit in a cache.
 """
 
 from __future__ import annotations
@@ -25,19 +26,10 @@ import torch
 from common import MIB, RESULTS, installed, machine, one_line, save
 from kernels_side import PLAIN, Case, child, measure_floor
 
+from nlgrpo.runtime import gpus
+
 TESTS = Path(__file__).parents[1] / "tests" / "kernels"
 FLOOR = "floor"  # name of the process that measures the floor
-# Memory bytes/s and dense bfloat16 FLOP/s from NVIDIA's data sheets (A100: 2021, H100: 2023, H200: 2024). For H100 and
-# H200 these give FLOP/s with sparsity, which is halved here.
-PUBLISHED = {
-    "NVIDIA A100-SXM4-40GB": (1.555e12, 312e12),
-    "NVIDIA A100-SXM4-80GB": (2.039e12, 312e12),
-    "NVIDIA A100-PCIE-40GB": (1.555e12, 312e12),
-    "NVIDIA A100 80GB PCIe": (1.935e12, 312e12),
-    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
-    "NVIDIA H100 PCIe": (2.0e12, 756e12),
-    "NVIDIA H200": (4.8e12, 989e12),
-}
 UNITS = {"B": (1e9, "GB/s"), "FLOP": (1e12, "TFLOP/s")}
 
 
@@ -122,11 +114,10 @@ def floors(case: Case, rate: float) -> dict[str, float]:
 
 def published(case: Case, device: str) -> tuple[float, str] | None:
     """Return the GPU's rate from its data sheet and the source, or None if it is not listed."""
-    if device == "cpu" or torch.cuda.get_device_name() not in PUBLISHED:
+    gpu = None if device == "cpu" else gpus.of_device(torch.cuda.get_device_name())
+    if gpu is None or (case.unit == "FLOP" and case.dtype not in (torch.bfloat16, torch.float16)):
         return None
-    if case.unit == "FLOP" and case.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    return PUBLISHED[torch.cuda.get_device_name()][case.unit == "FLOP"], "from the data sheet"
+    return gpu.flops if case.unit == "FLOP" else gpu.bandwidth, "from the data sheet"
 
 
 def measure(cases: list[Case], args: argparse.Namespace) -> list[dict[str, Any]]:

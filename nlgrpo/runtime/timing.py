@@ -8,6 +8,8 @@ from types import FrameType
 
 import torch
 
+from nlgrpo.runtime import gpus
+
 
 class Clock:
     """Wall times of the phases of one step, in seconds; on a GPU each lap waits for the queued work."""
@@ -59,20 +61,15 @@ def as_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-# Dense bfloat16 FLOP/s from the vendor (a multiply-add is 2 FLOPs), by part of the device's name.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-
-
 def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dict[str, float]:
-    """Return ``perf/mfu``: ``flops`` per second as a fraction of the device's peak.
+    """Return ``perf/mfu``: ``flops`` per second as a fraction of the device's peak (a multiply-add is 2 FLOPs).
 
     Callers count 6 FLOPs per parameter and trained token (a prompt once per group) and 2 per parameter and generated
     token, without recomputation, attention and the reference model. Empty if the peak of the device is unknown, as on
     a CPU.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-    return {} if peak is None else {"perf/mfu": flops / (seconds * peak)}
+    gpu = gpus.of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return {} if gpu is None else {"perf/mfu": flops / (seconds * gpu.flops)}
 
 
 class StopSignal:

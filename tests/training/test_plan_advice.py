@@ -67,7 +67,7 @@ def test_with_adapters_only_more_gpus_are_left():
 
 def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
     work = workload(LoraConfig(rank=16))
-    message = r"in the phase update .*activations, .*the GPU has 79.1 GiB; it fits with"
+    message = r"in the phase evaluation .*KV cache, .*the GPU has 79.1 GiB; it fits with"
     with pytest.raises(ValueError, match=message) as e:
         advice.check(work, H100.gpu.memory, "the GPU")
     options = str(e.value).split("fits with ")[1].split(",")[0].split()

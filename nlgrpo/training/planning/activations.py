@@ -72,10 +72,13 @@ class Allocated(TorchDispatchMode):
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, kind: str, tokens: int) -> BlockBytes:
+def _trace(
+    shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, kind: str, checkpointing: bool, tokens: int
+) -> BlockBytes:
     """Bytes of all blocks of a model for one packed sequence, with those of the gradients of their parameters."""
     with _without_memory(kind) as device:
         model = _model(shape, adapter, compute, device)
+        model.activation_checkpointing = checkpointing
         x = torch.empty(tokens, shape.width, dtype=compute, device=device, requires_grad=True)
         segments = Segments([tokens])
         attend = PackedAttention(segments, torch.device(device), compute, None if device == "cpu" else kind)
@@ -95,10 +98,13 @@ def _run(model: Decoder, x: Tensor, rope: Rope, attend: PackedAttention) -> Tens
     return x
 
 
-def per_token(shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, kind: str) -> BlockBytes:
+def per_token(
+    shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, kind: str, *, checkpointing: bool = False
+) -> BlockBytes:
     """Bytes per token of a block that computes in ``compute``.
 
-    ``kind``: implementation of the attention (`model.attention.KINDS`), or "cpu" for what a CPU runs. "flash_attn",
+    ``checkpointing``: ``saved`` is what the block keeps while it runs again in the backward pass, when none of its ops
+    is computed once more. ``kind``: implementation of the attention (`model.attention.KINDS`), or "cpu" for what a CPU runs. "flash_attn",
     which needs a GPU to run, is counted as "varlen".
     """
     scale, window = shape.scales[0], shape.windows[0]
@@ -107,7 +113,7 @@ def per_token(shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, ki
     if adapter is not None:
         adapter = _Hashed(**vars(replace(adapter, modules_to_save=())))
     kind = "varlen" if kind == "flash_attn" else kind
-    trace = functools.partial(_trace, adapter=adapter, compute=compute, kind=kind)
+    trace = functools.partial(_trace, adapter=adapter, compute=compute, kind=kind, checkpointing=checkpointing)
     short, long = trace(one, tokens=TOKENS), trace(one, tokens=2 * TOKENS)  # their difference has no parameters
     return BlockBytes(
         saved=(trace(two, tokens=TOKENS).saved - short.saved) / TOKENS,

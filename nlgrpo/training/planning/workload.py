@@ -155,4 +155,5 @@ class Workload:
 
     @cached_property
     def block(self) -> BlockBytes:
-        return activations.per_token(self.shape, self.adapter, self.compute, self.kind)
+        checkpointing = self.config.model.activation_checkpointing
+        return activations.per_token(self.shape, self.adapter, self.compute, self.kind, checkpointing=checkpointing)
