@@ -165,6 +165,7 @@ class Decoder(nn.Module):
         self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab, bias=False)
         self.rope_scale = rope_scale
         self._checkpointing = False
+        self.offloaded = False  # set by `fsdp.shard`: the parameters are in the memory of the host
         self.each_gathered: Callable[[], Iterator[Block]] | None = None  # set by `fsdp.gathered`
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
@@ -267,9 +268,12 @@ def blueprint(config: PretrainedConfig) -> Decoder:
 
 
 def allocate(model: Decoder, device: str | torch.device = "cpu") -> Decoder:
-    """Allocate the memory of a blueprint, in place. Rotary frequencies are float32 for any dtype of the weights."""
+    """Allocate the memory of a blueprint, in place. Rotary frequencies are float32 for any dtype of the weights.
+
+    Offloaded parameters are allocated in the memory of the host.
+    """
     assert model.config is not None
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if model.offloaded else device)
     inv_freq, model.rope_scale = rotary_frequencies(model.config, model.shape)
     model.inv_freq = None if inv_freq is None else inv_freq.to(device)
     return model

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nlgrpo.model import lora, shards
@@ -39,16 +39,18 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype, parallel: Parallel
     The sharded parameters keep their dtype: they are the master weights of a model that computes in ``compute``.
     Frozen weights may have the dtype ``compute`` beside adapters in float32.
     Reductions run in float32 (float64 for float64 parameters). A single rank that computes in the dtype of its
-    parameters is left unsharded.
+    parameters is left unsharded, unless they are offloaded.
     """
-    stored = model.embed.weight.dtype
-    if ranks.world == 1 and compute == stored:
+    stored, parallel = model.embed.weight.dtype, parallel or ParallelConfig()
+    if ranks.world == 1 and compute == stored and not parallel.offload:
         return model
     reduce = torch.float64 if stored == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    parallel = parallel or ParallelConfig()
     mesh = _mesh(ranks.device.type, parallel.replicate, ranks.world)
     apply = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
+    if parallel.offload:
+        apply = partial(apply, offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda"))
+        model.offloaded = True
     for block in model.blocks:
         apply(block)
     apply(model)

@@ -95,6 +95,9 @@ class ParallelConfig:
     gather_for_sampling: Literal["model", "block"] = "model"
     """Parameters that are gathered for sampling. "model": the whole model once, which is fastest. "block": each block
     for each token, for a model that is larger than a GPU."""
+    offload: bool = False
+    """Keep the shards of parameters, gradients and optimizer states in the memory of the host, where the optimizer runs
+    too, and copy each block to the GPU while it computes. It is slower; on a CPU it saves nothing."""
 
     def faults(self, world: int) -> list[str]:
         """List the values that do not fit ``world`` ranks."""

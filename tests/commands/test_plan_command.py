@@ -56,6 +56,22 @@ def test_recommended_settings_make_a_run_fit(models, capsys):
     assert good["peak_bytes"] == found["recommended"]["peak_bytes"]
 
 
+def test_offloaded_shards_are_in_the_memory_of_the_host(models, capsys):
+    arguments = ("--model.path", models / "7b", "--gpu", "h100", "--rollout.prompts", 8, "--rollout.max_rows", 64,
+                 "--model.activation_checkpointing", True, "--train.micro_batch_tokens", 4096)  # fmt: skip
+    plain = record(capsys, *arguments, status=1)
+    found = record(capsys, *arguments, "--parallel.offload", True)
+    parameters = plain["parameters"]
+    assert plain["host"] == {}
+    assert plain["recommended"]["settings"]["parallel.offload"] is True
+    state = {"parameters": 4, "reference": 2, "gradients": 4, "optimizer": 8}
+    assert found["host"] == {name: size * parameters for name, size in state.items()}
+    assert found["fits"]
+    assert "parameters" not in found["persistent"]
+    assert not {"gradients", "optimizer"} & set(found["phases"]["update"])
+    assert found["seconds"]["optimizer step"] > 10 * plain["seconds"]["optimizer step"]
+
+
 def test_70b_on_64_must_be_sampled_by_block(models, capsys):
     arguments = ("--model.path", models / "70b", "--gpu", "h100", "--gpus", 64, "--rollout.prompts", 64)
     found = record(capsys, *arguments, status=1)

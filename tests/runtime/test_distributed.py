@@ -221,6 +221,8 @@ HYBRID = {
     "replicas with pairs": (replace(CASES["pairs"], micro=1), REPLICAS),
     "replicas with a second term": (replace(CASES["a second term"], micro=1), REPLICAS),
     "parameters are kept": (CASES["one step"], ParallelConfig(reshard_after_forward=False)),
+    "offloaded": (CASES["one step"], ParallelConfig(offload=True)),
+    "offloaded adapters and a critic": (CASES["adapters and a critic"], ParallelConfig(replicate=2, offload=True)),
 }
 # FSDP's groups with gradients (2 blocks and the rest; adapters are in blocks only), and how often each is summed over
 # replicas: once per optimizer step, and once more for a second term

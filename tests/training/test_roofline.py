@@ -19,9 +19,10 @@ from nlgrpo.training.planning.workload import Workload
 
 SHAPE = Shape("llama", vocab=40, width=64, layers=2, heads=8, kv_heads=2, head_dim=8, ffn=160, context=4096,
               rotary_dim=8, windows=(None, None), scales=(1.0, 1.0))  # fmt: skip
-SLOW = GPU(memory=2**30, flops=1e9, bandwidth=1e30, link=1e30, network=1e30, device="")  # limited by its operations
-NARROW = dataclasses.replace(SLOW, flops=1e30, bandwidth=1e9)  # limited by its memory
-APART = dataclasses.replace(SLOW, flops=1e30, link=1e9, network=1e7)  # limited by what connects the GPUs
+# Limited by its operations, by its memory, and by what connects the GPUs.
+SLOW = GPU(memory=2**30, flops=1e9, bandwidth=1e30, link=1e30, network=1e30, host=1e30, device="")
+NARROW = dataclasses.replace(SLOW, flops=1e30, bandwidth=1e9)
+APART = dataclasses.replace(SLOW, flops=1e30, link=1e9, network=1e7)
 
 
 def workload(shape=SHAPE, adapter=None, world=1, prompt=9, compute=torch.float32, critic=None, **changes):
@@ -135,6 +136,16 @@ def test_gathering_by_block_costs_one_gather_per_token():
     model = roofline.seconds(workload(**options), Machine(APART, 8))["sampling"]
     block = roofline.seconds(workload(parallel__gather_for_sampling="block", **options), Machine(APART, 8))
     assert block["sampling"] == pytest.approx(6 * model)
+
+
+def test_offloaded_shards_pass_the_host_link():
+    slow = dataclasses.replace(SLOW, flops=1e30, host=1e9)
+    options = {"world": 8, "rollout__prompts": 8, "compute": torch.bfloat16, "parallel__offload": True}
+    found = roofline.seconds(workload(**options), Machine(slow, 8))
+    shard = 4 * SHAPE.parameters / 8
+    assert found["sampling"] == pytest.approx(shard / 1e9)
+    assert found["update"] == pytest.approx((2 * shard + shard) / 1e9)  # gathered twice, and gradients copied back
+    assert found["optimizer step"] == pytest.approx(7 * shard / roofline.HOST_BANDWIDTH)
 
 
 def test_phases_follow_the_algorithm():

@@ -211,6 +211,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "persistent": {use: round(number) for use, number in plan.memory.persistent.items()},
         "phases": {name: {use: round(n) for use, n in uses.items()} for name, uses in plan.memory.phases.items()},
         "totals": {name: round(plan.memory.total(name)) for name in plan.memory.phases},
+        "host": {use: round(number) for use, number in plan.memory.host.items()},
         "seconds": plan.seconds,
         "tokens_per_second": roofline.tokens_per_second(work, plan.machine),
         "recommended": better,

@@ -104,8 +104,8 @@ def per_token(
     """Bytes per token of a block that computes in ``compute``.
 
     ``checkpointing``: ``saved`` is what the block keeps while it runs again in the backward pass, when none of its ops
-    is computed once more. ``kind``: implementation of the attention (`model.attention.KINDS`), or "cpu" for what a CPU runs. "flash_attn",
-    which needs a GPU to run, is counted as "varlen".
+    is computed once more. ``kind``: implementation of the attention (`model.attention.KINDS`), or "cpu" for what a CPU
+    runs. "flash_attn", which needs a GPU to run, is counted as "varlen".
     """
     scale, window = shape.scales[0], shape.windows[0]
     one = replace(shape, layers=1, vocab=1, tied=True, context=1, windows=(window,), scales=(scale,))

@@ -55,12 +55,19 @@ def with_settings(work: Workload, settings: Settings) -> Workload:
 def best(work: Workload, machine: Machine, limit: float) -> Choice | None:
     """Return the settings with the shortest step that need at most ``limit`` bytes; None if no settings fit.
 
-    Micro-batches, ``rollout.max_rows``, activation checkpointing, replicas and the gathering for sampling may change;
-    none of them changes the samples or the loss. Of settings within 3% of the shortest time, those with the fewest
-    changes are returned.
+    Micro-batches, ``rollout.max_rows``, activation checkpointing, replicas and the gathering for sampling may change,
+    and shards are offloaded if nothing fits without; none of them changes the samples or the loss. Of settings within
+    3% of the shortest time, those with the fewest changes are returned.
     """
+    choice = _best(work, machine, limit, {})
+    if choice is None and not work.config.parallel.offload:
+        choice = _best(work, machine, limit, {"parallel.offload": True})
+    return choice
+
+
+def _best(work: Workload, machine: Machine, limit: float, fixed: Settings) -> Choice | None:
     found = []
-    for settings in _variants(work, machine):
+    for settings in (fixed | varied for varied in _variants(work, machine)):
         changed = {key: value for key, value in settings.items() if attrgetter(key)(work.config) != value}
         variant = with_settings(work, changed)
         if (needed := peak(variant)) <= limit:

@@ -9,7 +9,7 @@ measured peaks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nlgrpo.training.planning import update
 from nlgrpo.training.planning.update import Uses
@@ -30,6 +30,8 @@ class Memory:
     phases: dict[str, Uses]
     overhead: Uses
     """What the allocator adds in each phase."""
+    host: Uses = field(default_factory=dict)
+    """Bytes of this rank in the memory of the host, beside a GPU: what is offloaded."""
 
     def total(self, phase: str) -> float:
         return sum(self.persistent.values()) + sum(self.phases[phase].values()) + self.overhead[phase]
@@ -46,12 +48,13 @@ class Memory:
 
 def estimate(work: Workload) -> Memory:
     """Estimate the memory of one rank."""
-    persistent = {
-        "process": work.process,
+    shards = {
         "parameters": sum(map(work.shard_bytes, work.models)),
         "reference": work.shape.parameters * work.compute.itemsize / work.shards if work.reference else 0.0,
-        "reward models": float(work.reward_models),
     }
+    host = _clean(shards | update.whole_state(work, gradients=True)) if work.offloaded else {}
+    persistent = {"process": float(work.process)} | ({} if work.offloaded else shards)
+    persistent["reward models"] = float(work.reward_models)
     phases = {"load": _load(work)}
     if not work.config.loss.offline:
         phases["sampling"] = _sampling(work, work.config.rollout.prompts, work.config.rollout.samples)
@@ -62,10 +65,11 @@ def estimate(work: Workload) -> Memory:
     phases["update"] = update.largest_moment(work)
     phases["optimizer step"] = update.state(work, gradients=True)
     for name, uses in phases.items():
-        if name in ("sampling", "evaluation", "scoring"):  # from the second step on
-            uses["optimizer"] = update.state(work, gradients=False)["optimizer"]
+        if name in ("sampling", "evaluation", "scoring"):  # the optimizer state, from the second step on
+            uses |= update.state(work, gradients=False)
     persistent, phases = _clean(persistent), {name: _clean(uses) for name, uses in phases.items()}
-    return Memory(persistent, phases, {name: _overhead(work, name, persistent, uses) for name, uses in phases.items()})
+    overhead = {name: _overhead(work, name, persistent, uses) for name, uses in phases.items()}
+    return Memory(persistent, phases, overhead, host)
 
 
 def _clean(uses: Uses) -> Uses:

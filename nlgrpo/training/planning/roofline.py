@@ -15,6 +15,7 @@ from nlgrpo.model.architectures import Shape
 from nlgrpo.runtime.gpus import GPU
 from nlgrpo.training.planning.workload import Workload
 
+HOST_BANDWIDTH = 40e9  # bytes per second of the host's memory, per GPU: a node of 8 GPUs has several hundred GB/s
 ATTENTION_BACKWARD = 2.5  # of the forward pass: five matrix products, one of them computed again, instead of two
 
 
@@ -117,11 +118,12 @@ def _outputs(work: Workload) -> list[tuple[Shape, int]]:
 
 
 def _gather(work: Workload, shape: Shape, machine: Machine) -> float:
-    """Seconds to gather the parameters of a model over its shards."""
+    """Seconds to gather the parameters of a model over its shards, which offloading copies from the host first."""
+    copied = work.shard_bytes(shape) / machine.gpu.host if work.offloaded else 0.0
     if work.shards == 1:
-        return 0.0
+        return copied
     size = shape.parameters * work.compute.itemsize * (1 - 1 / work.shards)
-    return size / machine.link(work.shards)
+    return copied + size / machine.link(work.shards)
 
 
 def _sampling(work: Workload, machine: Machine) -> float:
@@ -166,6 +168,8 @@ def _update(work: Workload, machine: Machine) -> float:
         reduced = work.trained(shape) * max(4, work.stored.itemsize)
         if work.shards > 1:
             exchange += work.micro_batches * reduced * (1 - 1 / work.shards) / machine.link(work.shards)
+        if work.offloaded:
+            exchange += work.micro_batches * reduced / work.shards / machine.gpu.host
         # Once per optimizer step, each of the replicas' ranks sends and receives its shard twice.
         between = machine.link(work.world) * work.shards
         exchange += cfg.loss.minibatches * 2 * reduced * (1 - 1 / replicas) / between
@@ -180,4 +184,4 @@ def _updates(work: Workload) -> int:
 def _optimizer(work: Workload, machine: Machine) -> float:
     """Adam reads and writes the parameters and two moments, and reads the gradients."""
     moved = 7 * sum(map(work.trained, work.models)) * work.stored.itemsize / work.shards
-    return _updates(work) * moved / machine.gpu.bandwidth
+    return _updates(work) * moved / (HOST_BANDWIDTH if work.offloaded else machine.gpu.bandwidth)

@@ -87,6 +87,8 @@ def memory_lines(plan: Memory) -> str:
         f"at most about {size(plan.peak)}, in the phase: {plan.largest}",
         f"in all phases: {_parts(plan.persistent)}",
     ]
+    if plan.host:
+        lines.append(f"in the memory of the host: {size(sum(plan.host.values()))}: {_parts(plan.host)}")
     for name, uses in plan.phases.items():
         lines.append(f"{name} {size(plan.total(name))}{': ' * bool(uses)}{_parts(uses)}")
     return "\n".join(lines)

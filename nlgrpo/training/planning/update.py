@@ -26,6 +26,11 @@ def largest_moment(work: Workload) -> Uses:
 
 
 def state(work: Workload, *, gradients: bool) -> Uses:
+    """Gradients and optimizer state of all trained models, in the memory that computes: none if they are offloaded."""
+    return {} if work.offloaded else whole_state(work, gradients=gradients)
+
+
+def whole_state(work: Workload, *, gradients: bool) -> Uses:
     """Gradients and optimizer state of all trained models."""
     trained = sum(map(work.trained, work.models))
     moments = 2 * trained
@@ -136,7 +141,7 @@ def _backward(work: Workload, done: int) -> Uses:
     layers, (kept, running) = _layers(work), _kept(work)
     block, head = _trained_block(work), _trained_head(work)
     lasting = state(work, gradients=True)
-    if work.micro_batches == 1:  # only the blocks that are done have gradients
+    if work.micro_batches == 1 and not work.offloaded:  # only the blocks that are done have gradients
         first = 0 if work.sharded else head * stored
         lasting["gradients"] = min(lasting["gradients"], first + done * block * stored / work.shards)
     reduced = block * max(4, size) if done else 0.0  # the block before, which is reduced meanwhile

@@ -53,7 +53,13 @@ class Workload:
 
         On one rank it casts them to the compute dtype, which the frozen weights beside adapters have already.
         """
-        return self.world > 1 or (self.compute != self.stored and self.adapter is None)
+        cast = self.compute != self.stored and self.adapter is None
+        return self.world > 1 or cast or self.config.parallel.offload
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether shards, gradients and optimizer states are in the memory of the host, and not in that of a GPU."""
+        return self.device != "cpu" and self.config.parallel.offload
 
     @property
     def stored(self) -> torch.dtype:

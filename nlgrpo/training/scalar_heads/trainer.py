@@ -46,7 +46,7 @@ from nlgrpo.training.learner import learning_rate, make_optimizer
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
-        "parallel.reshard_after_forward", "parallel.gather_for_sampling")  # fmt: skip
+        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload")  # fmt: skip
 
 
 class Evaluated(Protocol):
