@@ -9,11 +9,11 @@ matrices, as in PEFT. This module does not import the decoder; `adapters.py` rea
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -90,7 +90,7 @@ class LoraLinear(nn.Module):
         self.weight, self.bias = base.weight, base.bias
         self.parts, self.scaling = dict(parts), config.scaling
         self.enabled, self.dropout = True, nn.Dropout(config.dropout).eval()
-        empty = partial(torch.empty, dtype=dtype, device=base.weight.device)
+        empty = functools.partial(torch.empty, dtype=dtype, device=base.weight.device)
         self.lora_A = nn.ParameterDict({name: empty(config.rank, base.in_features) for name in parts})
         self.lora_B = nn.ParameterDict({name: empty(rows, config.rank) for name, (_, rows) in parts.items()})
 
@@ -145,7 +145,8 @@ class Model(Protocol):
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def parts_of(shape: Shape, module: str) -> dict[str, tuple[int, int]]:
+@functools.lru_cache(maxsize=1024)  # the plan counts adapters for many settings
+def parts_of(shape: Shape, module: str) -> Mapping[str, tuple[int, int]]:
     """First row and rows of each Hugging Face layer that the linear layer ``module`` ("blocks.0.qkv") is made of."""
     source = tensor_map(shape)[f"{module}.weight"]
     names = [name.removesuffix(".weight").rsplit(".", 1)[-1] for name in source.names]

@@ -29,5 +29,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in seconds with three digits."""
+    """Format a duration with three digits, such as "5.25 s" or "12.3 ms"."""
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nlgrpo import cli
-from nlgrpo.commands import doctor
+from nlgrpo.commands.machine import doctor
 from nlgrpo.commands.machine.diagnosis import check_packages
 from nlgrpo.commands.machine.diagnosis.findings import Check, Result, without_folders
 

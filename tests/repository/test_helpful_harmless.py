@@ -51,7 +51,7 @@ def parts(tmp_path, monkeypatch):
 
 
 def test_the_recipe_of_7b_has_a_plan(parts, capsys):
-    assert train.main(["helpful-harmless", *parts, "--dry-run"]) == 0
+    assert train.main(["helpful-harmless", *parts, "--dry-run", "--train.check_memory", "False"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"llama, {PARAMETERS:,} parameters, context 2048" in shown
     assert "maximise 0.5 bon:4(helpful) + 0.5 bon:4(harmless) - 0.01 KL" in shown
@@ -67,7 +67,7 @@ def test_6_gpus_of_80_gb_hold_it(parts):
     plan = memory.estimate(table.workload(on_gpus))
     small = sum(reward.function.nbytes for reward in run.sampler.rewards)
     assert plan.persistent["reward models"] == small > 0
-    state = plan.persistent["parameters"] + plan.phases["update"]["gradients"] + plan.phases["update"]["optimizer"]
+    state = plan.persistent["parameters"] + sum(plan.phases["optimizer step"].values())
     assert state == pytest.approx(PARAMETERS * 16 / 6, rel=1e-12)
     assert plan.persistent["reference"] == pytest.approx(PARAMETERS * 2 / 6, rel=1e-12)
     total = plan.peak - small + 2 * 4.0e9 * 2

@@ -54,15 +54,16 @@ def test_settings_that_fit_are_kept():
 def test_a_model_that_fits_with_no_settings_needs_more_gpus_or_adapters():
     work = workload()
     assert advice.best(work, H100, advice.FITS * H100.gpu.memory) is None
-    more, adapters = advice.alternatives(work, H100)
+    more, adapters, offloaded = advice.alternatives(work, H100)
+    assert "--parallel.offload True" in offloaded
     assert more.startswith("2 GPUs") or more.startswith("4 GPUs")
     assert "--lora.rank 16" in adapters
 
 
 def test_with_adapters_only_more_gpus_are_left():
     shape = dataclasses.replace(LLAMA_7B, layers=400, windows=(None,) * 400, scales=(1.0,) * 400)
-    (line,) = advice.alternatives(workload(LoraConfig(rank=16), shape=shape), H100)
-    assert "GPUs" in line
+    lines = advice.alternatives(workload(LoraConfig(rank=16), shape=shape, parallel__offload=True), H100)
+    assert all("GPUs" in line for line in lines)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():

@@ -187,7 +187,7 @@ def _has_room(plan: Plan) -> bool:
 
 def _refusal(plan: Plan) -> str:
     needed = f"the run needs about {size(plan.memory.peak)} per GPU in the phase {plan.memory.largest}"
-    change = f"; use {plan.better.options}" if plan.better is not None else "; see the recommended changes"
+    change = f"; use {plan.better.options}" if plan.better is not None else "; see what is recommended"
     return f"{needed}, but {plan.options.gpu} has {size(plan.machine.gpu.memory)}{change}"
 
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime.console import size
+from nlgrpo.runtime.console import duration, size
 from nlgrpo.training.planning import memory, roofline
 from nlgrpo.training.planning.roofline import Machine
 from nlgrpo.training.planning.workload import Workload
@@ -18,7 +18,6 @@ from nlgrpo.training.planning.workload import Workload
 FITS = 0.95  # share of the memory that recommended settings may need: the plan is an estimate
 FASTER = 0.97  # other settings are recommended if they need at most this share of the time
 MICRO_BATCHES = (2048, 4096, 8192, 16384, 32768, 65536)
-MOST_RANKS = 4096
 LORA = LoraConfig(rank=16)
 
 Settings = dict[str, Any]  # values by key, such as {"train.micro_batch_tokens": 8192}
@@ -55,19 +54,12 @@ def with_settings(work: Workload, settings: Settings) -> Workload:
 def best(work: Workload, machine: Machine, limit: float) -> Choice | None:
     """Return the settings with the shortest step that need at most ``limit`` bytes; None if no settings fit.
 
-    Micro-batches, ``rollout.max_rows``, activation checkpointing, replicas and the gathering for sampling may change,
-    and shards are offloaded if nothing fits without; none of them changes the samples or the loss. Of settings within
-    3% of the shortest time, those with the fewest changes are returned.
+    Micro-batches, ``rollout.max_rows``, activation checkpointing, replicas and the gathering for sampling may change;
+    none of them changes the samples or the loss. Of settings within 3% of the shortest time, those with the fewest
+    changes are returned.
     """
-    choice = _best(work, machine, limit, {})
-    if choice is None and not work.config.parallel.offload:
-        choice = _best(work, machine, limit, {"parallel.offload": True})
-    return choice
-
-
-def _best(work: Workload, machine: Machine, limit: float, fixed: Settings) -> Choice | None:
     found = []
-    for settings in (fixed | varied for varied in _variants(work, machine)):
+    for settings in _variants(work, machine):
         changed = {key: value for key, value in settings.items() if attrgetter(key)(work.config) != value}
         variant = with_settings(work, changed)
         if (needed := peak(variant)) <= limit:
@@ -111,23 +103,26 @@ def _power(number: int) -> int:
 
 
 def alternatives(work: Workload, machine: Machine) -> list[str]:
-    """One line for each way to fit a workload that does not fit with any settings: more GPUs, or adapters."""
+    """One line for each way to fit a workload that does not fit with any settings: more GPUs, adapters, offloading."""
     limit, lines = FITS * machine.gpu.memory, []
-    world = work.world
-    while (world := 2 * world) <= MOST_RANKS:
+    for world in (work.world * 2**i for i in range(1, 13)):
         grown = replace(work.config.rollout, prompts=max(work.config.rollout.prompts, world))
         choice = best(replace(work, world=world, config=replace(work.config, rollout=grown)), machine, limit)
         if choice is not None:
-            lines.append(
-                f"{world} GPUs{f' with {choice.options}' if choice.settings else ''}: {size(choice.peak)} each"
-            )
+            lines.append(_line(f"{world} GPUs", choice))
             break
-    if work.adapter is None:
-        choice = best(replace(work, adapter=LORA), machine, limit)
+    if work.adapter is None and (choice := best(replace(work, adapter=LORA), machine, limit)) is not None:
+        lines.append(_line(f"adapters (LoRA): --lora.rank {LORA.rank}", choice))
+    offloaded = {"parallel.offload": True}
+    if not work.config.parallel.offload:
+        choice = best(with_settings(work, offloaded), machine, limit)
         if choice is not None:
-            options = f"--lora.rank {LORA.rank} {choice.options}".strip()
-            lines.append(f"adapters (LoRA), {options}: {size(choice.peak)}")
+            lines.append(_line("shards in the memory of the host: --parallel.offload True", choice))
     return lines
+
+
+def _line(how: str, choice: Choice) -> str:
+    return f"{f'{how} {choice.options}'.strip()} ({size(choice.peak)}, at least {duration(choice.seconds)} per step)"
 
 
 def check(work: Workload, limit: float, where: str) -> None:

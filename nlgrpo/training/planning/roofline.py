@@ -8,6 +8,7 @@ the ratio of two plans is more reliable than their seconds. Rewards and evaluati
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from nlgrpo.model import lora
@@ -60,7 +61,8 @@ def pairs(start: int, tokens: int, window: int | None = None) -> int:
 
 def attention_flops(shape: Shape, start: int, tokens: int) -> float:
     """Operations of q k^T and of its product with v, over all layers, for one sequence."""
-    return sum(4 * shape.heads * shape.head_dim * pairs(start, tokens, window) for window in shape.windows)
+    layers = Counter(shape.windows)
+    return 4 * shape.heads * shape.head_dim * sum(n * pairs(start, tokens, window) for window, n in layers.items())
 
 
 def _of_groups(work: Workload, shape: Shape) -> float:
