@@ -135,11 +135,13 @@ class _BlockPasses:
 def accumulated(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
     """Yield micro-batches whose gradients add up: replicas (HSDP) are all-reduced in the last backward pass only.
 
-    Gradients are reduce-scattered within a replica in each one.
+    Gradients are reduce-scattered within a replica in each one. Replicas of an offloaded model are reduced in each one
+    too, because FSDP2 would keep the sums on the GPU until the last.
     """
+    offloaded = any(getattr(module, "offloaded", False) for module in model.modules())
     for number, batch in enumerate(batches, 1):
         for module in _sharded(model):
-            module.set_requires_all_reduce(number == len(batches), recurse=False)
+            module.set_requires_all_reduce(offloaded or number == len(batches), recurse=False)
         yield batch
 
 

@@ -63,7 +63,7 @@ def test_offloaded_shards_are_in_the_memory_of_the_host(models, capsys):
     found = record(capsys, *arguments, "--parallel.offload", True)
     parameters = plain["parameters"]
     assert plain["host"] == {}
-    assert any("--parallel.offload True" in line for line in plain["alternatives"])
+    assert "--parallel.offload True" in plain["alternatives"][-1]["options"]
     state = {"parameters": 4, "reference": 2, "gradients": 4, "optimizer": 8}
     assert found["host"] == {name: size * parameters for name, size in state.items()}
     assert found["fits"]
@@ -84,9 +84,16 @@ def test_70b_on_64_must_be_sampled_by_block(models, capsys):
 
 
 def test_what_fits_with_no_settings_gets_alternatives(models, capsys):
-    found = record(capsys, "--model.path", models / "7b", "--gpu", "rtx4090", "--prompt-tokens", 64, status=1)
+    """Each alternative, added to the command, is a plan that fits, with the peak and the time that were promised."""
+    arguments = ("--model.path", models / "7b", "--gpu", "rtx4090", "--prompt-tokens", 64)
+    found = record(capsys, *arguments, status=1)
     assert found["recommended"] is None
-    assert any("GPUs" in line for line in found["alternatives"])
+    assert [a["change"] for a in found["alternatives"]] == ["8 GPUs", "adapters (LoRA)", "shards on the host"]
+    assert "--rollout.prompts 8" in found["alternatives"][0]["options"]
+    for alternative in found["alternatives"]:
+        good = record(capsys, *arguments, *alternative["options"].split())
+        assert good["peak_bytes"] == alternative["peak_bytes"]
+        assert sum(good["seconds"].values()) == pytest.approx(alternative["seconds"])
 
 
 def test_the_table_names_what_matters(models, capsys):
@@ -131,9 +138,42 @@ def test_the_json_file_is_complete(models, tmp_path, capsys):
     assert capsys.readouterr().out
 
 
+def test_the_memory_of_a_host_is_that_of_all_its_ranks(models, capsys):
+    arguments = ["plan", "--model.path", str(models / "7b"), "--gpu", "h100", "--gpus", "16", "--rollout.prompts", "16"]
+    assert cli.main([*arguments, "--parallel.offload", "True"]) == 0
+    shards = 18 * 6_738_415_616 / 16 * 8 / GIB
+    assert f"{shards:.1f} GiB for 8 GPUs" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["--loss.algorithm", "ppo", "--critic.trunk", "shared", "--loss.beta", "0"]])
+def test_a_shared_critic_scores_the_completions(models, capsys, arguments):
+    found = record(
+        capsys, "--model.path", models / "7b", "--gpu", "b200", "--gpus", 8, "--rollout.prompts", 8, *arguments
+    )
+    assert found["phases"]["scoring"]["activations"] > 0
+    assert found["seconds"]["scoring"] > 0
+
+
+def test_every_pair_of_a_set_counts(models, capsys):
+    arguments = ("--model.path", models / "7b", "--gpu", "b200", "--lora.rank", 8, "--rollout.prompts", 8,
+                 "--loss.algorithm", "dpo", "--offline.n", 8, "--calibration.rollouts", "none")  # fmt: skip
+    one, pairs = record(capsys, *arguments), record(capsys, *arguments, "--offline.rejected", "all")
+    assert pairs["seconds"]["update"] == pytest.approx(28 * one["seconds"]["update"])
+
+
+def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, capsys):
+    arguments = ("--model.path", models / "7b", "--gpu", "b200", "--gpus", 8, "--rollout.prompts", 8)
+    half, single = record(capsys, *arguments), record(capsys, *arguments, "--model.dtype", "float32")
+    ratio = single["phases"]["update"]["activations"] / half["phases"]["update"]["activations"]
+    assert 1.5 < ratio < 2.5
+    plan.main([*map(str, arguments), "--model.dtype", "float32"])
+    assert "in bfloat16, although the run computes in another dtype" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--gpu", "h100", "--rewards.short.function", "classifier(path='rm', dtype='foo')"], "got 'foo'"),
         (["--gpu", "h10"], "unknown GPU 'h10'; did you mean 'h100'"),
         (["--gpu", "h100", "--gpus", "0"], "--gpus 0: expected a number >= 1"),
         (["--gpu", "h100", "--gpus", "12", "--rollout.prompts", "12"], "not a multiple of --gpus-per-node 8"),

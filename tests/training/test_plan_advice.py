@@ -18,6 +18,8 @@ from nlgrpo.training.planning.workload import CONTEXT, Workload
 GIB = 2**30
 LLAMA_7B = Shape("llama", vocab=32000, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008,
                  context=4096, rotary_dim=128, windows=(None,) * 32, scales=(0.088,) * 32)  # fmt: skip
+LLAMA_70B = dataclasses.replace(LLAMA_7B, width=8192, layers=80, heads=64, kv_heads=8, ffn=28672,
+                                windows=(None,) * 80, scales=(0.088,) * 80)  # fmt: skip
 H100 = Machine(GPUS["h100"], 8)
 
 
@@ -55,15 +57,19 @@ def test_a_model_that_fits_with_no_settings_needs_more_gpus_or_adapters():
     work = workload()
     assert advice.best(work, H100, advice.FITS * H100.gpu.memory) is None
     more, adapters, offloaded = advice.alternatives(work, H100)
-    assert "--parallel.offload True" in offloaded
-    assert more.startswith("2 GPUs") or more.startswith("4 GPUs")
-    assert "--lora.rank 16" in adapters
+    assert offloaded.options.startswith("--parallel.offload True")
+    assert offloaded.host == 18 * LLAMA_7B.parameters
+    assert "in the memory of the host; at least" in str(offloaded)
+    assert more.change in ("2 GPUs", "4 GPUs")
+    assert more.options.startswith(f"--gpus {more.change[0]}")
+    assert adapters.options.startswith("--lora.rank 16")
 
 
-def test_with_adapters_only_more_gpus_are_left():
+def test_adapters_are_not_suggested_twice():
     shape = dataclasses.replace(LLAMA_7B, layers=400, windows=(None,) * 400, scales=(1.0,) * 400)
-    lines = advice.alternatives(workload(LoraConfig(rank=16), shape=shape, parallel__offload=True), H100)
-    assert all("GPUs" in line for line in lines)
+    found = advice.alternatives(workload(LoraConfig(rank=16), shape=shape), H100)
+    assert found[0].change.endswith("GPUs")
+    assert "adapters" not in " ".join(map(str, found))
 
 
 def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
@@ -76,9 +82,34 @@ def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
     assert memory.estimate(advice.with_settings(work, settings)).peak <= H100.gpu.memory
 
 
+def test_a_model_that_is_larger_than_a_gpu_is_sampled_by_block():
+    work = workload(world=64, shape=LLAMA_70B, rollout__prompts=64, model__activation_checkpointing=True)
+    with pytest.raises(ValueError, match=r"it fits with --parallel.gather_for_sampling block, or set") as e:
+        advice.check(work, H100.gpu.memory, "the GPU")
+    assert "unsharded parameters" in str(e.value)
+    block = advice.with_settings(work, {"parallel.gather_for_sampling": "block"})
+    assert memory.estimate(block).peak <= H100.gpu.memory
+
+
+def test_the_whole_model_is_gathered_where_it_fits():
+    """Also where the time for gathering by block would be hidden."""
+    work = workload(world=8, rollout__max_new_tokens=1, rollout__max_rows=8)
+    choice = advice.best(work, H100, advice.FITS * H100.gpu.memory)
+    assert "parallel.gather_for_sampling" not in choice.settings
+
+
+def test_the_host_must_hold_what_is_offloaded():
+    work = workload(parallel__offload=True)
+    needed = 18 * LLAMA_7B.parameters  # float32 shards, gradients and two moments, a reference in bfloat16
+    advice.check_host(work, needed)
+    with pytest.raises(ValueError, match=r"parallel.offload needs 113.0 GiB per rank in the memory of the host"):
+        advice.check_host(work, needed - 1)
+    advice.check_host(workload(), 0)
+
+
 def test_a_run_that_fits_with_no_settings_is_refused():
     with pytest.raises(ValueError, match="use more ranks, adapters"):
-        advice.check(workload(), H100.gpu.memory, "the GPU")
+        advice.check(workload(), 2 * GIB, "the GPU")
 
 
 def test_the_refusal_can_be_turned_off():

@@ -17,7 +17,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import pack
 from nlgrpo.training.learner import make_optimizer
-from nlgrpo.training.planning import memory
+from nlgrpo.training.planning import activations, memory
 from nlgrpo.training.planning.activations import Allocated, per_token
 from nlgrpo.training.planning.workload import Workload
 
@@ -84,6 +84,15 @@ def test_a_block_keeps_what_autograd_saves(name, rank, dtype, monkeypatch):
     found = per_token(SHAPES[name], adapter, dtype, "cpu").saved
     small = 64 * dtype.itemsize  # tensors whose size does not grow with the tokens, such as the lengths
     assert found == pytest.approx((kept[2] - kept[1]) / tokens, abs=small / tokens * 4)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "packed", "varlen", "flash_attn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_trace_is_linear_in_the_number_of_tokens(dtype, kind, monkeypatch):
+    many = per_token(LLAMA, None, dtype, kind)
+    monkeypatch.setattr(activations, "TOKENS", 2**10)
+    few = per_token(LLAMA, None, dtype, kind)
+    assert vars(few) == pytest.approx(vars(many), rel=0.01)
 
 
 @pytest.mark.parametrize("name", SHAPES)

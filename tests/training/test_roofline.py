@@ -25,6 +25,13 @@ NARROW = dataclasses.replace(SLOW, flops=1e30, bandwidth=1e9)
 APART = dataclasses.replace(SLOW, flops=1e30, link=1e9, network=1e7)
 
 
+@pytest.fixture(autouse=True)
+def no_launches(monkeypatch, request):
+    """Without the time to launch kernels, which is most of that of small models."""
+    if "launch" not in request.node.name:
+        monkeypatch.setattr(roofline, "LAUNCH", 0.0)
+
+
 def workload(shape=SHAPE, adapter=None, world=1, prompt=9, compute=torch.float32, critic=None, **changes):
     cfg = recipe("length-bon")
     settings = {"rollout__prompts": 1, "rollout__samples": 2, "rollout__max_new_tokens": 6} | changes
@@ -146,6 +153,20 @@ def test_offloaded_shards_pass_the_host_link():
     assert found["sampling"] == pytest.approx(shard / 1e9)
     assert found["update"] == pytest.approx((2 * shard + shard) / 1e9)  # gathered twice, and gradients copied back
     assert found["optimizer step"] == pytest.approx(7 * shard / roofline.HOST_BANDWIDTH)
+
+
+def test_each_token_launches_the_kernels_of_all_blocks():
+    infinite = dataclasses.replace(SLOW, flops=1e30)
+    seconds = roofline.seconds(workload(), Machine(infinite, 8))["sampling"]
+    assert seconds == pytest.approx(6 * SHAPE.layers * roofline.LAUNCHES * roofline.LAUNCH)
+
+
+def test_the_last_wave_has_fewer_rows():
+    options = {"rollout__prompts": 5, "compute": torch.bfloat16}
+    five = roofline.seconds(workload(rollout__max_rows=8, **options), Machine(SLOW, 8))["sampling"]
+    four, one = (roofline.seconds(workload(compute=torch.bfloat16, rollout__prompts=n, rollout__max_rows=8),
+                                  Machine(SLOW, 8))["sampling"] for n in (4, 1))  # fmt: skip
+    assert five == pytest.approx(four + one)
 
 
 def test_phases_follow_the_algorithm():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 from rich.console import Console
 
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     _check(options)
     cfg, _ = from_arguments(rest)
     found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens)
-    machine = Machine(gpu, min(options.gpus, options.gpus_per_node))
+    machine = Machine(gpu, options.gpus_per_node)
     plan = Plan(
         options,
         found,
@@ -134,7 +135,7 @@ def _write(plan: Plan) -> None:
 def _rows(plan: Plan) -> dict[str, str]:
     work, options, gpu = plan.work, plan.options, plan.machine.gpu
     cfg, shape = work.config, work.shape
-    nodes = options.gpus // plan.machine.per_node
+    nodes = max(1, options.gpus // options.gpus_per_node)
     shards = f"sharded over {work.shards}" if work.shards > 1 else "not sharded"
     shards += f", {cfg.parallel.replicate} replicas" * (cfg.parallel.replicate > 1)
     tokens = f"{work.prompt} prompt tokens, up to {work.columns} tokens per completion"
@@ -144,14 +145,21 @@ def _rows(plan: Plan) -> dict[str, str]:
         **adapter_row(work.adapter, shape),
         "GPUs": f"{options.gpus} x {options.gpu} ({size(gpu.memory)}) in {nodes} node{'s' * (nodes > 1)}; {shards}",
         "step": f"{cfg.loss.algorithm}: {cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples, {tokens}; "
-        f"{work.micro_batches} x micro-batches of up to {work.micro_batch} tokens",
+        f"{work.micro_batches} micro-batch{'es' * (work.micro_batches > 1)} of up to {work.micro_batch} tokens",
         "memory per GPU": f"{memory_lines(plan.memory)}\n{_share(plan)}",
+        **_host(plan),
         "time per step": _time(plan),
         "recommended": _recommended(plan),
     }
     if plan.found.unknown:
         rows["not counted"] = f"reward models without a config yet: {', '.join(plan.found.unknown)}"
     return rows
+
+
+def _host(plan: Plan) -> dict[str, str]:
+    """Row for what is offloaded to the memory of the hosts; none without."""
+    host, ranks = sum(plan.memory.host.values()), min(plan.options.gpus, plan.options.gpus_per_node)
+    return {"memory of a host": f"{size(host * ranks)} for {ranks} GPUs"} if host else {}
 
 
 def _share(plan: Plan) -> str:
@@ -164,9 +172,10 @@ def _share(plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in plan.seconds.items())
     speed = roofline.tokens_per_second(plan.work, plan.machine)
+    in_bfloat16 = " in bfloat16, although the run computes in another dtype" * (plan.work.compute != torch.bfloat16)
     return (
         f"at least {duration(plan.step)}: {phases}\nat most {speed:,.0f} completion tokens per second on all GPUs\n"
-        "(the roofline of the GPU; real kernels take longer, and rewards are not counted)"
+        f"(the roofline of the GPU{in_bfloat16}; real kernels take longer, and rewards are not counted)"
     )
 
 
@@ -174,7 +183,7 @@ def _recommended(plan: Plan) -> str:
     better, work = plan.better, plan.work
     if better is None:
         lines = advice.alternatives(work, plan.machine)
-        return "\n".join(["no settings fit on these GPUs", *(f"fits: {line}" for line in lines)])
+        return "\n".join(["no settings fit on these GPUs", *(f"fits with {line}" for line in lines)])
     if plan.fits and (not better.settings or better.seconds > advice.FASTER * plan.step) and _has_room(plan):
         return "these settings; no others are faster by 3%"
     numbers = f"at most {size(better.peak)}, at least {duration(better.seconds)} per step"
@@ -189,6 +198,11 @@ def _refusal(plan: Plan) -> str:
     needed = f"the run needs about {size(plan.memory.peak)} per GPU in the phase {plan.memory.largest}"
     change = f"; use {plan.better.options}" if plan.better is not None else "; see what is recommended"
     return f"{needed}, but {plan.options.gpu} has {size(plan.machine.gpu.memory)}{change}"
+
+
+def _alternative(found: advice.Alternative) -> dict[str, Any]:
+    peak, seconds = round(found.choice.peak), found.choice.seconds
+    return {"change": found.change, "options": found.options, "peak_bytes": peak, "seconds": seconds}
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -215,6 +229,6 @@ def _record(plan: Plan) -> dict[str, Any]:
         "seconds": plan.seconds,
         "tokens_per_second": roofline.tokens_per_second(work, plan.machine),
         "recommended": better,
-        "alternatives": advice.alternatives(work, plan.machine) if plan.better is None else [],
+        "alternatives": [] if plan.better else [_alternative(a) for a in advice.alternatives(work, plan.machine)],
         "not_counted": list(plan.found.unknown),
     }

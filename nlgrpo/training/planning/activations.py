@@ -105,14 +105,14 @@ def per_token(
 
     ``checkpointing``: ``saved`` is what the block keeps while it runs again in the backward pass, when none of its ops
     is computed once more. ``kind``: implementation of the attention (`model.attention.KINDS`), or "cpu" for what a CPU
-    runs. "flash_attn", which needs a GPU to run, is counted as "varlen".
+    runs. All implementations of a GPU are counted as "varlen": each keeps its inputs, its output and a normalizer.
     """
     scale, window = shape.scales[0], shape.windows[0]
     one = replace(shape, layers=1, vocab=1, tied=True, context=1, windows=(window,), scales=(scale,))
     two = replace(one, layers=2, windows=(window,) * 2, scales=(scale,) * 2)
     if adapter is not None:
         adapter = _Hashed(**vars(replace(adapter, modules_to_save=())))
-    kind = "varlen" if kind == "flash_attn" else kind
+    kind = "cpu" if kind == "cpu" else "varlen"
     trace = functools.partial(_trace, adapter=adapter, compute=compute, kind=kind, checkpointing=checkpointing)
     short, long = trace(one, tokens=TOKENS), trace(one, tokens=2 * TOKENS)  # their difference has no parameters
     return BlockBytes(

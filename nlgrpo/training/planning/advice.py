@@ -66,6 +66,8 @@ def best(work: Workload, machine: Machine, limit: float) -> Choice | None:
             found.append(Choice(changed, needed, sum(roofline.seconds(variant, machine).values())))
     if not found:
         return None
+    whole = [c for c in found if c.settings.get("parallel.gather_for_sampling") != "block"]
+    found = whole or found  # by block only where the whole model does not fit
     shortest = min(choice.seconds for choice in found)
     near = [choice for choice in found if choice.seconds * FASTER <= shortest]
     return min(near, key=lambda choice: (len(choice.settings), choice.seconds, choice.peak))
@@ -81,7 +83,7 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
         rows |= {cfg.rollout.samples * 2**i for i in range(12) if 2**i * cfg.rollout.samples <= _power(most)}
     nodes = max(1, work.world // machine.per_node)
     replicas = {cfg.parallel.replicate} | ({1, nodes} if work.world % nodes == 0 else {1})
-    gathers = ("model", "block") if work.sharded and work.shards > 1 else (cfg.parallel.gather_for_sampling,)
+    gathers = ("model", "block") if _can_gather_by_block(work) else (cfg.parallel.gather_for_sampling,)
     checkpointing = {cfg.model.activation_checkpointing, False, True}
     names = (
         "train.micro_batch_tokens",
@@ -99,30 +101,63 @@ def _power(number: int) -> int:
     return 2 ** math.ceil(math.log2(max(1, number)))
 
 
+def _can_gather_by_block(work: Workload) -> bool:
+    return work.shards > 1 or work.offloaded
+
+
 # --- runs that do not fit ---------------------------------------------------------------------------------------------
 
 
-def alternatives(work: Workload, machine: Machine) -> list[str]:
-    """One line for each way to fit a workload that does not fit with any settings: more GPUs, adapters, offloading."""
-    limit, lines = FITS * machine.gpu.memory, []
-    for world in (work.world * 2**i for i in range(1, 13)):
-        grown = replace(work.config.rollout, prompts=max(work.config.rollout.prompts, world))
-        choice = best(replace(work, world=world, config=replace(work.config, rollout=grown)), machine, limit)
-        if choice is not None:
-            lines.append(_line(f"{world} GPUs", choice))
-            break
-    if work.adapter is None and (choice := best(replace(work, adapter=LORA), machine, limit)) is not None:
-        lines.append(_line(f"adapters (LoRA): --lora.rank {LORA.rank}", choice))
-    offloaded = {"parallel.offload": True}
+@dataclass(frozen=True)
+class Alternative:
+    """A change with which a run fits. ``options``: what to add to the command; ``host``: bytes per GPU on the host."""
+
+    change: str
+    options: str
+    choice: Choice
+    host: float = 0.0
+
+    def __str__(self) -> str:
+        host = f", and {size(self.host)} per GPU in the memory of the host" if self.host else ""
+        numbers = f"{size(self.choice.peak)}{host}; at least {duration(self.choice.seconds)} per step"
+        return f"{self.change}: {self.options} ({numbers})"
+
+
+def alternatives(work: Workload, machine: Machine) -> list[Alternative]:
+    """Ways to fit a workload that does not fit with any settings: more GPUs, adapters, offloading."""
+    found = [_on_more_gpus(work, machine)]
+    if work.adapter is None:
+        adapters = f"--lora.rank {LORA.rank}"
+        found.append(_alternative("adapters (LoRA)", adapters, replace(work, adapter=LORA), machine))
     if not work.config.parallel.offload:
-        choice = best(with_settings(work, offloaded), machine, limit)
-        if choice is not None:
-            lines.append(_line("shards in the memory of the host: --parallel.offload True", choice))
-    return lines
+        offloaded = with_settings(work, {"parallel.offload": True})
+        found.append(_alternative("shards on the host", "--parallel.offload True", offloaded, machine))
+    return [alternative for alternative in found if alternative is not None]
 
 
-def _line(how: str, choice: Choice) -> str:
-    return f"{f'{how} {choice.options}'.strip()} ({size(choice.peak)}, at least {duration(choice.seconds)} per step)"
+def _alternative(change: str, options: str, work: Workload, machine: Machine) -> Alternative | None:
+    choice = best(work, machine, FITS * machine.gpu.memory)
+    if choice is None:
+        return None
+    host = sum(memory.estimate(with_settings(work, choice.settings)).host.values())
+    return Alternative(change, f"{options} {choice.options}".strip(), choice, host)
+
+
+def _on_more_gpus(work: Workload, machine: Machine) -> Alternative | None:
+    """The smallest number of GPUs that fits, of the present one times 2, 4, 8, ..; with prompts for all of them."""
+    rollout, evaluation = work.config.rollout, work.config.evaluation
+    for world in (work.world * 2**i for i in range(1, 13)):
+        if world > machine.per_node and world % machine.per_node:
+            continue
+        changed = {"rollout.prompts": -(-rollout.prompts // world) * world}
+        if evaluation.prompts:
+            changed["evaluation.prompts"] = max(evaluation.prompts, world)
+        changed = {key: value for key, value in changed.items() if attrgetter(key)(work.config) != value}
+        options = " ".join([f"--gpus {world}", *(f"--{key} {value}" for key, value in changed.items())])
+        grown = replace(with_settings(work, changed), world=world)
+        if (found := _alternative(f"{world} GPUs", options, grown, machine)) is not None:
+            return found
+    return None
 
 
 def check(work: Workload, limit: float, where: str) -> None:
@@ -141,17 +176,32 @@ def check(work: Workload, limit: float, where: str) -> None:
     )
 
 
+def check_host(work: Workload, limit: float) -> None:
+    """Raise ValueError if what a rank offloads needs more than ``limit`` bytes of the host, as in `check`."""
+    needed = sum(memory.estimate(work).host.values())
+    if work.config.train.check_memory and needed > limit:
+        raise ValueError(
+            f"parallel.offload needs {size(needed)} per rank in the memory of the host, which has {size(limit)} for "
+            "each; use more ranks or adapters (lora.rank), or set train.check_memory = false to start anyway"
+        )
+
+
 def remedies(work: Workload, limit: float) -> str:
     """Settings that make a run fit into ``limit`` bytes, or what else may help."""
     cfg, fitting = work.config, []
-    rows = [n for n in (64, 16, 1) if n < cfg.rollout.max_rows]
-    budgets = [n for n in (4096, 1024) if n < work.limit.tokens]
-    changes = itertools.product((None, *rows), (None, True), (None, *budgets))
-    for values in changes:
-        names = ("rollout.max_rows", "model.activation_checkpointing", "train.micro_batch_tokens")
-        settings = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    changes: dict[str, tuple[Any, ...]] = {
+        "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < cfg.rollout.max_rows),
+        "model.activation_checkpointing": () if cfg.model.activation_checkpointing else (True,),
+        "train.micro_batch_tokens": tuple(n for n in (4096, 1024) if n < work.limit.tokens),
+        "parallel.gather_for_sampling": ("block",) if work.sharded and work.device != "cpu" else (),
+        "parallel.offload": (True,) if work.device != "cpu" else (),
+    }
+    for values in itertools.product(*((None, *some) for some in changes.values())):
+        settings = {name: value for name, value in zip(changes, values, strict=True) if value is not None}
         if peak(with_settings(work, settings)) <= FITS * limit:
             fitting.append(settings)
-    if fitting:
-        return f"it fits with {Choice(min(fitting, key=len), 0.0, 0.0).options}"
+    if fitting:  # offloading is slowest, and gathering by block next
+        slow = ("parallel.offload", "parallel.gather_for_sampling")
+        first = min(fitting, key=lambda s: (*(key in s for key in slow), len(s)))
+        return f"it fits with {Choice(first, 0.0, 0.0).options}"
     return "use more ranks, adapters (lora.rank) or a smaller model"

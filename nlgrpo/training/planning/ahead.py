@@ -19,6 +19,7 @@ from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.training import critic
 from nlgrpo.training.planning.workload import CONTEXT, Workload
 
+DTYPES = ("float32", "float16", "bfloat16")  # of reward models
 PROMPT_TOKENS = 512  # of the longest prompt, where neither the command nor data.max_prompt_tokens says more
 
 
@@ -64,6 +65,8 @@ def workload(cfg: Config, *, gpus: int, prompt: int | None = None) -> Ahead:
 
 def _bytes(path: str, dtype: str) -> int | None:
     """Size of a reward model of any architecture; None if it has no config yet, such as a model to be trained."""
+    if dtype not in DTYPES:
+        raise ValueError(f"the reward of {path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
         config = AutoConfig.from_pretrained(hf_weights.locate(path, config_only=True), trust_remote_code=False)
     except (ValueError, OSError):

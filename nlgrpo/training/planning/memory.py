@@ -60,7 +60,7 @@ def estimate(work: Workload) -> Memory:
         phases["sampling"] = _sampling(work, work.config.rollout.prompts, work.config.rollout.samples)
     if work.config.evaluation.prompts:
         phases["evaluation"] = _sampling(work, work.config.evaluation.prompts, work.config.evaluation.samples)
-    if work.config.loss.has_reference or work.config.loss.epochs * work.config.loss.minibatches > 1:
+    if work.passes:
         phases["scoring"] = _scoring(work)
     phases["update"] = update.largest_moment(work)
     phases["optimizer step"] = update.state(work, gradients=True)

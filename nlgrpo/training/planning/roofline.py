@@ -2,8 +2,9 @@
 
     seconds = max(operations / peak, bytes / bandwidth, bytes between GPUs / link)
 
-Operations are those of matrix products and attention. Kernels never reach the roofline, so a real step takes longer;
-the ratio of two plans is more reliable than their seconds. Rewards and evaluations are not counted.
+Operations are those of matrix products and attention, and the peak is that of bfloat16. Sampling takes at least the
+time to launch its kernels. Kernels never reach the roofline, so a real step takes longer; the ratio of two plans is
+more reliable than their seconds. Rewards and evaluations are not counted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from nlgrpo.model.architectures import Shape
 from nlgrpo.runtime.gpus import GPU
 from nlgrpo.training.planning.workload import Workload
 
+LAUNCHES, LAUNCH = 10, 3e-6  # kernels of a block in a pass of sampling at least, and seconds to launch one
 HOST_BANDWIDTH = 40e9  # bytes per second of the host's memory, per GPU: a node of 8 GPUs has several hundred GB/s
 ATTENTION_BACKWARD = 2.5  # of the forward pass: five matrix products, one of them computed again, instead of two
 
@@ -129,34 +131,40 @@ def _gather(work: Workload, shape: Shape, machine: Machine) -> float:
 
 
 def _sampling(work: Workload, machine: Machine) -> float:
+    """Prompts are decoded in waves of those that fit together."""
+    together, _ = work.rows(work.config.rollout.prompts, work.config.rollout.samples)
+    full, rest = divmod(work.groups, together)
+    gather, passes = _gather(work, work.shape, machine), (full + (rest > 0)) * work.columns
+    decoding = full * _wave(work, machine, together) + (_wave(work, machine, rest) if rest else 0.0)
+    if work.config.parallel.gather_for_sampling == "block":
+        return max(decoding, passes * gather)
+    return decoding + gather
+
+
+def _wave(work: Workload, machine: Machine, prompts: int) -> float:
+    """Seconds to sample the completions of ``prompts`` together: a prefill, and a pass for each further token."""
     shape, size, gpu = work.shape, work.compute.itemsize, machine.gpu
-    together, rows = work.rows(work.config.rollout.prompts, work.config.rollout.samples)
-    waves, steps = -(-work.groups // together), work.columns - 1
+    rows, steps = prompts * work.config.rollout.samples, work.columns - 1
     head = 2 * shape.vocab * shape.width
-    prefill = together * (2 * shape.matrices * work.prompt + attention_flops(shape, 0, work.prompt) + head)
+    prefill = prompts * (2 * shape.matrices * work.prompt + attention_flops(shape, 0, work.prompt) + head)
     decode = rows * ((2 * shape.matrices + head) * steps + attention_flops(shape, work.prompt, steps))
     weights = (shape.matrices + shape.vocab * shape.width) * size
-    columns = steps * together * work.prompt + rows * pairs(0, steps)  # read over all steps; a prompt is read once
+    columns = steps * prompts * work.prompt + rows * pairs(0, steps)  # read over all steps; a prompt is read once
     cache = columns * 2 * shape.kv_heads * shape.head_dim * shape.layers * size
-    wave = max(prefill / gpu.flops, weights / gpu.bandwidth)
-    wave += max(decode / gpu.flops, (weights * steps + cache) / gpu.bandwidth)
-    gather = _gather(work, shape, machine)
-    if work.config.parallel.gather_for_sampling == "block":
-        return waves * max(wave, (steps + 1) * gather)
-    return waves * wave + gather
+    launches = LAUNCHES * shape.layers * LAUNCH
+    return max(prefill / gpu.flops, weights / gpu.bandwidth, launches) + max(
+        decode / gpu.flops, (weights * steps + cache) / gpu.bandwidth, steps * launches
+    )
 
 
 def _scoring(work: Workload, machine: Machine) -> float:
     """Log-probs of the reference, those of the policy before several optimizer steps, and the critic's values."""
-    cfg = work.config
-    passes = [(work.shape, work.shape.vocab)] * (cfg.loss.has_reference + (_updates(work) > 1))
-    passes += [] if work.critic is None else [(work.critic, 1)]
     return sum(
         max(
             forward_flops(work, shape, outputs) / machine.gpu.flops,
             work.micro_batches * _gather(work, shape, machine),
         )
-        for shape, outputs in passes
+        for shape, outputs in work.passes
     )
 
 
@@ -174,7 +182,8 @@ def _update(work: Workload, machine: Machine) -> float:
             exchange += work.micro_batches * reduced / work.shards / machine.gpu.host
         # Once per optimizer step, each of the replicas' ranks sends and receives its shard twice.
         between = machine.link(work.world) * work.shards
-        exchange += cfg.loss.minibatches * 2 * reduced * (1 - 1 / replicas) / between
+        sums = work.micro_batches if work.offloaded else cfg.loss.minibatches
+        exchange += sums * 2 * reduced * (1 - 1 / replicas) / between
     return cfg.loss.epochs * max(compute, exchange)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -70,15 +71,14 @@ def show(run: Run) -> Table:
 
 def check_memory(run: Run) -> None:
     """Raise ValueError if the plan needs more memory than this rank has, unless train.check_memory is false."""
-    device = run.ranks.device
+    device, work = run.ranks.device, workload(run)
+    machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = math.inf if machine is None else machine[0] / ranks
     if device.type == "cuda":
-        limit, where = float(torch.cuda.get_device_properties(device).total_memory), "the GPU"
+        advice.check_host(work, host)
+        advice.check(work, float(torch.cuda.get_device_properties(device).total_memory), "the GPU")
     else:
-        machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if machine is None:
-            return
-        limit, where = machine[0] / ranks, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine"
-    advice.check(workload(run), limit, where)
+        advice.check(work, host, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine")
 
 
 def memory_lines(plan: Memory) -> str:

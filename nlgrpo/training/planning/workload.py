@@ -107,7 +107,10 @@ class Workload:
     def completions(self) -> int:
         """Completions of a step on this rank."""
         prompts = max(1, self.config.rollout.prompts // self.world)
-        sets = self.config.rollout.samples // self.config.offline.n if self.config.loss.offline else 1
+        loss, offline = self.config.loss, self.config.offline
+        sets = self.config.rollout.samples // offline.n if loss.offline else 1
+        if loss.paired and offline.rejected == "all":
+            sets *= offline.n * (offline.n - 1) // 2
         return prompts * sets * self.samples
 
     @property
@@ -151,6 +154,18 @@ class Workload:
         together = max(1, self.config.rollout.max_rows // samples)
         together = min(together, max(1, -(-prompts // self.world)))
         return together, together * samples
+
+    @property
+    def passes(self) -> list[tuple[Shape, int]]:
+        """Models, with the outputs of their heads, that score the completions before the update.
+
+        The reference, the policy before several optimizer steps, and PPO's critic.
+        """
+        loss, policy = self.config.loss, (self.shape, self.shape.vocab)
+        found = [policy] * (loss.has_reference + (loss.epochs * loss.minibatches > 1))
+        if loss.algorithm == "ppo":
+            found.append((self.shape if self.critic is None else self.critic, 1))
+        return found
 
     # --- activations --------------------------------------------------------------------------------------------------
 
