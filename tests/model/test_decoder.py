@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
 from nlgrpo.kernels import linear_logprob
-from nlgrpo.model import decoder, safetensors_writer
+from nlgrpo.model import decoder, lora, safetensors_writer
 
 TINY = {
     "vocab_size": 99,
@@ -276,6 +276,30 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path):
     random_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="add up to 5, but there are 6 tokens"):
         decoder.load(tmp_path)(torch.arange(6), [2, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [0, 3], ids=["full", "lora"])
+@pytest.mark.parametrize("case", ["llama-tied-bias", "mistral-window", "qwen3", "neox", "gpt2-scales"])
+def test_recomputing_cheap_ops_changes_nothing(tmp_path, case, rank, dtype):
+    """Against blocks that save what autograd saves, to the bit; the recomputed tensors are not saved."""
+    random_model(case).save_pretrained(tmp_path)
+    model = decoder.load(tmp_path, dtype=dtype)
+    if rank:
+        lora.attach(model, lora.LoraConfig(rank=rank, dropout=0.3), dtype)
+        lora.reset(model, 0)
+        torch.nn.init.normal_(model.blocks[0].qkv.lora_B[next(iter(model.blocks[0].qkv.parts))])
+    tokens, picked, results = tokens_for(99), torch.arange(sum(LENGTHS)), []
+    for on in (False, True):
+        for block in model.blocks:
+            block.recompute = on
+        model.zero_grad()
+        torch.manual_seed(0)
+        with lora.dropout(model):
+            out = model(tokens, LENGTHS, picked, partial(linear_logprob, targets=tokens))[0]
+        out.sum().backward()
+        results.append([out, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path):

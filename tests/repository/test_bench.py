@@ -100,6 +100,22 @@ def test_the_plan_benchmark_runs():
     assert row["planned_mib"] == max(row["phases_mib"].values())
 
 
+@pytest.mark.slow
+def test_the_sharded_plan_benchmark_runs():
+    done = run("bench_plan_sharded.py", "--quick", "--only", "70B, 8 x 8 ranks, checkpointing")
+    rows = {row["part"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    assert rows["parameters"]["ratio"] == rows["gradients"]["ratio"] == 1
+    assert rows["peak of the update"]["ratio"] == pytest.approx(1, abs=0.05)
+
+
+def test_the_recomputation_benchmark_runs():
+    done = run("bench_recompute.py", "--quick", "--threads", "1")
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["model"] == "3.7M"
+    assert row["memory_ratio"] < 0.8
+    assert 0.3 < row["time_ratio"] < 3
+
+
 def test_the_engine_benchmark_names_a_python_without_vllm():
     done = run("bench_engine.py", "--quick", "--vllm", "/bin/false")
     assert done.returncode != 0

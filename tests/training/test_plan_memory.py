@@ -13,7 +13,7 @@ from nlgrpo.kernels import Segments, extension, linear, packed_attention, rms_no
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import PackedAttention
-from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.decoder import RECOMPUTED_WIDTH, Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import pack
 from nlgrpo.training.learner import make_optimizer
@@ -33,6 +33,10 @@ SHAPES = {
         LLAMA, family="gpt_neox", activation="gelu", parallel=True, rotary_dim=2, **LEARNED
     ),
     "gpt2": dataclasses.replace(LLAMA, family="gpt2", activation="gelu_new", rotary_dim=0, **LEARNED),
+    "wide llama": dataclasses.replace(LLAMA, width=RECOMPUTED_WIDTH),
+    "wide gpt2": dataclasses.replace(
+        LLAMA, family="gpt2", activation="gelu_new", rotary_dim=0, width=RECOMPUTED_WIDTH, **LEARNED
+    ),
 }
 
 
@@ -84,6 +88,13 @@ def test_a_block_keeps_what_autograd_saves(name, rank, dtype, monkeypatch):
     found = per_token(SHAPES[name], adapter, dtype, "cpu").saved
     small = 64 * dtype.itemsize  # tensors whose size does not grow with the tokens, such as the lengths
     assert found == pytest.approx((kept[2] - kept[1]) / tokens, abs=small / tokens * 4)
+
+
+def test_wide_models_save_less():
+    wide = dataclasses.replace(LLAMA, width=RECOMPUTED_WIDTH)
+    again = per_token(wide, None, torch.float32, "cpu").saved
+    all_inputs = per_token(wide, None, torch.float32, "cpu", checkpointing=True).saved
+    assert all_inputs - again == 4 * (2 * wide.width + wide.ffn)  # two norms and the activation
 
 
 @pytest.mark.parametrize("kind", ["cpu", "packed", "varlen", "flash_attn"])
