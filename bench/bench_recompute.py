@@ -51,14 +51,14 @@ def step(model: Decoder, tokens: torch.Tensor, segments: Segments) -> float:
 def compare(name: str, prompt: int, columns: int, repeats: int) -> dict[str, Any]:
     """Median seconds of both sides, and traced bytes per token of a block."""
     model = model_of(name)
-    by_default = model.blocks[0].recompute
+    by_default = next(model.each_block()).recompute
     segments = Segments([prompt] + [columns] * 8, [None] + [0] * 8)
     tokens = torch.randint(model.shape.vocab, (sum(segments.lengths),), generator=torch.Generator().manual_seed(0))
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for repeat in range(repeats + 1):
         gradients = []
         for side in list(SIDES)[:: 1 if repeat % 2 else -1]:
-            for block in model.blocks:
+            for block in model.each_block():
                 block.recompute = SIDES[side]
             model.zero_grad()
             seconds[side].append(step(model, tokens, segments))
