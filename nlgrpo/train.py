@@ -184,7 +184,7 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
     seed_everything(cfg.train.seed + ranks.rank)
     run = build(cfg, ranks)
     console.print(table.show(run))
-    table.check_memory(run)
+    ranks.agree(partial(table.check_memory, run))  # nodes may differ
     if dry_run:
         return
     open_folder(run)
