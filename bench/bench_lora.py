@@ -1,6 +1,6 @@
 """Compare LoRA with training all weights: peak memory and time of GRPO steps with a KL penalty, on a CPU.
 
-    python bench/bench_lora.py [--quick] [--models 97M] [--rank 16] [--save]
+    python bench/bench_lora.py [--quick] [--models 97M] [--rank 16] [--checkpointing] [--save]
 
 Both sides train the same random Llama in float32 with the same prompts, on 4 prompts x 8 completions of up to 128
 tokens, 50 on average. With all weights, the reference is a frozen copy; with LoRA it is the model without its adapters.

@@ -139,8 +139,9 @@ def accumulated(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
     too, because FSDP2 would keep the sums on the GPU until the last.
     """
     offloaded = any(getattr(module, "offloaded", False) for module in model.modules())
+    sharded = _sharded(model)
     for number, batch in enumerate(batches, 1):
-        for module in _sharded(model):
+        for module in sharded:
             module.set_requires_all_reduce(offloaded or number == len(batches), recurse=False)
         yield batch
 

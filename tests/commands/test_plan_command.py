@@ -1,6 +1,8 @@
 """``nlgrpo plan``: what it prints for 7B and 70B, its JSON, and what it refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig
@@ -8,8 +10,10 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from nlgrpo import cli
 from nlgrpo.commands.machine import plan
 from nlgrpo.runtime import gpus
+from nlgrpo.runtime.console import duration, size
 
 GIB = 2**30
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "plan.md"
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +156,17 @@ def test_a_shared_critic_scores_the_completions(models, capsys, arguments):
     )
     assert found["phases"]["scoring"]["activations"] > 0
     assert found["seconds"]["scoring"] > 0
+
+
+def test_the_table_of_the_guide(models, capsys):
+    """Peaks, phases and seconds in docs/guides/plan.md are those that the command prints."""
+    rows = re.findall(r"^\| (7B|70B) \| `(.*)` \| (.*), (.*) \| (.*) \|$", GUIDE.read_text(), re.MULTILINE)
+    assert len(rows) == 4
+    for model, options, peak, phase, seconds in rows:
+        found = record(capsys, "--model.path", models / model.lower(), "--gpu", "h100", "--prompt-tokens", 512,
+                       "--rollout.max_new_tokens", 512, *options.split())  # fmt: skip
+        step = sum(found["seconds"].values())
+        assert (size(found["peak_bytes"]), found["largest_phase"], duration(step)) == (peak, phase, seconds), options
 
 
 def test_every_pair_of_a_set_counts(models, capsys):

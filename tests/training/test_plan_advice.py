@@ -74,7 +74,7 @@ def test_adapters_are_not_suggested_twice():
 
 def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
     work = workload(LoraConfig(rank=16))
-    message = r"in the phase evaluation .*KV cache, .*the GPU has 79.1 GiB; it fits with"
+    message = r"needs about 89.7 GiB .* evaluation .*KV cache, 68.0 GiB\), but the GPU has 79.1 GiB; it fits with"
     with pytest.raises(ValueError, match=message) as e:
         advice.check(work, H100.gpu.memory, "the GPU")
     options = str(e.value).split("fits with ")[1].split(",")[0].split()

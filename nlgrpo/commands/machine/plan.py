@@ -184,14 +184,10 @@ def _recommended(plan: Plan) -> str:
     if better is None:
         lines = advice.alternatives(work, plan.machine)
         return "\n".join(["no settings fit on these GPUs", *(f"fits with {line}" for line in lines)])
-    if plan.fits and (not better.settings or better.seconds > advice.FASTER * plan.step) and _has_room(plan):
+    if not better.settings:
         return "these settings; no others are faster by 3%"
     numbers = f"at most {size(better.peak)}, at least {duration(better.seconds)} per step"
-    return f"{better.options or 'these settings'}\n{numbers}"
-
-
-def _has_room(plan: Plan) -> bool:
-    return plan.memory.peak <= FITS * plan.machine.gpu.memory
+    return f"{better.options}\n{numbers}"
 
 
 def _refusal(plan: Plan) -> str:

@@ -83,7 +83,7 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
         rows |= {cfg.rollout.samples * 2**i for i in range(12) if 2**i * cfg.rollout.samples <= _power(most)}
     nodes = max(1, work.world // machine.per_node)
     replicas = {cfg.parallel.replicate} | ({1, nodes} if work.world % nodes == 0 else {1})
-    gathers = ("model", "block") if _can_gather_by_block(work) else (cfg.parallel.gather_for_sampling,)
+    gathers = ("model", "block") if work.sharded else (cfg.parallel.gather_for_sampling,)
     checkpointing = {cfg.model.activation_checkpointing, False, True}
     names = (
         "train.micro_batch_tokens",
@@ -99,10 +99,6 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
 def _power(number: int) -> int:
     """Round up to a power of 2."""
     return 2 ** math.ceil(math.log2(max(1, number)))
-
-
-def _can_gather_by_block(work: Workload) -> bool:
-    return work.shards > 1 or work.offloaded
 
 
 # --- runs that do not fit ---------------------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ def remedies(work: Workload, limit: float) -> str:
         "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < cfg.rollout.max_rows),
         "model.activation_checkpointing": () if cfg.model.activation_checkpointing else (True,),
         "train.micro_batch_tokens": tuple(n for n in (4096, 1024) if n < work.limit.tokens),
-        "parallel.gather_for_sampling": ("block",) if work.sharded and work.device != "cpu" else (),
+        "parallel.gather_for_sampling": ("block",) if work.sharded else (),
         "parallel.offload": (True,) if work.device != "cpu" else (),
     }
     for values in itertools.product(*((None, *some) for some in changes.values())):

@@ -130,7 +130,7 @@ def _overhead(work: Workload, phase: str, persistent: Uses, uses: Uses) -> float
     lasting = ("optimizer", "gradients", "file")
     temporary = sum(size for name, size in uses.items() if name not in lasting)
     churned = KEPT_BLOCKS * work.micro_batch * work.block.saved if "activations" in uses else 0.0
-    gathered = 0.0  # by FSDP2 on a CPU, for sampling and for the reference: freed, but not returned to the system
+    gathered = 0.0  # by FSDP2 on a CPU, for sampling and for the reference: freed, but a part stays with the process
     if work.sharded and phase in ("update", "optimizer step"):
         gathered = work.shape.parameters * work.compute.itemsize * (2 if work.reference else 1)
     return CODE + KEPT_SHARE * temporary + min(churned, temporary) + gathered

@@ -187,12 +187,7 @@ def _update(work: Workload, machine: Machine) -> float:
     return cfg.loss.epochs * max(compute, exchange)
 
 
-def _updates(work: Workload) -> int:
-    """Optimizer steps per rollout."""
-    return work.config.loss.epochs * work.config.loss.minibatches
-
-
 def _optimizer(work: Workload, machine: Machine) -> float:
     """Adam reads and writes the parameters and two moments, and reads the gradients."""
     moved = 7 * sum(map(work.trained, work.models)) * work.stored.itemsize / work.shards
-    return _updates(work) * moved / (HOST_BANDWIDTH if work.offloaded else machine.gpu.bandwidth)
+    return work.updates * moved / (HOST_BANDWIDTH if work.offloaded else machine.gpu.bandwidth)

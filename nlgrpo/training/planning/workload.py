@@ -156,13 +156,18 @@ class Workload:
         return together, together * samples
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.config.loss.epochs * self.config.loss.minibatches
+
+    @property
     def passes(self) -> list[tuple[Shape, int]]:
         """Models, with the outputs of their heads, that score the completions before the update.
 
         The reference, the policy before several optimizer steps, and PPO's critic.
         """
         loss, policy = self.config.loss, (self.shape, self.shape.vocab)
-        found = [policy] * (loss.has_reference + (loss.epochs * loss.minibatches > 1))
+        found = [policy] * (loss.has_reference + (self.updates > 1))
         if loss.algorithm == "ppo":
             found.append((self.shape if self.critic is None else self.critic, 1))
         return found
