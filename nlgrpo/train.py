@@ -66,10 +66,12 @@ def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
     rollout = ranks.agree(lambda: run.sampler.draw(learner.model, batch))  # M completions per prompt, and log-probs
     clock.lap("generate")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
+    ratios  = learner.corrected(rollout)                         # policy / sampler, or None: loss.correction = "none"
     clock.lap("reference")
     scores, calibrated = score(run, learner, batch, rollout, ref)  # {name: (P, M)}, NaN where a reward abstains
     clock.lap("rewards")
-    groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated)  # from here on: all P prompts of all ranks
+    weights = None if ratios is None else ratios.completions     # (P, M), or None: weights of tokens only
+    groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated, weights)  # from here on: all P prompts
     values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
     terms   = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi minus a baseline     (m, P, M)
     value, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
@@ -88,7 +90,7 @@ def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
         other  = partial(offline.add_likelihood, learner, chosen)
     stats   = learner.update(
         rollout, adv[groups.own], step=step, **run.rates(step),
-        beta=progress.beta, ref_logprobs=ref, dropped=dropped, other=other,
+        beta=progress.beta, ref_logprobs=ref, dropped=dropped, corrected=ratios, other=other,
     )
     clock.lap("update")
     shown   = groups.scores(run.objectives)                      # {name: (P, M)}, one number per completion

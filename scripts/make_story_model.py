@@ -26,6 +26,7 @@ from story_data import COMPLETION, CONTEXT, SEPARATOR, Documents, read_stories, 
 from story_prompts import make_prompts
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+WIDTH = 96
 # coordinates initialized as sinusoids of the position; their amplitude; shortest and longest wavelength in tokens
 POSITION_WIDTH, AMPLITUDE, SHORTEST, LONGEST = 32, 2.5, 12, 600
 
@@ -59,7 +60,7 @@ def perplexity(model: GPT2LMHeadModel, documents: list[list[int]]) -> float:
     return math.exp(total / sum(len(ids) - 1 for ids in documents))
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHeadModel:
+def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float, heads: int) -> GPT2LMHeadModel:
     """A GPT-2 with tied embeddings, whose learned positions are initialized as sinusoids.
 
     The default recipe trains lengths, and a length is one decision among a hundred tokens. Nearly all of the gradient's
@@ -70,9 +71,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float) -> GPT2LMHea
     """
     config = GPT2Config(
         vocab_size=len(tokenizer),
-        n_embd=96,
+        n_embd=WIDTH,
         n_layer=4,
-        n_head=6,
+        n_head=heads,
         n_positions=CONTEXT,
         initializer_range=0.05,
         embd_pdrop=dropout,
@@ -106,7 +107,6 @@ def model_facts(model: GPT2LMHeadModel) -> dict[str, int]:
         "parameters": model.num_parameters(),
         "layers": config.n_layer,
         "width": config.n_embd,
-        "heads": config.n_head,
         "vocabulary": config.vocab_size,
         "context": config.n_positions,
         "limit": COMPLETION,
@@ -210,6 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("retold_steps", 1500, "optimizer steps on them"),
         ("batch", 16, "documents per step"),
         ("samples", 2000, "completions sampled for the lengths in the model card"),
+        ("heads", 6, f"attention heads, which share a width of {WIDTH}"),
         ("threads", 1, "CPU threads"),
     ]:
         parser.add_argument(
@@ -227,6 +228,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.retold < 20:
         parser.error(f"--retold {args.retold}: expected 20 or more, because one in twenty is held out")
+    if WIDTH % args.heads:
+        parser.error(f"--heads {args.heads}: expected a divisor of the width, {WIDTH}")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:
@@ -238,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(error))
     rng = random.Random(args.seed)
     held_out = [held.draw(rng) for _ in range(256)]
-    model = build_model(tokenizer, args.dropout)
+    model = build_model(tokenizer, args.dropout, args.heads)
     print(f"{len(stories)} stories, {data.tokens()} training tokens, {model.num_parameters()} parameters", flush=True)
     train(model, lambda: data.draw(rng), held_out, args.steps, args.batch, args.lr)
     on_stories = perplexity(model, held_out)

@@ -31,7 +31,7 @@ at temperature 1:
 
     python scripts/make_story_model.py TINYSTORIES.txt --out nlgrpo/data/assets \\
         --steps {steps} --retold {retold} --retold-steps {retold_steps} --temperature {temperature:g} \\
-        --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --threads {threads}
+        --batch {batch} --lr {lr:g} --dropout {dropout:g} --seed {seed} --heads {heads} --threads {threads}
 
 A document is a part of a text, cut between two words after a uniformly drawn number of tokens, so that completions
 have about uniform lengths, as the reference model of the length-reward experiment in "Inference-Aware Meta-Alignment of

@@ -167,6 +167,13 @@ class LossConfig:
     """Clipped ratio (ppo; also GRPO), log-probs weighted by the capped ratio (cispo), or no ratio (reinforce)."""
     level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or per sequence (GSPO)."""
+    correction: str = "none"
+    """Importance weights for completions that the policy did not sample itself: another engine, an earlier policy
+    (rollout.ahead), top-k, top-p or min-p. w = policy / sampler. "tis:C": min(w, C), truncated. "mis:LOW:HIGH": 0
+    outside the bounds, masked. C and HIGH may be inf."""
+    correction_level: Literal["token", "sequence"] = "sequence"
+    """One weight per completion, by which the objectives are linearised too: exact without a cut. Or one per token:
+    biased, with less variance."""
     eps_low: float = 0.2
     """Lower clipping bound of the ratio: 1 - eps_low."""
     eps_high: float = 0.2

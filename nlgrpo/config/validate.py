@@ -13,7 +13,7 @@ from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.objectives import aggregation, registry
+from nlgrpo.objectives import aggregation, importance_sampling, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import user_code
 
@@ -136,6 +136,7 @@ def _faults(config: Config, world: int) -> list[str]:
         faults += _jeffreys_faults(config)
     if loss.algorithm == "ppo":
         faults += _critic_faults(config, need)
+    faults += _correction_faults(config)
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
         faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions per step")
     if loss.scale != "none" and not loss.offline and (loss.baseline == "none" or loss.algorithm == "ppo"):
@@ -155,6 +156,24 @@ def _faults(config: Config, world: int) -> list[str]:
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
         faults.append("loss.aggregate_memory needs loss.aggregate_at = 'batch': it averages means over prompts")
     return faults + _reward_faults(config) + _aggregate_faults(config)
+
+
+def _correction_faults(config: Config) -> list[str]:
+    loss = config.loss
+    try:
+        correction = importance_sampling.parse(loss.correction, loss.correction_level)
+    except ValueError as error:
+        return [f"loss.correction: {error}"]
+    if correction is None:
+        return []
+    if loss.offline:
+        return [f"loss.correction = {loss.correction!r}: only for online algorithms; {loss.algorithm!r} is offline"]
+    return [
+        f"rewards.{name}.objective = {reward.objective!r}: the kernel smoother takes no importance weights; use "
+        "loss.correction_level = 'token', or the objective without ':kde'"
+        for name, reward in config.rewards.items()
+        if loss.correction_level == "sequence" and ":kde" in reward.objective
+    ]
 
 
 def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[str]:

@@ -3,7 +3,8 @@
 One file per family: `rank_based` (best-of-N, worst-of-N, CVaR, any distortion), `tilted` (soft best-of-N, entropic
 risk), `diversity` (Rao, DPP), `majority` (voting over final answers), `functional` (any differentiable functional, by
 autograd). `registry.parse` reads a name such as ``"bon:4"``, `aggregation` combines several
-objectives into one, `advantages` subtracts a baseline. Pure tensor functions that import `nlgrpo.kernels` only.
+objectives into one, `advantages` subtracts a baseline. `importance_sampling` weights samples of another policy, and
+`reweighted` has the estimates with such weights. Pure tensor functions that import `nlgrpo.kernels` only.
 Read `base.py` first.
 """
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from nlgrpo.kernels import reference
+from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, subtract_baseline
 
 
@@ -49,8 +52,46 @@ class Objective(ABC):
         Raises ValueError as `linearize`, and for another ``baseline``.
         """
         if baseline == "none":
-            return self._uncentred(self._checked(rewards, None)[0])
+            return self._uncentred(self._checked(rewards, None)[0], None)
         return subtract_baseline(self.linearize(rewards), baseline)
+
+    def reweighted_advantage(self, rewards: Tensor, weights: Tensor, baseline: Baseline = "mean") -> Tensor:
+        """Return the `advantage` (P, M) at pi of samples of another policy q, given their importance weights.
+
+            w_j = pi(y_j) / q(y_j);      gradient of R at pi = E 1/M sum_j w_j A_j grad log pi(y_j)
+
+        ``weights`` (P, M) may be truncated or masked. A plug-in estimate is taken at the weighted empirical
+        distribution, w_j / sum_l w_l. An estimate over subsets weights each subset by the product of its weights, and
+        remains unbiased for weights that are not cut. With weights of 1 the result is that of `advantage`.
+
+        Raises ValueError as `advantage`, and for weights that are not (P, M), finite and >= 0.
+        """
+        rewards, weights = self._with_weights(rewards, weights)
+        if self.subset_size is None and baseline == "none":
+            return self._uncentred(rewards, reweighted.normalized(weights))
+        if self.subset_size is None:
+            return subtract_baseline(self._linearize_weighted(rewards, reweighted.normalized(weights)), baseline)
+        means = partial(self._subset_means, rewards)
+        if baseline == "none":
+            return reweighted.uncentred(means, weights, self.subset_size).to(rewards)
+        few = self._baseline_of_few(rewards, weights)
+        return reweighted.advantages(means, weights, self.subset_size, few).to(rewards)
+
+    def reweighted_value(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """Return the `value` (P,) at pi for samples of another policy. Arguments and errors as `reweighted_advantage`.
+
+        It is self-normalised: divided by the sum of the weights, of samples or of subsets. NaN without any weight.
+        """
+        rewards, weights = self._with_weights(rewards, weights)
+        if self.subset_size is not None:
+            return reweighted.ratio(*self._subset_means(rewards, weights.double())).to(rewards)
+        values = self._value(rewards, reweighted.normalized(weights))
+        return torch.where(weights.sum(-1) > 0, values, torch.nan)
+
+    @property
+    def subset_size(self) -> int | None:
+        """Number of samples in a subset, if the estimate is a mean over subsets of the group; None for a plug-in."""
+        return None
 
     @property
     def fewest(self) -> int:
@@ -68,9 +109,34 @@ class Objective(ABC):
     @abstractmethod
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor: ...
 
-    def _uncentred(self, rewards: Tensor) -> Tensor:
+    def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """Return the linearised reward with a constant that does not depend on the sample itself, if possible."""
-        return self._linearize(rewards, None)
+        return self._linearize_weighted(rewards, probs)
+
+    def _linearize_weighted(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        """`_linearize` for samples to which an estimate gives the probabilities ``probs`` (P, M)."""
+        return self._linearize(rewards, probs)
+
+    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the means over the subsets S of prod_S w times the value of S, and of prod_S w; (P,) in float64.
+
+        Differentiable in the ``weights`` (P, M), float64. Only for objectives with a `subset_size`.
+        """
+        raise NotImplementedError
+
+    def _baseline_of_few(self, rewards: Tensor, weights: Tensor) -> Tensor | None:
+        """Baseline (P, M) of a sample beside which fewer than `subset_size` others have a weight; NaN: no advantage."""
+        return None
+
+    def _with_weights(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `_checked` rewards and their importance weights, in their dtype."""
+        rewards, _ = self._checked(rewards, None)
+        if weights.shape != rewards.shape[:2]:
+            raise ValueError(f"expected weights {tuple(rewards.shape[:2])}, got {tuple(weights.shape)}.")
+        if not (weights.isfinite() & (weights >= 0)).all():
+            bad = first(~(weights.isfinite() & (weights >= 0)))
+            raise ValueError(f"the importance weight of {bad} is not a finite number >= 0.")
+        return rewards, weights.detach().to(rewards)
 
     def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return both detached, in float32 or float64, with ``probs`` expanded to (P, M)."""

@@ -50,6 +50,10 @@ class Diversity(Objective):
     def fewest(self) -> int:
         return self.order + 1
 
+    @property
+    def subset_size(self) -> int | None:
+        return self.order
+
     def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
         """Return the advantages of `Diversity`, which are the same for "mean" and "loo". "none" returns r~_j itself.
 
@@ -112,6 +116,13 @@ class RaoDiversity(Diversity):
         others = rewards.sum(-1) - rewards.diagonal(dim1=-2, dim2=-1)
         return -2 * others / (rewards.shape[1] - 1)
 
+    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        M = rewards.shape[1]
+        pairs = (weights[:, :, None] * weights[:, None, :]).masked_fill(
+            torch.eye(M, dtype=torch.bool, device=weights.device), 0.0
+        )
+        return -(pairs * rewards).sum((1, 2)) / (M * (M - 1)), pairs.sum((1, 2)) / (M * (M - 1))
+
 
 @dataclass(frozen=True)
 class DPPDiversity(Diversity):
@@ -163,6 +174,11 @@ class DPPDiversity(Diversity):
         per_member = volumes[:, :, None].expand(-1, -1, self.n).flatten(1)
         total = torch.zeros_like(rewards[:, 0]).index_add(1, chosen.flatten(), per_member)
         return total * (M / len(chosen))  # n / (number of subsets that contain a sample, S n / M)
+
+    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = _subsets(rewards.shape[1], self.n, self.subsets, self.seed).to(rewards.device)
+        products = weights[:, chosen].prod(-1)
+        return (products * self._log_det(rewards, chosen)).mean(-1), products.mean(-1)
 
     def _of_atoms(self, kernel: Tensor, probs: Tensor) -> Tensor:
         """Return n times the sum of probability times log det over all y_2 .. y_n."""

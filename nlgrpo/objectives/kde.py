@@ -74,9 +74,9 @@ class Smoothed(Objective):
         spread = (widths * self._over_nodes(end[:, None, None] - self.objective._integral(cdf))).sum(-1)
         return end * borders[:, 0] + spread
 
-    def _uncentred(self, rewards: Tensor) -> Tensor:
+    def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         best = rewards.argmax(-1, keepdim=True)
-        return self._linearize(rewards, None) + self.objective._uncentred(rewards).gather(-1, best)
+        return self._linearize(rewards, probs) + self.objective._uncentred(rewards, probs).gather(-1, best)
 
     def _intervals(self, rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the borders of intervals (P, B + 1), their widths (P, B), and C_h at their nodes (P, B, n).

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.kernels import reference
+from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, first, masses
 
@@ -71,6 +72,13 @@ class MajorityVote(Objective):
     @property
     def fewest(self) -> int:
         return self.n + 1 if self.estimator == "unbiased" else 1
+
+    @property
+    def subset_size(self) -> int | None:
+        return self.n if self.estimator == "unbiased" else None
+
+    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self._expected(rewards, weights, False), reweighted.best_of_subsets(rewards[..., 0], weights, self.n)[1]
 
     def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
         if self.estimator == "plugin" or baseline not in ("mean", "loo"):

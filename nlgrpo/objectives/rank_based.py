@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
+from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, is_number
 
@@ -72,10 +73,10 @@ class RankBased(Objective):
         chosen = self._masses(cdf).to(rewards)
         return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # infinite rewards of mass 0 count 0
 
-    def _uncentred(self, rewards: Tensor) -> Tensor:
+    def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """Return f(1) r_max - int_{r(y)}^{r_max} f(C(r)) dr, which is the reward itself for f = 1."""
         at_best = self.weights(rewards.shape[1])[-1].item()
-        linear = self._linearize(rewards, None)
+        linear = self._linearize_weighted(rewards, probs)
         return linear + at_best * rewards.amax(-1, keepdim=True) if at_best else linear
 
 
@@ -124,6 +125,10 @@ class OfN(RankBased):
     @property
     def fewest(self) -> int:
         return self.n if self.estimator == "unbiased" else 1
+
+    @property
+    def subset_size(self) -> int | None:
+        return self.n if self.estimator == "unbiased" else None
 
     @abstractmethod
     def shares(self, M: int) -> Tensor:
@@ -186,6 +191,12 @@ class BestOfN(OfN):
     def shares(self, M: int) -> Tensor:
         return order_weights(M, self.n)
 
+    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return reweighted.best_of_subsets(rewards, weights, self.n)
+
+    def _baseline_of_few(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        return _best_of_others(rewards, weights)
+
     def _of_all(self, rewards: Tensor) -> Tensor:
         best, where = rewards.topk(2, dim=-1)
         lead = torch.where(best[:, :1] == best[:, 1:], 0.0, best[:, :1] - best[:, 1:])
@@ -222,8 +233,15 @@ class WorstOfN(OfN):
     def _of_all(self, rewards: Tensor) -> Tensor:
         return -BestOfN(self.n, self.estimator)._of_all(-rewards)
 
-    def _uncentred(self, rewards: Tensor) -> Tensor:
-        return -BestOfN(self.n, self.estimator)._uncentred(-rewards)
+    def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
+        return -BestOfN(self.n, self.estimator)._uncentred(-rewards, probs)
+
+    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        worst, ones = reweighted.best_of_subsets(-rewards, weights, self.n)
+        return -worst, ones
+
+    def _baseline_of_few(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        return -_best_of_others(-rewards, weights)
 
 
 @dataclass(frozen=True)
@@ -289,6 +307,16 @@ class CVaR(RankBased):
     def weights(self, M: int) -> Tensor:
         """Return M times the integral of f over ((k-1)/M, k/M], for k = 1 .. M, (M,) in float64."""
         return M * self.masses(M)
+
+    def _linearize_weighted(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
+        """As for samples, w_k is the average of f over (C_{k-1}, C_k]."""
+        if probs is None:
+            return self._linearize(rewards, None)
+        order = rewards.argsort(dim=-1, stable=True)
+        cdf = torch.nn.functional.pad(_cdf(probs.gather(-1, order)), (1, 0))
+        widths = cdf.diff(dim=-1)
+        averages = self._masses(cdf) / widths.where(widths > 0, 1.0)
+        return reference.linearize(rewards, torch.where(widths > 0, averages, self._f(cdf[:, 1:])))
 
     def _f(self, z: Tensor) -> Tensor:
         return (z <= self.alpha).to(z.dtype) / self.alpha
@@ -377,6 +405,15 @@ def order_weights(n: int, best_of: int) -> Tensor:
     k = torch.arange(n, 1, -1, dtype=torch.float64)
     ratios = torch.cat([torch.ones(1, dtype=torch.float64), ((k - best_of) / (k - 1)).clamp(min=0)])
     return (best_of / n * ratios.cumprod(0)).flip(0)
+
+
+def _best_of_others(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Largest reward of the other samples with a weight, (P, M); NaN where there is none."""
+    weighted = rewards.where(weights > 0, -torch.inf)
+    best, where = torch.nn.functional.pad(weighted, (0, 1), value=-torch.inf).topk(2, dim=-1)
+    own = torch.arange(rewards.shape[1], device=rewards.device) == where[:, :1]
+    others = torch.where(own, best[:, 1:], best[:, :1])
+    return others.masked_fill(others == -torch.inf, torch.nan)
 
 
 def _steps(M: int) -> Tensor:

@@ -49,19 +49,30 @@ __all__ = [
 ]
 
 
-def linearize_present(objective: Objective, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
+def linearize_present(
+    objective: Objective, rewards: Tensor, baseline: Baseline = "mean", weights: Tensor | None = None
+) -> Tensor:
     """Return `Objective.advantage` (P, M) where NaN marks a missing reward: the reward abstained for that completion.
+
+    With the importance weights (P, M) of samples of another policy, `Objective.reweighted_advantage`.
 
     The remaining entries of a group form a smaller group. Missing entries get 0, and so do all entries of a group with
     fewer than ``objective.fewest``. In kernel matrices (P, M, M) a sample is missing if its similarity to itself is
     NaN; in rewards with answers (P, M, 2), if its reward is.
     """
+
+    def advantage(rewards: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return objective.advantage(rewards, baseline)
+        return objective.reweighted_advantage(rewards, weights, baseline)
+
     absent = _absent(objective, rewards)
     if not absent.any():
-        return objective.advantage(rewards, baseline)
+        return advantage(rewards, weights)
     linear = torch.zeros(absent.shape, dtype=reference.widen(rewards).dtype, device=rewards.device)
     for rows, columns in _by_presence(absent, objective.fewest):
-        linear[rows, columns] = objective.advantage(_picked(objective, rewards, rows, columns), baseline)
+        some = None if weights is None else weights[rows, columns]
+        linear[rows, columns] = advantage(_picked(objective, rewards, rows, columns), some)
     return linear
 
 
@@ -78,15 +89,23 @@ def learns_from_one(objective: Objective) -> bool:
     return not torch.equal(one, two)
 
 
-def value_present(objective: Objective, rewards: Tensor) -> Tensor:
-    """Return `Objective.value` (P,) over the entries of each group that are not NaN; NaN if too few are left."""
+def value_present(objective: Objective, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return `Objective.value` (P,) over the entries of each group that are not NaN; NaN if too few are left.
+
+    With importance weights (P, M), `Objective.reweighted_value`.
+    """
+
+    def value(rewards: Tensor, weights: Tensor | None) -> Tensor:
+        return objective.value(rewards) if weights is None else objective.reweighted_value(rewards, weights)
+
     absent = _absent(objective, rewards)
     if not absent.any():
-        return objective.value(rewards)
-    value = reference.widen(rewards).new_full(rewards.shape[:1], torch.nan)
+        return value(rewards, weights)
+    values = reference.widen(rewards).new_full(rewards.shape[:1], torch.nan)
     for rows, columns in _by_presence(absent, objective.fewest):
-        value[rows[:, 0]] = objective.value(_picked(objective, rewards, rows, columns))
-    return value
+        some = None if weights is None else weights[rows, columns]
+        values[rows[:, 0]] = value(_picked(objective, rewards, rows, columns), some)
+    return values
 
 
 def per_completion(objective: Objective, rewards: Tensor) -> Tensor:

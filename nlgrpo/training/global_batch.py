@@ -42,12 +42,21 @@ class GlobalBatch:
     packed_tokens: int  # the same, but a prompt once per group, as the update computes them
     logged: dict[str, float]  # metrics that rewards logged, means over their calls on all ranks
     extra: dict[str, list[Any]]  # columns that rewards logged for this rank's completions
+    weights: Tensor | None = None  # importance weights (P, M) of completions that another policy sampled
 
     @classmethod
     def gather(
-        cls, ranks: Ranks, scores: Scores, rollout: Rollout, calibrated: Mapping[str, CalibratedReward] | None = None
+        cls,
+        ranks: Ranks,
+        scores: Scores,
+        rollout: Rollout,
+        calibrated: Mapping[str, CalibratedReward] | None = None,
+        weights: Tensor | None = None,
     ) -> GlobalBatch:
-        """Gather the prompts of all ranks, the same number per rank; collective."""
+        """Gather the prompts of all ranks, the same number per rank; collective.
+
+        ``weights`` (P, M): importance weights of this rank's completions, if another policy sampled them.
+        """
         device, count = ranks.device, len(rollout.lengths)
         prompts, completions = sum(map(len, rollout.prompt_ids)), rollout.lengths.sum()
         counts = [completions + prompts * rollout.lengths.shape[1], completions + prompts]
@@ -71,6 +80,7 @@ class GlobalBatch:
             packed_tokens=packed_tokens,
             logged=_mean_over(ranks.gather_objects(scores.metrics)),
             extra=scores.extra,
+            weights=None if weights is None else ranks.gather(weights),
         )
 
     def objective_inputs(self) -> dict[str, Tensor]:
@@ -82,12 +92,14 @@ class GlobalBatch:
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
         """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""
-        return torch.stack([value_present(objectives[name], r) for name, r in self.objective_inputs().items()])
+        inputs = self.objective_inputs()
+        return torch.stack([value_present(objectives[name], r, self.weights) for name, r in inputs.items()])
 
     def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
         """First variations of the R_i at each group minus a baseline, (m, P, M); 0 where the reward abstained."""
+        inputs = self.objective_inputs()
         return torch.stack(
-            [linearize_present(objectives[name], r, baseline) for name, r in self.objective_inputs().items()]
+            [linearize_present(objectives[name], r, baseline, self.weights) for name, r in inputs.items()]
         )
 
     def has_reward(self, objectives: Mapping[str, Objective], weights: Mapping[str, float]) -> Tensor:

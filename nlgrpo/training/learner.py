@@ -19,9 +19,11 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import accumulated, clip_gradients
 from nlgrpo.model.muon import Muon, block_matrices
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
+from nlgrpo.objectives import importance_sampling
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic
+from nlgrpo.training.correction import Corrected, correct
 from nlgrpo.training.critic import Critic, Targets
 from nlgrpo.training.losses import kl
 from nlgrpo.training.losses.policy import packed_loss, packed_loss_from_hidden, token_weights
@@ -119,6 +121,13 @@ class Learner:
         with self.as_reference() as reference:
             return None if reference is None else self.score(reference, rollout)
 
+    def corrected(self, rollout: Rollout) -> Corrected | None:
+        """Importance weights of a rollout that another distribution sampled; None with loss.correction = "none"."""
+        correction = importance_sampling.parse(self.loss.correction, self.loss.correction_level)
+        if correction is None:
+            return None
+        return correct(correction, self.score(self.model, rollout), rollout, self.ranks)
+
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
         """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""
         log_ratio = kl.estimate(self.score(self.model, rollout), ref_logprobs, "k1").sum(-1)
@@ -135,6 +144,7 @@ class Learner:
         critic_lr: float = 0.0,
         ref_logprobs: Tensor | None = None,
         dropped: Tensor | None = None,
+        corrected: Corrected | None = None,
         other: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """Minimise the surrogate loss on ``rollout`` with this rank's ``advantages`` (P, M); returns metrics.
@@ -142,6 +152,7 @@ class Learner:
         All tokens of a completion share its advantage, unless a critic computes one per token. The loss is that of the
         global batch: its denominators count all ranks, and FSDP's mean over ranks is undone, so it depends neither on
         the number of ranks nor on the micro-batches. ``dropped``: groups (P,) or completions (P, M) to leave out.
+        ``corrected``: the tokens' terms, with the KL's, are multiplied by its weights. The critic's are not.
         ``other`` adds the gradient of the other term of loss.jeffreys at each optimizer step.
         """
         for group in self.optimizer.param_groups:
@@ -153,7 +164,9 @@ class Learner:
         kept = kept.flatten()
         off_policy = self.loss.epochs * self.loss.minibatches > 1  # from the second optimizer step on
         ref = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
-        old = self.score(self.model, rollout) if off_policy or ref is not None else None
+        old = None if corrected is None else corrected.policy
+        if old is None and (off_policy or ref is not None):
+            old = self.score(self.model, rollout)
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
         dapo_tokens = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
@@ -175,7 +188,8 @@ class Learner:
             self.optimizer.zero_grad()
             with lora.dropout(self.trained):
                 for batch in accumulated(self.trained, self.micro_batches(rollout, rows)):
-                    loss, stats = self._loss(batch, targets, weights, old if off_policy else None, ref_logprobs, beta)
+                    previous = old if off_policy else None
+                    loss, stats = self._loss(batch, targets, weights, previous, ref_logprobs, beta, corrected)
                     ((1 - self.loss.jeffreys) * loss * self.ranks.world).backward()
                     totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
                 if other is not None:
@@ -185,7 +199,8 @@ class Learner:
                 self.critic.clip_gradients(self.optim.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return totals.metrics() | {"learning_rate": lr}
+        metrics = {} if corrected is None else corrected.metrics
+        return totals.metrics() | metrics | {"learning_rate": lr}
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
         """Yield the ``kept`` (R,) rows of this rank for each optimizer step.
@@ -220,7 +235,9 @@ class Learner:
         old: Tensor | None,
         ref_logprobs: Tensor | None,
         beta: float,
+        corrected: Corrected | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = None if corrected is None else batch.pick(corrected.tokens)
         old_logprob = None if old is None else batch.pick(old)
         options: dict[str, Any] = {
             "ref_logprob": None if ref_logprobs is None else batch.pick(ref_logprobs),
@@ -235,11 +252,12 @@ class Learner:
             present, sequence = batch.row.unique_consecutive(return_inverse=True)  # absent rows would add ratios of 1
             logprob, entropy = logprobs.logprobs(self.model, batch, self.temperature)
             terms = (old_logprob, targets.advantages[present, 0], sequence, weights[present])
-            loss, stats = packed_loss(logprob, *terms, level="sequence", **options)
+            loss, stats = packed_loss(logprob, *terms, level="sequence", token_ratios=ratio, **options)
             return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
         def head(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
-            terms = (batch.targets, old_logprob, batch.pick(targets.advantages), weights[batch.row])
+            per_token = weights[batch.row] if ratio is None else weights[batch.row] * ratio
+            terms = (batch.targets, old_logprob, batch.pick(targets.advantages), per_token)
             outputs = packed_loss_from_hidden(hidden, weight, *terms, temperature=self.temperature, **options)
             return (*outputs, None if self.critic is None else self.critic.on_policy(hidden))
 

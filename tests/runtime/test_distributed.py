@@ -50,6 +50,10 @@ CASES = {
     "other micro-batches": Case(LossConfig(beta=0.3), micro=10**6),
     "minibatches": Case(LossConfig(normalization="grpo", level="sequence", beta=0.3, epochs=2, minibatches=3)),
     "one completion per minibatch": Case(LossConfig(normalization="bnpo", beta=0.0, minibatches=12)),
+    "another sampler": Case(LossConfig(beta=0.3, correction="tis:0.5")),
+    "another sampler, by token": Case(
+        LossConfig(level="sequence", beta=0.3, minibatches=3, correction="mis:0.2:1.5", correction_level="token")
+    ),
     "a whole rank is dropped": Case(LossConfig(normalization="dr_grpo", beta=0.3), dropped=(False, False, True, True)),
     "activation checkpointing": Case(LossConfig(beta=0.3), checkpointing=True),
     "tied embeddings": Case(LossConfig(beta=0.3), family="gpt2"),
@@ -125,7 +129,10 @@ def updated(root, case: Case, ranks: Ranks, before=lambda learner: None, **optio
     ref = learner.reference_logprobs(rollout)
     other = partial(offline.add_likelihood, learner, chosen_by(case, ranks)) if case.loss.jeffreys else None
     given = {"critic_lr": 0.02, "beta": case.loss.beta, "ref_logprobs": ref, "dropped": dropped, "other": other}
-    stats = [learner.update(rollout, adv[mine], step=i, lr=0.01, **given) for i in range(2)]
+    stats = []
+    for step in range(2):
+        corrected = learner.corrected(rollout)
+        stats.append(learner.update(rollout, adv[mine], step=step, lr=0.01, corrected=corrected, **given))
     return stats, full_tensors(learner.trained), {p.dtype for p in learner.model.parameters()}
 
 

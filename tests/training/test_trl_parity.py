@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
+from nlgrpo.objectives import importance_sampling
 from nlgrpo.objectives.advantages import advantages
 from nlgrpo.objectives.registry import Mean
 from nlgrpo.training.losses.policy import packed_loss, token_weights
@@ -192,3 +193,60 @@ def test_advantages_are_those_of_trl(trainer):
     rewards = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     truth = (rewards - rewards.mean(1, keepdim=True)) / (nanstd(rewards, dim=1)[:, None] + 1e-4)
     torch.testing.assert_close(advantages(Mean().linearize(rewards), scale="group"), truth, atol=1e-5, rtol=1e-5)
+
+
+# --- importance sampling ----------------------------------------------------------------------------------------------
+
+CORRECTIONS = {
+    "token_truncate": ("tis:1.1", "token", None, 1.1),
+    "token_mask": ("mis:0.9:1.1", "token", 0.9, 1.1),
+    "sequence_truncate": ("tis:1.05", "sequence", None, 1.05),
+    "sequence_mask": ("mis:0.6:1.4", "sequence", 0.6, 1.4),
+}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_importance_sampling_is_that_of_trl(trainer, inputs, mode, loss_type, monkeypatch):
+    """TRL computes ratios, metrics and loss from completions that a ``rollout_func`` returns with their log-probs."""
+    text, level, low, high = CORRECTIONS[mode]
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)]
+    ids = [row[:n].tolist() for row, n in zip(inputs["completion_ids"], LENGTHS.tolist(), strict=True)]
+    with torch.no_grad():
+        here = completion_logprob(trainer.model, inputs, trainer.temperature)
+    sampler = here + 0.2 * torch.randn(here.shape, generator=torch.Generator().manual_seed(5))
+    rollout = {
+        "prompt_ids": prompts,
+        "completion_ids": ids,
+        "logprobs": [row[:n].tolist() for row, n in zip(sampler, LENGTHS.tolist(), strict=True)],
+    }
+    for name, value in (
+        ("use_vllm", True), ("vllm_importance_sampling_correction", True), ("vllm_importance_sampling_mode", mode),
+        ("vllm_importance_sampling_clip_min", low), ("vllm_importance_sampling_clip_max", high),
+        ("rollout_func", lambda prompts, trainer: rollout), ("_last_loaded_step", trainer.state.global_step),
+        ("beta", 0.0), ("loss_type", loss_type), ("importance_sampling_level", "token"),
+    ):  # fmt: skip
+        monkeypatch.setattr(trainer, name, value, raising=False)
+    trainer._metrics["train"].clear()
+    scored = trainer._generate_and_score_completions([{"prompt": "w4"}] * 6)
+    scored |= {name: inputs[name] for name in ("advantages", "num_items_in_batch")}
+    loss = trainer._compute_loss(trainer.model, scored)
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    truth = gradients(trainer.model, loss)
+
+    keep = inputs["completion_mask"].bool()
+    correction = importance_sampling.parse(text, level)
+    ratios = correction.ratios(here, sampler, LENGTHS)
+    assert (ratios.weights != ratios.uncut).any()
+    assert (ratios.weights == ratios.uncut).any()
+    our_inputs = inputs | {"old_per_token_logps": None}
+    our_loss, _ = ours(trainer, our_inputs, loss_type, 0.0, False, "token", token_ratios=ratios.tokens[keep])
+    mine = gradients(trainer.model, our_loss)
+    assert our_loss.item() == pytest.approx(loss.item(), abs=1e-5)
+    for name, gradient in truth.items():
+        scale = gradient.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    for part in ("min", "mean", "max"):
+        value = float(getattr(ratios.weights, part)())
+        assert value == pytest.approx(metrics[f"sampling/importance_sampling_ratio/{part}"], rel=1e-5), part

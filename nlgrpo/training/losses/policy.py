@@ -65,6 +65,7 @@ def packed_loss(
     weights: Tensor,
     *,
     ref_logprob: Tensor | None = None,
+    token_ratios: Tensor | None = None,
     level: Level = "token",
     eps_low: float = 0.2,
     eps_high: float = 0.2,
@@ -85,7 +86,8 @@ def packed_loss(
 
     logprob, old_logprob, ref_logprob (T,); ``sequence`` (T,) int64, the response r(t) of each token; advantages and
     ``weights`` (R,), the latter from `token_weights`. ``old_logprob=None`` is for a policy that has not changed since
-    sampling: rho is 1, with its gradient. ``level="sequence"`` gives all tokens of a response the ratio of
+    sampling: rho is 1, with its gradient. ``token_ratios`` (T,): further weights of the tokens, such as the importance
+    weights of tokens that another policy sampled. ``level="sequence"`` gives all tokens of a response the ratio of
     `sequence_log_ratio`. ``surrogate``, ``dual_clip`` ("ppo" only) and ``kl`` ("k1", "k2", "k3", or the importance-
     weighted "k3_iw"): see `nlgrpo.kernels.policy_loss`.
 
@@ -122,7 +124,10 @@ def packed_loss(
         statistics |= reference.policy_statistics(
             ratios.detach(), advantages, eps_low, eps_high, dual_clip=dual_clip, surrogate=surrogate
         )
-    return (weights.to(logprob)[sequence] * per_token).sum(), _counted(statistics, len(logprob), len(ratios))
+    per_response = weights.to(logprob)[sequence]
+    if token_ratios is not None:
+        per_response = per_response * token_ratios.to(logprob)
+    return (per_response * per_token).sum(), _counted(statistics, len(logprob), len(ratios))
 
 
 def packed_loss_from_hidden(
