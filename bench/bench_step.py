@@ -177,7 +177,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
             with torch.profiler.record_function(f"phase {name}"):
                 pass
 
-        with run.logger() as log:
+        with run.engine(learner) as engine, run.logger() as log:
             write = log.log
 
             def log_and_record(step: int, metrics: Mapping[str, float]) -> None:
@@ -191,7 +191,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
-            train(run, learner, StopSignal(), log)
+            train(run, learner, engine, StopSignal(), log)
             profile.stop()
         RECORD.tokens.pop()
         RECORD.floors = {name: seconds_of(products) for name, products in phases_of(profile.events()).items()}

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.evaluation import results
@@ -40,14 +41,14 @@ from nlgrpo.training.reference_rewards import CalibratedReward
 from nlgrpo.training.run import Run, open_folder
 
 
-def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> bool:
+def train(run: Run, learner: Learner, engine: PolicyEngine, stop: StopSignal, log: MetricsLogger) -> bool:
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg = run.config.train
     for step in range(run.progress.step, cfg.steps):
         if run.samples is not None and run.config.loss.offline:
             offline_step(run, run.samples, learner, log)
         else:
-            online_step(run, learner, log)
+            online_step(run, learner, engine, log)
         host_memory.release()  # the activations
         stopping = run.ranks.any(stop.received)
         if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
@@ -58,12 +59,14 @@ def train(run: Run, learner: Learner, stop: StopSignal, log: MetricsLogger) -> b
 
 
 # fmt: off
-def online_step(run: Run, learner: Learner, log: MetricsLogger) -> None:
+def online_step(run: Run, learner: Learner, engine: PolicyEngine, log: MetricsLogger) -> None:
     """One step of GRPO or PPO."""
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
     clock   = Clock(ranks.device)
     batch   = run.next_batch()                                   # this rank's share of the P prompts
-    rollout = ranks.agree(lambda: run.sampler.draw(learner.model, batch))  # M completions per prompt, and log-probs
+    engine.take(learner.model, progress.step)                    # the weights of the policy
+    rollout = ranks.agree(lambda: run.sampler.draw(engine, batch))  # M completions per prompt, and log-probs
+    engine.sleep()
     clock.lap("generate")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
     ratios  = learner.corrected(rollout)                         # policy / sampler, or None: loss.correction = "none"
@@ -147,22 +150,26 @@ def _score_rollout(run: Run, batch: Batch, rollout: Rollout) -> Scores:
     return run.ranks.agree(score, RewardError)
 
 
-def evaluate_before(run: Run, learner: Learner) -> EvaluationSamples | None:
+def evaluate_before(run: Run, learner: Learner, engine: PolicyEngine) -> EvaluationSamples | None:
     """Evaluate the model before training, or load that evaluation from the run's folder if it is saved there."""
     if run.config.evaluation.prompts == 0:
         return None
     before = run.evaluated().get("before")
     if before is None:
-        before = run.evaluate(learner.model)
+        engine.take(learner.model, 0)
+        before = run.evaluate(engine)
         run.write_evaluation(before=before)
     return before
 
 
-def finish(run: Run, learner: Learner, before: EvaluationSamples | None, console: Console) -> None:
+def finish(
+    run: Run, learner: Learner, engine: PolicyEngine, before: EvaluationSamples | None, console: Console
+) -> None:
     """Export the model, evaluate it, and write the report."""
     exported = run.export(learner)
     if before is not None:
-        after = run.evaluate(learner.model)
+        engine.take(learner.model, run.progress.step)
+        after = run.evaluate(engine)
         run.write_evaluation(before=before, after=after)
         if run.ranks.first:
             console.print(results.before_after_table(before, after, run.config.evaluation.ns))
@@ -191,18 +198,19 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
         return
     open_folder(run)
     learner = run.learner()
-    before = evaluate_before(run, learner)
-    if run.restore(learner):
-        console.print(f"resuming from step {run.progress.step}")
-    elif logged := len(read_jsonl(run.folder / FILE)):
-        reason = f"no checkpoint in {run.folder / 'checkpoints'}"
-        console.print(f"{reason}: restarting from step 0, discarding {logged} logged steps")
-    with run.logger() as log:
-        finished = train(run, learner, stop, log)
-    if finished:
-        finish(run, learner, before, console)
-    else:
-        console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
+    with run.engine(learner) as engine:
+        before = evaluate_before(run, learner, engine)
+        if run.restore(learner):
+            console.print(f"resuming from step {run.progress.step}")
+        elif logged := len(read_jsonl(run.folder / FILE)):
+            reason = f"no checkpoint in {run.folder / 'checkpoints'}"
+            console.print(f"{reason}: restarting from step 0, discarding {logged} logged steps")
+        with run.logger() as log:
+            finished = train(run, learner, engine, stop, log)
+        if finished:
+            finish(run, learner, engine, before, console)
+        else:
+            console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

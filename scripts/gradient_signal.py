@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine import logprobs
+from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.runtime import distributed
 from nlgrpo.training.build import build
@@ -33,7 +34,7 @@ ESTIMATES, BATCHES = 4, 32
 def add_gradient(run: Run, learner: Learner) -> None:
     """Add the gradient of the surrogate, sum of A log pi over the next batch, to the parameters' ``grad``."""
     batch = run.next_batch()
-    rollout = run.sampler.draw(learner.model, batch)
+    rollout = run.sampler.draw(NativeEngine(learner.model), batch)
     groups = GlobalBatch.gather(run.ranks, run.sampler.score(batch, rollout), rollout)
     linear = combine(groups.linearize(run.objectives), run.aggregate.gradient(groups.values(run.objectives)))
     advantages = groups.advantages(linear, "none").flatten()

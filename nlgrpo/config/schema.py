@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from nlgrpo.config.optim_config import OptimConfig
+from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
@@ -87,6 +88,8 @@ class RolloutConfig:
     """Token ids that end a completion, in addition to the model's EOS."""
     max_rows: int = 256
     """Maximum number of completions decoded together per rank. It bounds the KV cache."""
+    engine: Literal["nlgrpo", "vllm"] = "nlgrpo"
+    """Engine that samples: nlgrpo's own, or vLLM (section `vllm`)."""
 
 
 @dataclass
@@ -307,6 +310,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)

@@ -107,6 +107,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),
         *lora_faults(config.lora, optim),
         *config.parallel.faults(world),
+        *config.vllm.faults(world),
         *optim_faults(optim, need),
         need("train.steps", ">= 0", train.steps >= 0),
         *train_faults(train, need),

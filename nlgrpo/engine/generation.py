@@ -32,6 +32,7 @@ class Rollout:
     logprobs: Tensor  # (P, M, L), of the sampling distribution
     lengths: Tensor  # (P, M) int64
     finished: Tensor  # (P, M) bool: ended by a stop id, not by max_new_tokens
+    version: int | None = None  # of the policy's weights: training steps finished; None for a frozen model
 
     def completion_ids(self) -> list[list[int]]:
         """Token ids of the P*M completions, prompt by prompt."""

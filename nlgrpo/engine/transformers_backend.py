@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +196,3 @@ def load(
             "one forward pass over the same tokens"
         )
     return wrapped
-
-
-def generator(model: Decoder | TransformersModel) -> Callable[..., Rollout]:
-    """Return the `generate` function of the model: that of transformers, or `engine.generate`."""
-    return model.generate if isinstance(model, TransformersModel) else partial(generation.generate, model)

@@ -114,9 +114,10 @@ def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, r
     sampling = sampling_of(cfg, tokenizer, source)
     sampler = Sampler(tokenizer, sampling, cfg.evaluation.samples, cfg.rollout.max_rows, seed, [])
     dtype = compute_dtype(cfg.model.dtype, ranks.device)
-    origin = Provenance.of(source, tokenizer, dtype, sampling)
+    engine = cfg.rollout.engine
+    origin = Provenance.of(source, tokenizer, dtype, sampling, engine)
     store = open_store(options.out / "samples", origin, sampler, first=ranks.first)
-    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store)
+    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store, engine, cfg.vllm)
 
 
 def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
@@ -126,7 +127,7 @@ def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
 
 def draw(e: Evaluation, candidate: RolloutCollector) -> None:
     """Draw the completions that are not saved yet."""
-    model = cache(partial(candidate.load, e.ranks.device))
+    model = cache(partial(candidate.load, e.ranks))
     missing = e.queue.missing(candidate.chunks, candidate.drawn)
     e.queue.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(model(), chunk))
 

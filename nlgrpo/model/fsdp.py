@@ -169,6 +169,17 @@ def each_full(
         del full  # else a copy would live until the next one is there
 
 
+def each_replicated(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each parameter and the full one on every rank, on the device of its shards, in ``dtype``.
+
+    ``dtype``: None keeps that of each parameter. Collective: all ranks must take all pairs. One full parameter exists
+    at a time, unless the caller keeps them.
+    """
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).to(dtype or value.dtype)
+
+
 def _collect(value: DTensor, full: Tensor | None, dtype: torch.dtype) -> None:
     """Fill ``full``, which only rank 0 passes.
 

@@ -35,9 +35,8 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         reward_functions.check_columns(rewards, scored.names)
     sampling = sampling_of(cfg, tokenizer, source)
     compute = compute_dtype(cfg.model.dtype, ranks.device)
-    by_block = cfg.parallel.gather_for_sampling == "block"
     rows, seed = cfg.rollout.max_rows, cfg.train.seed
-    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards, by_block=by_block)
+    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards)
     origin = partial(Provenance.of, source, tokenizer, compute, sampling)
     critic.check(cfg, shape, longest=max(map(len, prompts.ids), default=0) + cfg.rollout.max_new_tokens)
     samples = offline.make(cfg, rewards, objectives, prompts, origin)

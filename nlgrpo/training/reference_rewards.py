@@ -24,6 +24,7 @@ from nlgrpo.calibration.transforms import Transform, parse_transform
 from nlgrpo.calibration.variational import VariationalBoN, log_strict_cdf, string_keys, vbon_reward
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
+from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
@@ -83,6 +84,7 @@ class ReferenceRewards:
     smoother: Smoother
     ranks: Ranks
     by: Calibration = "prompt"
+    by_block: bool = False  # how a sharded reference is gathered for sampling
     known: dict[str, References] = field(default_factory=dict)
 
     def missing(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -167,7 +169,7 @@ class ReferenceRewards:
         assert self.drawing is not None
         assert reference is not None
         prompts = _select(batch, unknown)
-        rollout = self.drawing.draw(reference, prompts)
+        rollout = self.drawing.draw(NativeEngine(reference, self.by_block), prompts)
         self.ranks.agree(lambda: self._store(prompts, rollout), RewardError)
 
     def _store(self, prompts: Batch, rollout: Rollout) -> None:
@@ -221,7 +223,9 @@ def make(
         or parse_transform(text, beta=beta_of(cfg, name), references=K, function=user_code.function)
         for name, text in wanted.items()
     }
-    references = ReferenceRewards(parsed, rollouts, drawing, options.smoother, ranks, options.by)
+    references = ReferenceRewards(
+        parsed, rollouts, drawing, options.smoother, ranks, options.by, cfg.parallel.gather_for_sampling == "block"
+    )
     absent = references.missing(prompts.ids) if wanted and drawing is None else 0
     if absent:
         raise ValueError(

@@ -14,14 +14,13 @@ import torch
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.backends import Engine, frozen
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.inputs import load_rewards, prompts_of, sampling_of
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model import decoder, hf_weights
-from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype
@@ -44,6 +43,11 @@ class Job:
     scorers: list[Scorer]
     queue: WorkQueue
 
+    @property
+    def engine(self) -> frozen.Name:
+        """Engine that samples; a guided search needs nlgrpo's."""
+        return "nlgrpo" if self.origin.guide else self.cfg.rollout.engine
+
 
 def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts: int | None = None) -> Job:
     """Load tokenizer, prompts and rewards. The weights are loaded when the first file is sampled.
@@ -59,7 +63,7 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
     objectives, loaded = load_rewards(cfg, queue.ranks.device)
     reward_functions.check_columns(loaded, available.names)
     dtype = compute_dtype(cfg.model.dtype, queue.ranks.device)
-    origin = Provenance.of(source, tokenizer, dtype, sampling_of(cfg, tokenizer, source))
+    origin = Provenance.of(source, tokenizer, dtype, sampling_of(cfg, tokenizer, source), cfg.rollout.engine)
     seed = cfg.train.seed ^ (1 << 61)  # differs from the seeds of training and evaluation, so no sample repeats
     return Job(
         cfg=cfg,
@@ -85,7 +89,15 @@ def open_folder(job: Job) -> RolloutCollector:
     _refuse_others(job)
     store = open_store(job.folder / reference_rollouts.SAMPLES, job.origin, job.sampler, first=job.queue.ranks.first)
     draws = RolloutCollector(
-        job.cfg.model.path, job.source, job.dtype, job.batch, job.sampler, prompts_per_file(job), store
+        job.cfg.model.path,
+        job.source,
+        job.dtype,
+        job.batch,
+        job.sampler,
+        prompts_per_file(job),
+        store,
+        job.engine,
+        job.cfg.vllm,
     )
     if job.queue.ranks.first:
         Index.of(draws, job.origin, job.scorers, job.cfg.train.seed).write(job.folder)
@@ -103,6 +115,7 @@ def _refuse_others(job: Job) -> None:
         "samples per prompt": (saved.samples, job.sampler.samples),
         "train.seed": (saved.seed, job.cfg.train.seed),
         "compute dtype": (saved.origin.dtype, job.origin.dtype),
+        "rollout.engine": (saved.origin.engine or "nlgrpo", job.origin.engine or "nlgrpo"),
     }
     changed += [f"{name}: {old} in the folder, {new} requested" for name, (old, new) in settings.items() if old != new]
     if changed:
@@ -128,7 +141,7 @@ def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
 
     Each file is scored right after it is sampled, so a failing reward is noticed early.
     """
-    drawn, model = Drawn(), cache(partial(draws.load, job.queue.ranks.device))
+    drawn, model = Drawn(), cache(partial(draws.load, job.queue.ranks))
     missing = job.queue.missing(draws.chunks, lambda chunk: draws.drawn(chunk) and not _unscored(job, draws, chunk))
     if len(missing) < len(draws.chunks):
         job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
@@ -138,9 +151,7 @@ def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
     return total if finished else None
 
 
-def _draw_and_score(
-    job: Job, draws: RolloutCollector, model: Callable[[], Decoder | TransformersModel], chunk: Batch, drawn: Drawn
-) -> None:
+def _draw_and_score(job: Job, draws: RolloutCollector, model: Callable[[], Engine], chunk: Batch, drawn: Drawn) -> None:
     if not draws.drawn(chunk):
         loaded, start = model(), perf_counter()
         drawn.tokens += int(draws.draw(loaded, chunk).lengths.sum())

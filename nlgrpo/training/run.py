@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
+from nlgrpo.engine.backends import NativeEngine
+from nlgrpo.engine.backends.base import Engine, PolicyEngine
+from nlgrpo.engine.backends.colocated import ColocatedVLLM
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import adapters, decoder
@@ -137,9 +141,35 @@ class Run:
         if self.ranks.first:
             evaluation_samples.write_evaluation(self.folder, **models)
 
-    def evaluate(self, model: Decoder) -> evaluation_samples.EvaluationSamples:
+    def evaluate(self, engine: Engine) -> evaluation_samples.EvaluationSamples:
         batch = self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
-        return self.evaluator().evaluate(model, batch, self.ranks, self.objectives, self.weights())
+        return self.evaluator().evaluate(engine, batch, self.ranks, self.objectives, self.weights())
+
+    @contextmanager
+    def engine(self, learner: Learner) -> Iterator[PolicyEngine]:
+        """Context with the engine that samples completions of the policy; collective. Raises EngineError."""
+        if self.config.rollout.engine == "nlgrpo":
+            by_block = self.config.parallel.gather_for_sampling == "block"
+            yield NativeEngine(learner.model, by_block)
+            return
+        engine = ColocatedVLLM.start(
+            self.source,
+            self.shape,
+            ranks=self.ranks,
+            compute=self.compute,
+            options=self.config.vllm,
+            context=self._longest_prompt() + self.config.rollout.max_new_tokens,
+            max_rows=self.config.rollout.max_rows,
+            adapter=self.adapter,
+            folder=self.folder / "engine",
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def _longest_prompt(self) -> int:
+        return max(len(ids) for prompts in (self.prompts, self.held_out) for ids in [[], *prompts.ids])
 
     def speed(self, clock: Clock, trained: int, generated: int = 0) -> dict[str, float]:
         """Metrics ``time/*``, ``perf/*`` and ``num_tokens`` of a step, from its numbers of tokens."""

@@ -19,6 +19,7 @@ from transformers import (
 
 from nlgrpo import cli
 from nlgrpo.engine import guided_search, transformers_backend
+from nlgrpo.engine.backends import engine_of
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.guided_search import Search
@@ -145,7 +146,7 @@ def test_chunks_of_full_length_are_plain_samples(work):
     ours, _, _, ids = read(work)
     sampling = Sampling(max_new_tokens=5, stop_ids=(EOS,))
     found, _ = guided_search.search(ours, ids, Search(2, 2, 5), sampling, [], seed=1)
-    samples = transformers_backend.generator(ours)(ids, 4, sampling, seed=1).completion_ids()
+    samples = engine_of(ours).generate(ids, 4, sampling, seed=1).completion_ids()
     assert [list(one.tokens) for candidates in found for one in candidates] == samples
 
 

@@ -14,6 +14,7 @@ from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import CalibrationConfig, Config, LossConfig, RewardConfig, RolloutConfig
+from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
@@ -78,7 +79,7 @@ def calibrated_of(root, **more):
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     learner = run.learner()
     batch = run.next_batch()
-    rollout = run.sampler.draw(learner.model, batch)
+    rollout = run.sampler.draw(NativeEngine(learner.model), batch)
     ref = learner.reference_logprobs(rollout)
     scores, calibrated = train.score(run, learner, batch, rollout, ref)
     return run, batch, rollout, scores, calibrated, ref

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.data.encoding import decode
 from nlgrpo.data.prompt_dataset import Batch, Prompt, encode, plain_text
-from nlgrpo.engine import guided_search, transformers_backend
+from nlgrpo.engine import guided_search
+from nlgrpo.engine.backends import engine_of
 from nlgrpo.engine.guided_search import CHOICE, Candidate, Cost, Search, Value
 from nlgrpo.engine.inference.choosing import VALUE, Chooser
 from nlgrpo.engine.inference.procedures import Procedure
@@ -167,7 +168,7 @@ class Responder:
         self, model: Model, batch: Batch, samples: int, sampling: Sampling, seed: int, first: int = 0
     ) -> list[list[Candidate]]:
         """Sample the candidates ``first``, ``first`` + 1, .. of each prompt."""
-        rollout = transformers_backend.generator(model)(
+        rollout = engine_of(model).generate(
             batch.ids, samples, sampling, seed=seed, index=batch.index, max_rows=self.max_rows, first_sample=first
         )
         return as_candidates(rollout)

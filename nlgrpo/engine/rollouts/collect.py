@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config.schema import RewardConfig
+from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.backends import Engine, frozen
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import (
@@ -30,10 +31,9 @@ from nlgrpo.engine.rollouts.store import (
     to_rollout,
 )
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.engine.transformers_backend import TransformersModel
-from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError
+from nlgrpo.runtime.distributed import Ranks
 
 READS = "texts behind their prompts"  # version of `encoding.decode`; part of the digests of scores
 
@@ -83,18 +83,32 @@ class Provenance:
     dtype: str
     sampling: Sampling
     guide: str = ""  # digest of the search and its value models; "" without guidance
+    engine: str = ""  # "" for nlgrpo's own
 
     @classmethod
     def of(
-        cls, source: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sampling: Sampling
-    ) -> Provenance:  # fmt: skip
+        cls,
+        source: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        sampling: Sampling,
+        engine: frozen.Name = "nlgrpo",
+    ) -> Provenance:
         """Compute the provenance of the model in the directory ``source``. Reads all of its weights."""
-        return cls(digest_of_model(source), digest_of_tokenizer(tokenizer), str(dtype), sampling)
+        return cls(
+            digest_of_model(source),
+            digest_of_tokenizer(tokenizer),
+            str(dtype),
+            sampling,
+            engine="" if engine == "nlgrpo" else engine,
+        )
 
 
 def open_store(root: Path, origin: Provenance, sampler: Sampler, *, first: bool) -> Store:
     """Open the store of these completions in the folder ``root``; ``first``: see `Store.make`."""
-    known = {name: value for name, value in dataclasses.asdict(origin).items() if name != "guide" or value}
+    known = {
+        name: value for name, value in dataclasses.asdict(origin).items() if name not in ("guide", "engine") or value
+    }
     identity = known | {"samples": sampler.samples, "seed": sampler.seed}
     return Store.make(root, identity, first=first)
 
@@ -114,6 +128,8 @@ class RolloutCollector:
     sampler: Sampler
     per_file: int
     store: Store
+    engine: frozen.Name = "nlgrpo"
+    vllm: VLLMConfig | None = None
 
     @cached_property
     def chunks(self) -> list[Batch]:
@@ -121,16 +137,24 @@ class RolloutCollector:
         places = range(len(self.batch.ids))
         return [self.batch.only(places[start : start + self.per_file]) for start in places[:: self.per_file]]
 
-    def load(self, device: torch.device) -> Decoder | TransformersModel:
-        return transformers_backend.load(self.source, dtype=self.dtype, device=device)
+    def load(self, ranks: Ranks) -> Engine:
+        """Load the model into its engine."""
+        return frozen.load(
+            self.source, self.dtype, ranks, self.engine, options=self.vllm, context=self._context,
+            max_rows=self.sampler.max_rows,
+        )  # fmt: skip
+
+    @property
+    def _context(self) -> int:
+        return max(map(len, self.batch.ids), default=0) + self.sampler.sampling.max_new_tokens
 
     def drawn(self, chunk: Batch) -> bool:
         """Whether the file of these prompts exists and is complete."""
         return self.store.has(chunk_name(chunk.index, chunk.ids))
 
-    def draw(self, model: Decoder | TransformersModel, chunk: Batch) -> Rollout:
+    def draw(self, engine: Engine, chunk: Batch) -> Rollout:
         """Sample the completions of a file and save them."""
-        rollout = self.sampler.draw(model, chunk)
+        rollout = self.sampler.draw(engine, chunk)
         self.store.write(chunk_name(chunk.index, chunk.ids), from_rollout(rollout))
         return rollout
 

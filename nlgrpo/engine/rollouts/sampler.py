@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch, Prompt, plain_text
-from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.backends import Engine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.engine.transformers_backend import TransformersModel
-from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import gathered
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
@@ -34,20 +31,17 @@ class Sampler:
     max_rows: int
     seed: int
     rewards: Sequence[reward_functions.Reward]
-    by_block: bool = field(default=False, kw_only=True)
-    """How a sharded model is gathered (`fsdp.gathered`)."""
 
-    def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
-        """Sample completions of the prompts in ``batch``. Collective if the model is sharded: it is gathered."""
-        with gathered(model, by_block=self.by_block):
-            rollout = transformers_backend.generator(model)(
-                batch.ids,
-                self.samples,
-                self.sampling,
-                seed=self.seed,
-                index=batch.index,
-                max_rows=self.max_rows,
-            )
+    def draw(self, engine: Engine, batch: Batch) -> Rollout:
+        """Sample completions of the prompts in ``batch``. Collective if the engine's model is sharded."""
+        rollout = engine.generate(
+            batch.ids,
+            self.samples,
+            self.sampling,
+            seed=self.seed,
+            index=batch.index,
+            max_rows=self.max_rows,
+        )
         host_memory.release()  # the KV cache and gathered parameters
         return rollout
 
@@ -83,7 +77,7 @@ class Sampler:
 
     def evaluate(
         self,
-        model: Decoder,
+        engine: Engine,
         batch: Batch,
         ranks: Ranks,
         objectives: Mapping[str, Objective],
@@ -91,7 +85,7 @@ class Sampler:
     ) -> EvaluationSamples:
         """Sample and score ``batch``, split across the ranks. Collective; all ranks return the same result."""
         mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
-        rollout = ranks.agree(lambda: self.draw(model, mine))
+        rollout = ranks.agree(lambda: self.draw(engine, mine))
         first = mine.index[0] if mine.index else 0
         scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first), RewardError)
         texts = self.texts(mine.prompts, rollout)

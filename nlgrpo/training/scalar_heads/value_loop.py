@@ -26,6 +26,7 @@ from nlgrpo.config.value_config import (
 )
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search
+from nlgrpo.engine.backends import Engine, NativeEngine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.guided_search import Candidate, Search, Value
 from nlgrpo.engine.inference import guides
@@ -36,7 +37,6 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digest_of_text, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import gathered
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
@@ -118,14 +118,16 @@ class GuidedSampler(Sampler):
         paths, betas = self.guide.values, self.guide.betas
         return guides.load_values(paths, betas, self.tokenizer, self.sampling, dtype=self.dtype, device=self.device)
 
-    def draw(self, model: Decoder | TransformersModel, batch: Batch) -> Rollout:
+    def draw(self, engine: Engine, batch: Batch) -> Rollout:
+        """Search with the model of nlgrpo's engine, or with a model of transformers, whose engine it is."""
+        model = engine.model if isinstance(engine, NativeEngine) else engine
+        assert isinstance(model, Decoder | TransformersModel)
         found: list[list[Candidate]] = [[] for _ in batch.ids]
         for number in range(self.searches):
-            with gathered(model, by_block=self.by_block):
-                candidates, _ = guided_search.search(
-                    model, batch.ids, self.guide.search, self.sampling, self.values,
-                    seed=self.seed ^ (number << 32), index=batch.index, max_rows=self.max_rows,
-                )  # fmt: skip
+            candidates, _ = guided_search.search(
+                model, batch.ids, self.guide.search, self.sampling, self.values,
+                seed=self.seed ^ (number << 32), index=batch.index, max_rows=self.max_rows,
+            )  # fmt: skip
             candidates = self._best(batch, candidates) if self.scorers else candidates
             found = [[*kept, *more] for kept, more in zip(found, candidates, strict=True)]
         return convert.as_rollout(batch.ids, found)

@@ -1,0 +1,53 @@
+"""The interface of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nlgrpo.engine.generation import Limits, Rollout
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model.decoder import Decoder
+
+
+class EngineError(ValueError):
+    """An engine cannot sample, or returned something that is not a sample of the policy."""
+
+
+class Engine(Protocol):
+    """Samples completions from a model."""
+
+    @property
+    def shape(self) -> Limits:
+        """Context length and vocabulary of the model."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        index: Sequence[int] | None = None,
+        max_rows: int = 256,
+        first_sample: int = 0,
+    ) -> Rollout:
+        """Sample completions with their log-probs; arguments as in `nlgrpo.engine.generate`.
+
+        The same seed and index give the same completions with the same engine on the same machine, as far as its
+        arithmetic allows; another engine gives other ones. ``max_rows`` may be ignored by an engine that schedules by
+        itself. Raises ValueError as `nlgrpo.engine.generate`, and EngineError.
+        """
+
+
+class PolicyEngine(Engine, Protocol):
+    """Samples completions of the policy that is trained."""
+
+    def take(self, model: Decoder, version: int) -> None:
+        """Sample from the weights of ``model`` from now on; collective. Their ``version`` is in every rollout."""
+
+    def sleep(self) -> None:
+        """Give memory back until the next `take`."""
+
+    def close(self) -> None:
+        """End the engine and its processes."""

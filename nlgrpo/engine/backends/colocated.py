@@ -1,0 +1,168 @@
+"""vLLM in the processes of the trainer: one engine per rank, or per group of ranks (tensor parallelism)."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.engine.backends import completions, vllm_library
+from nlgrpo.engine.backends.base import EngineError
+from nlgrpo.engine.generation import Limits, Rollout, check_prompts
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import adapters, fsdp, hf_weights, lora
+from nlgrpo.model.architectures import tensor_map
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime.distributed import Ranks
+
+
+@dataclass
+class ColocatedVLLM:
+    """Samples with a vLLM engine in this process, to which `take` copies the weights of the policy.
+
+    Every completion names the weights that sampled it, and is refused if they are not those of the last `take`.
+    """
+
+    llm: Any
+    shape: Limits
+    ranks: Ranks
+    compute: torch.dtype
+    options: VLLMConfig
+    adapter: LoraConfig | None = None  # settings of adapters that the engine gets as such
+    folder: Path | None = None  # for those adapters
+    version: int | None = None
+    weights: str = "default"  # vLLM's name of the weights that it has
+    asleep: bool = False
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    request: Any = None  # of the adapter
+
+    @classmethod
+    def start(
+        cls,
+        source: Path,
+        shape: Limits,
+        *,
+        ranks: Ranks,
+        compute: torch.dtype,
+        options: VLLMConfig,
+        context: int,
+        max_rows: int,
+        adapter: LoraConfig | None = None,
+        folder: Path | None = None,
+    ) -> ColocatedVLLM:
+        """Start the engine with the weights in ``source``; collective. Raises EngineError if it cannot.
+
+        ``context``: tokens of the longest prompt and completion. ``adapter``: settings of the policy's adapters, which
+        are saved in ``folder`` for the engine. If it does not support them, it gets merged weights.
+        """
+        as_adapter = adapter is not None and options.adapters and not adapter.modules_to_save
+        begin = partial(
+            vllm_library.start,
+            source,
+            dtype=compute,
+            device=ranks.device,
+            context=min(context, shape.context),
+            max_rows=max_rows,
+            tensor_parallel=options.tensor_parallel,
+            ranks=ranks.world,
+            memory=options.gpu_memory,
+            sleep=options.sleep,
+        )
+        try:
+            llm = begin(lora_rank=None if adapter is None or not as_adapter else adapter.rank)
+        except EngineError as error:
+            if not as_adapter or "LoRA" not in str(error):
+                raise
+            llm, as_adapter = begin(lora_rank=None), False
+        return cls(llm, shape, ranks, compute, options, adapter if as_adapter else None, folder)
+
+    def take(self, model: Decoder, version: int) -> None:
+        self._wake("weights")
+        name = f"{self.run}:{version}"
+        if self.adapter is None:
+            self._load(_stored(model, self.compute), name)
+        else:
+            self._load_adapter(model, version, name)
+        self._wake("kv_cache")
+        self.asleep, self.version, self.weights = False, version, name
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]], name: str) -> None:
+        """Load all weights. Every rank takes all of them, also after a failure, because gathering is collective."""
+
+        def work() -> None:
+            try:
+                vllm_library.load_weights(self.llm, weights, name)
+            finally:
+                deque(weights, maxlen=0)
+
+        self.ranks.agree(work)
+
+    def _load_adapter(self, model: Decoder, version: int, name: str) -> None:
+        assert self.adapter is not None
+        assert self.folder is not None
+        folder = self.folder / f"adapter-{version}"
+        save = partial(adapters.save, model, folder, self.adapter, base="")
+        fsdp.save_on_first(model, None, self.ranks, folder, save, only=lambda key: lora.is_saved(model, key))
+        self.request = vllm_library.adapter(name, version + 1, folder)
+        self.llm.update_weight_version(name)
+
+    def _wake(self, part: str) -> None:
+        if self.asleep:
+            vllm_library.wake(self.llm, part)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        index: Sequence[int] | None = None,
+        max_rows: int = 256,
+        first_sample: int = 0,
+    ) -> Rollout:
+        """Sample completions; see `Engine.generate`. With tensor parallelism, collective within its group."""
+        if samples < 1:
+            raise ValueError(f"samples = {samples}: expected at least 1")
+        check_prompts(self.shape, prompts, sampling)
+        index = range(len(prompts)) if index is None else index
+        seeds = completions.request_seeds(seed, index, first_sample)
+        requests = [completions.request_of(sampling, samples, own) for own in seeds]
+        found = vllm_library.generate(self.llm, prompts, requests, self.request)
+        for completion in (one for own in found for one in own):
+            if set(completion.versions) != {self.weights}:
+                raise EngineError(
+                    f"vLLM sampled with the weights {completion.versions}, but the policy is {self.weights!r}"
+                )
+        rollout = completions.rollout_from(
+            prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
+        )
+        return replace(rollout, version=self.version)
+
+    def sleep(self) -> None:
+        if self.ranks.device.type == "cuda" and self.options.sleep and not self.asleep:
+            vllm_library.sleep(self.llm)
+            self.asleep = True
+
+    def close(self) -> None:
+        if self.llm is not None:
+            vllm_library.shut_down(self.llm)
+            self.llm = None
+
+
+def _stored(model: Decoder, compute: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in ``compute`` as a Hugging Face directory has them, with adapters merged; collective."""
+    kept = None if lora.adapted(model) else compute
+    places = tensor_map(model.shape)
+    for name, parameter in lora.merged(model, fsdp.each_replicated(model, kept), compute):
+        for stored, shape, view in hf_weights.as_stored(parameter, places[name], model.shape):
+            yield stored, view.reshape(tuple(shape))

@@ -1,0 +1,104 @@
+"""What another engine is asked for, and checks of what it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nlgrpo.engine.backends.base import EngineError
+from nlgrpo.engine.generation import Rollout, rollout_of
+from nlgrpo.engine.sampling import Sampling, uniform_noise
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion as an engine returned it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[str] = field(default_factory=list)
+    """Names of the weights that sampled its tokens, in their order."""
+
+
+def request_of(sampling: Sampling, samples: int, seed: int) -> dict[str, Any]:
+    """Sampling parameters of vLLM for ``samples`` completions of a prompt.
+
+    vLLM filters by min_p before top_k and top_p. It returns log-probs of the distribution that it sampled from.
+    """
+    return {
+        "n": samples,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # stop_ids are all that ends a completion
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": False,
+        "seed": seed,
+    }
+
+
+def request_seeds(seed: int, index: Sequence[int], first_sample: int) -> list[int]:
+    """Return a seed for each prompt, of 53 bits: a hash. vLLM adds the number of the sample to it."""
+    prompts = torch.tensor(list(index), dtype=torch.int64)
+    noise = uniform_noise(seed, prompts, torch.full_like(prompts, first_sample), torch.tensor([-1]))
+    return [int(u * 2**53) for u in noise[:, 0].tolist()]
+
+
+def rollout_from(
+    prompts: Sequence[Sequence[int]],
+    found: Sequence[Sequence[Completion]],
+    samples: int,
+    sampling: Sampling,
+    *,
+    vocab: int,
+    device: torch.device,
+    engine: str,
+) -> Rollout:
+    """Check the completions of each prompt and build their `Rollout`.
+
+    Raises EngineError that names ``engine``, the prompt and the fault: too few samples, no log-probs, a log-prob that
+    is not finite, a token outside the vocabulary, a completion that neither a stop id nor the limit ended.
+    """
+    if len(found) != len(prompts):
+        raise EngineError(f"{engine} returned completions of {len(found)} prompts; {len(prompts)} were requested")
+    for i, completions in enumerate(found):
+        if len(completions) != samples:
+            raise EngineError(f"{engine} returned {len(completions)} samples of prompt {i}; {samples} were requested")
+        for completion in completions:
+            if fault := _fault(completion, sampling, vocab):
+                raise EngineError(f"{engine}, prompt {i}: {fault}")
+    rows = [completion for completions in found for completion in completions]
+    longest = max((len(row.tokens) for row in rows), default=0)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    logprobs = torch.zeros(len(rows), longest)
+    for r, row in enumerate(rows):
+        tokens[r, : len(row.tokens)] = torch.tensor(row.tokens)
+        logprobs[r, : len(row.tokens)] = torch.tensor(row.logprobs)
+    return rollout_of(prompts, [(tokens.to(device), logprobs.to(device))], samples, sampling, device)
+
+
+def _fault(completion: Completion, sampling: Sampling, vocab: int) -> str:
+    """Return what is wrong with a completion; "" if nothing is."""
+    tokens, logprobs = completion.tokens, completion.logprobs
+    if not tokens:
+        return f"an empty completion (finish reason {completion.finish_reason!r})"
+    if len(logprobs) != len(tokens):
+        return f"{len(logprobs)} log-probs for {len(tokens)} tokens; start the engine with processed log-probs"
+    if bad := [x for x in logprobs if not math.isfinite(x)]:
+        return f"a log-prob of {bad[0]}; its weights or its logits are not finite"
+    if not 0 <= min(tokens) <= max(tokens) < vocab:
+        return f"token id {max(tokens)}, outside the policy's vocabulary of {vocab}; it has another model"
+    stops = [t for t, token in enumerate(tokens) if token in sampling.stop_ids]
+    if stops and stops[0] != len(tokens) - 1:
+        return "tokens after a stop id"
+    if not stops and len(tokens) != sampling.max_new_tokens:
+        return f"a completion of {len(tokens)} tokens without a stop id (finish reason {completion.finish_reason!r})"
+    return ""

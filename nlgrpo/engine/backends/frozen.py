@@ -1,0 +1,46 @@
+"""The engine of a model that is not trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.backends.colocated import ColocatedVLLM
+from nlgrpo.engine.backends.native import engine_of
+from nlgrpo.model import decoder
+from nlgrpo.runtime.distributed import Ranks
+
+Name = Literal["nlgrpo", "vllm"]
+
+
+def load(
+    source: Path,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    engine: Name = "nlgrpo",
+    *,
+    options: VLLMConfig | None = None,
+    context: int | None = None,
+    max_rows: int = 256,
+) -> Engine:
+    """Load the model in ``source`` into an engine. Raises ValueError as `transformers_backend.load`, and EngineError.
+
+    ``context``: tokens of the longest prompt and completion, for vLLM; None: the model's limit.
+    """
+    if engine == "nlgrpo":
+        return engine_of(transformers_backend.load(source, dtype=dtype, device=ranks.device))
+    shape = transformers_backend.limits_of(decoder.read_config(source))
+    return ColocatedVLLM.start(
+        source,
+        shape,
+        ranks=ranks,
+        compute=dtype,
+        options=options or VLLMConfig(),
+        context=context or shape.context,
+        max_rows=max_rows,
+    )
