@@ -144,6 +144,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
     from nlgrpo.runtime.timing import Clock, StopSignal
     from nlgrpo.train import train
     from nlgrpo.training.build import build
+    from nlgrpo.training.rollouts import Rollouts
     from nlgrpo.training.run import open_folder
 
     steps = args.warmup + args.steps
@@ -191,7 +192,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
-            train(run, learner, engine, StopSignal(), log)
+            train(run, learner, Rollouts(run, learner, engine), StopSignal(), log)
             profile.stop()
         RECORD.tokens.pop()
         RECORD.floors = {name: seconds_of(products) for name, products in phases_of(profile.events()).items()}

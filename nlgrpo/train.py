@@ -19,9 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
-from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.engine.backends.base import PolicyEngine
-from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.backends.base import EngineError, PolicyEngine
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.evaluation import results
 from nlgrpo.objectives.advantages import subtract_baseline
@@ -38,17 +36,18 @@ from nlgrpo.training.metrics import FILE, MetricsLogger, read_jsonl
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.planning import table
 from nlgrpo.training.reference_rewards import CalibratedReward
+from nlgrpo.training.rollouts import Drawn, Rollouts
 from nlgrpo.training.run import Run, open_folder
 
 
-def train(run: Run, learner: Learner, engine: PolicyEngine, stop: StopSignal, log: MetricsLogger) -> bool:
+def train(run: Run, learner: Learner, rollouts: Rollouts, stop: StopSignal, log: MetricsLogger) -> bool:
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg = run.config.train
     for step in range(run.progress.step, cfg.steps):
         if run.samples is not None and run.config.loss.offline:
             offline_step(run, run.samples, learner, log)
         else:
-            online_step(run, learner, engine, log)
+            online_step(run, learner, rollouts, log)
         host_memory.release()  # the activations
         stopping = run.ranks.any(stop.received)
         if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
@@ -59,19 +58,17 @@ def train(run: Run, learner: Learner, engine: PolicyEngine, stop: StopSignal, lo
 
 
 # fmt: off
-def online_step(run: Run, learner: Learner, engine: PolicyEngine, log: MetricsLogger) -> None:
+def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogger) -> None:
     """One step of GRPO or PPO."""
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
     clock   = Clock(ranks.device)
-    batch   = run.next_batch()                                   # this rank's share of the P prompts
-    engine.take(learner.model, progress.step)                    # the weights of the policy
-    rollout = ranks.agree(lambda: run.sampler.draw(engine, batch))  # M completions per prompt, and log-probs
-    engine.sleep()
+    drawn   = draw(run, learner, rollouts)                       # M completions of each prompt, and log-probs
+    batch, rollout = drawn.batch, drawn.rollout                  # this rank's share of the P prompts
     clock.lap("generate")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
     ratios  = learner.corrected(rollout)                         # policy / sampler, or None: loss.correction = "none"
     clock.lap("reference")
-    scores, calibrated = score(run, learner, batch, rollout, ref)  # {name: (P, M)}, NaN where a reward abstains
+    scores, calibrated = score(run, learner, rollouts, drawn, ref)  # {name: (P, M)}, NaN where a reward abstains
     clock.lap("rewards")
     weights = None if ratios is None else ratios.completions     # (P, M), or None: weights of tokens only
     groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated, weights)  # from here on: all P prompts
@@ -101,7 +98,7 @@ def online_step(run: Run, learner: Learner, engine: PolicyEngine, log: MetricsLo
     progress.advance(cfg.rollout.prompts, groups.tokens)
     if "kl" in stats:                                            # absent if all groups were dropped
         progress.beta = run.next_beta(step, stats["kl"])
-    stats |= run.speed(clock, groups.packed_tokens, int(groups.lengths.sum()))
+    stats |= run.speed(clock, groups.packed_tokens, int(groups.lengths.sum())) | rollouts.metrics(drawn, step)
     log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
     if every(cfg.train.samples_every, step):
         log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, terms, adv))
@@ -125,8 +122,20 @@ def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
+def draw(run: Run, learner: Learner, rollouts: Rollouts) -> Drawn:
+    """Return the rollout of this step; collective.
+
+    If its engine fails on any rank, all ranks save the state before this step and raise EngineError.
+    """
+    try:
+        return rollouts.next()
+    except EngineError:
+        run.save(learner)
+        raise
+
+
 def score(
-    run: Run, learner: Learner, batch: Batch, rollout: Rollout, ref: Tensor | None
+    run: Run, learner: Learner, rollouts: Rollouts, drawn: Drawn, ref: Tensor | None
 ) -> tuple[Scores, dict[str, CalibratedReward]]:
     """Score this rank's completions, and calibrate the rewards that have a transform on samples of the reference.
 
@@ -134,20 +143,13 @@ def score(
     """
     generators = random_state()
     try:
-        scores = _score_rollout(run, batch, rollout)
+        scores = rollouts.scores(drawn)
         with learner.as_reference() as reference:
-            return scores, run.references.calibrate(scores.values, batch, rollout, ref, reference)
+            return scores, run.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
     except RewardError:
         set_random_state(generators)
         run.save(learner)
         raise
-
-
-def _score_rollout(run: Run, batch: Batch, rollout: Rollout) -> Scores:
-    """Score this rank's completions; collective. Raises RewardError on all ranks if a reward failed on one."""
-    step, total, first = run.progress.step, run.config.train.steps, batch.index[0] - run.progress.cursor
-    score = partial(run.sampler.score, batch, rollout, step=step, total_steps=total, first_prompt=first)
-    return run.ranks.agree(score, RewardError)
 
 
 def evaluate_before(run: Run, learner: Learner, engine: PolicyEngine) -> EvaluationSamples | None:
@@ -198,7 +200,7 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
         return
     open_folder(run)
     learner = run.learner()
-    with run.engine(learner) as engine:
+    with run.engine(learner, lambda: stop.received) as engine:
         before = evaluate_before(run, learner, engine)
         if run.restore(learner):
             console.print(f"resuming from step {run.progress.step}")
@@ -206,7 +208,7 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
             reason = f"no checkpoint in {run.folder / 'checkpoints'}"
             console.print(f"{reason}: restarting from step 0, discarding {logged} logged steps")
         with run.logger() as log:
-            finished = train(run, learner, engine, stop, log)
+            finished = train(run, learner, Rollouts(run, learner, engine), stop, log)
         if finished:
             finish(run, learner, engine, before, console)
         else:

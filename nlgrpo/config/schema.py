@@ -90,6 +90,9 @@ class RolloutConfig:
     """Maximum number of completions decoded together per rank. It bounds the KV cache."""
     engine: Literal["nlgrpo", "vllm"] = "nlgrpo"
     """Engine that samples: nlgrpo's own, or vLLM (section `vllm`)."""
+    ahead: int = 0
+    """K: sample step t + K on vLLM servers while step t trains. Completions are then at most K steps old, which
+    `loss.correction` corrects. 0: sample and train in turns."""
 
 
 @dataclass

@@ -96,6 +96,8 @@ def _faults(config: Config, world: int) -> list[str]:
         need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
         need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
         need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("rollout.ahead", ">= 0", rollout.ahead >= 0),
+        *_engine_faults(config),
         need("calibration.samples", ">= 2", config.calibration.samples >= 2),
         need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
         need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
@@ -157,6 +159,18 @@ def _faults(config: Config, world: int) -> list[str]:
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
         faults.append("loss.aggregate_memory needs loss.aggregate_at = 'batch': it averages means over prompts")
     return faults + _reward_faults(config) + _aggregate_faults(config)
+
+
+def _engine_faults(config: Config) -> list[str]:
+    rollout, faults = config.rollout, []
+    if config.vllm.servers and rollout.engine != "vllm":
+        faults.append(f"vllm.servers: only with rollout.engine = 'vllm', got {rollout.engine!r}")
+    if rollout.ahead > 0 and not config.vllm.servers:
+        faults.append(
+            f"rollout.ahead = {rollout.ahead}: needs rollout.engine = 'vllm' and vllm.servers, which sample while the "
+            "trainer trains"
+        )
+    return faults
 
 
 def _correction_faults(config: Config) -> list[str]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
 
 
 @dataclass
 class VLLMConfig:
     """vLLM, if rollout.engine = "vllm"."""
 
+    servers: tuple[str, ...] = ()
+    """URLs of vLLM servers, such as "http://node7:8000". Prompts are spread over them by load. Empty: vLLM runs in the
+    processes of the trainer."""
+    transfer: Literal["directory", "nccl", "ipc"] = "directory"
+    """How servers get the weights: from a directory on a shared disk, or by vLLM's weight transfer over NCCL (other
+    GPUs) or CUDA IPC (the same GPUs)."""
+    folder: str = ""
+    """Directory for the weights. Empty: the run's folder."""
+    timeout: float = 600.0
+    """Seconds that a server may take for the completions of a prompt, and that all servers may be unreachable."""
     tensor_parallel: int = 1
     """Ranks that share one engine, which has a part of each weight on each of them."""
     gpu_memory: float = 0.4
@@ -20,7 +32,13 @@ class VLLMConfig:
 
     def faults(self, world: int) -> list[str]:
         """List the values that do not fit ``world`` ranks."""
-        found = []
+        found = [
+            f"vllm.servers: {url!r} is not a URL such as 'http://node7:8000'"
+            for url in self.servers
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname
+        ]
+        if not self.timeout > 0:
+            found.append(f"vllm.timeout = {self.timeout}: allowed is > 0")
         if not 0 < self.gpu_memory <= 1:
             found.append(f"vllm.gpu_memory = {self.gpu_memory}: allowed is in (0, 1]")
         if self.tensor_parallel < 1 or world % self.tensor_parallel:

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
+from nlgrpo.engine import backends
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.backends.base import Engine, PolicyEngine
-from nlgrpo.engine.backends.colocated import ColocatedVLLM
+from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import adapters, decoder
@@ -27,6 +28,7 @@ from nlgrpo.model.fsdp import TOO_LARGE, check_finite, prepare
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
+from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
@@ -48,6 +50,7 @@ WRITTEN = (
         "checkpoints",
         "model",
         "adapter",
+        "engine",
         "tensorboard",
         metrics.FILE,
         metrics.SAMPLES_FILE,
@@ -124,10 +127,16 @@ class Run:
         """Build the sampler for evaluation, with evaluation.samples and a seed that training never uses."""
         return replace(self.sampler, samples=self.config.evaluation.samples, seed=self.config.train.seed ^ (1 << 62))
 
-    def next_batch(self) -> prompt_dataset.Batch:
-        """This rank's share of the step's prompts."""
-        share = self.config.rollout.prompts // self.ranks.world
-        return self.prompts.take(self.progress.cursor + self.ranks.rank * share, share)
+    def next_batch(self, later: int = 0) -> prompt_dataset.Batch:
+        """This rank's share of the prompts of the step that is ``later`` steps after the current one."""
+        prompts = self.config.rollout.prompts
+        share = prompts // self.ranks.world
+        return self.prompts.take(self.progress.cursor + later * prompts + self.ranks.rank * share, share)
+
+    def score(self, batch: prompt_dataset.Batch, rollout: Rollout, step: int) -> Scores:
+        """Score this rank's completions of the prompts of ``step``. Raises RewardError."""
+        first = self.ranks.rank * len(batch.ids)  # number of the first prompt among those of the step
+        return self.sampler.score(batch, rollout, step=step, total_steps=self.config.train.steps, first_prompt=first)
 
     def evaluated(self) -> dict[str, evaluation_samples.EvaluationSamples]:
         """Load the saved evaluations that have the configured number of prompts and samples; {} if there are none."""
@@ -146,30 +155,32 @@ class Run:
         return self.evaluator().evaluate(engine, batch, self.ranks, self.objectives, self.weights())
 
     @contextmanager
-    def engine(self, learner: Learner) -> Iterator[PolicyEngine]:
-        """Context with the engine that samples completions of the policy; collective. Raises EngineError."""
-        if self.config.rollout.engine == "nlgrpo":
+    def engine(self, learner: Learner, stopping: Callable[[], bool] = lambda: False) -> Iterator[PolicyEngine]:
+        """Context with the engine that samples completions of the policy; collective. Raises EngineError.
+
+        ``stopping``: whether the user wants the run to stop, so that it does not wait for servers that are down.
+        """
+        if self.config.rollout.engine == "nlgrpo" or self.config.loss.offline:
             by_block = self.config.parallel.gather_for_sampling == "block"
             yield NativeEngine(learner.model, by_block)
             return
-        engine = ColocatedVLLM.start(
+        prompts = max(len(ids) for prompts in (self.prompts, self.held_out) for ids in [[], *prompts.ids])
+        engine = backends.of_policy(
             self.source,
             self.shape,
             ranks=self.ranks,
             compute=self.compute,
             options=self.config.vllm,
-            context=self._longest_prompt() + self.config.rollout.max_new_tokens,
+            context=prompts + self.config.rollout.max_new_tokens,
             max_rows=self.config.rollout.max_rows,
             adapter=self.adapter,
-            folder=self.folder / "engine",
+            folder=Path(self.config.vllm.folder or self.folder / "engine"),
+            stopping=stopping,
         )
         try:
             yield engine
         finally:
             engine.close()
-
-    def _longest_prompt(self) -> int:
-        return max(len(ids) for prompts in (self.prompts, self.held_out) for ids in [[], *prompts.ids])
 
     def speed(self, clock: Clock, trained: int, generated: int = 0) -> dict[str, float]:
         """Metrics ``time/*``, ``perf/*`` and ``num_tokens`` of a step, from its numbers of tokens."""

@@ -7,6 +7,7 @@ Imports `generation`, `sampling` and `transformers_backend` of the engine, and t
 """
 
 from nlgrpo.engine.backends.base import Engine, EngineError
+from nlgrpo.engine.backends.frozen import of_policy
 from nlgrpo.engine.backends.native import NativeEngine, engine_of
 
-__all__ = ["Engine", "EngineError", "NativeEngine", "engine_of"]
+__all__ = ["Engine", "EngineError", "NativeEngine", "engine_of", "of_policy"]

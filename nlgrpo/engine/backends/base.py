@@ -43,6 +43,9 @@ class Engine(Protocol):
 class PolicyEngine(Engine, Protocol):
     """Samples completions of the policy that is trained."""
 
+    version: int | None
+    """That of the last `take`."""
+
     def take(self, model: Decoder, version: int) -> None:
         """Sample from the weights of ``model`` from now on; collective. Their ``version`` is in every rollout."""
 

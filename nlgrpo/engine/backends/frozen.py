@@ -1,7 +1,8 @@
-"""The engine of a model that is not trained."""
+"""Engines from a configuration: of a model that is not trained, and of vLLM for a policy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -9,10 +10,13 @@ import torch
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.backends.base import Engine, PolicyEngine
 from nlgrpo.engine.backends.colocated import ColocatedVLLM
 from nlgrpo.engine.backends.native import engine_of
+from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.generation import Limits
 from nlgrpo.model import decoder
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.distributed import Ranks
 
 Name = Literal["nlgrpo", "vllm"]
@@ -44,3 +48,31 @@ def load(
         context=context or shape.context,
         max_rows=max_rows,
     )
+
+
+def of_policy(
+    source: Path,
+    shape: Limits,
+    *,
+    ranks: Ranks,
+    compute: torch.dtype,
+    options: VLLMConfig,
+    context: int,
+    max_rows: int,
+    adapter: LoraConfig | None,
+    folder: Path,
+    stopping: Callable[[], bool],
+) -> PolicyEngine:
+    """Start vLLM for a policy, or connect to its servers; collective. Raises EngineError.
+
+    Arguments as for `ColocatedVLLM.start` and `VLLMServers.connect`.
+    """
+    if options.servers:
+        return VLLMServers.connect(
+            options, shape, ranks=ranks, compute=compute, context=context, folder=folder, adapter=adapter,
+            stopping=stopping,
+        )  # fmt: skip
+    return ColocatedVLLM.start(
+        source, shape, ranks=ranks, compute=compute, options=options, context=context, max_rows=max_rows,
+        adapter=adapter, folder=folder,
+    )  # fmt: skip

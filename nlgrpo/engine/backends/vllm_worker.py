@@ -1,11 +1,19 @@
 """Runs in the workers of vLLM. Servers load it by ``--worker-extension-cls nlgrpo.engine.backends.vllm_worker.Worker``.
 
-It imports neither vLLM nor another file of nlgrpo.
+It does not import vLLM.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+# Keys of a Hugging Face config that must be those of the model that a server was started with.
+SAME = (
+    "model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads",
+    "n_head", "num_key_value_heads", "intermediate_size", "n_inner", "tie_word_embeddings",
+)  # fmt: skip
 
 
 def pack_tied_head(model: Any) -> None:
@@ -23,7 +31,21 @@ class Worker:
     """Mixed into vLLM's worker."""
 
     def load_policy(self, folder: str) -> None:
-        """Replace the weights by those of a Hugging Face directory."""
+        """Replace the weights by those of a Hugging Face directory.
+
+        Raises ValueError, before anything is changed, for a directory that is not there or has another model. vLLM
+        itself would leave a model without weights, and its next request would end the server.
+        """
         worker: Any = self
+        path = Path(folder)
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(f"{folder} has no weights here: the server and the trainer need a shared disk")
+        theirs, own = json.loads((path / "config.json").read_text("utf-8")), worker.model_config.hf_config
+        for key in SAME:
+            if key in theirs and hasattr(own, key) and theirs[key] != getattr(own, key):
+                raise ValueError(
+                    f"the server was started with another model than the policy: {key} is {getattr(own, key)!r}, and "
+                    f"{theirs[key]!r} in {folder}"
+                )
         worker.reload_weights(weights_path=folder)
         pack_tied_head(worker.get_model())

@@ -1,0 +1,287 @@
+"""vLLM servers as the engine of a policy: prompts spread by load, weights by a directory, failures survived."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.engine.backends import completions
+from nlgrpo.engine.backends.base import EngineError
+from nlgrpo.engine.backends.completions import Completion
+from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
+from nlgrpo.engine.generation import Limits, Rollout, check_prompts
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import adapters, decoder, fsdp, lora
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime.distributed import Ranks
+
+SOON, LATE = 2.0, 30.0  # seconds until a server that failed is called again: doubled after each failure
+Result = TypeVar("Result")
+
+
+@dataclass
+class VLLMServers:
+    """Samples on vLLM servers, which `take` gives the weights of the policy.
+
+    Every completion names the weights that sampled each of its tokens. Names are unique for a run, a step and a start
+    of the trainer, so a server that was restarted, or serves somebody else, is noticed: it gets the weights again, and
+    the prompt is sampled again.
+    """
+
+    servers: list[Server]
+    shape: Limits
+    ranks: Ranks
+    compute: torch.dtype
+    folder: Path
+    """For the weights; the servers read it."""
+    timeout: float
+    stopping: Callable[[], bool] = lambda: False
+    """Whether the user wants the run to stop; it does not wait for servers then."""
+    adapter: LoraConfig | None = None
+    """Settings of adapters that the servers get as such; None: they get all weights, with adapters merged."""
+    version: int | None = None
+    names: list[str] = field(default_factory=list)
+    """Of all weights that were given to the servers, in their order; "RUN:VERSION"."""
+    run: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def connect(
+        cls,
+        options: VLLMConfig,
+        shape: Limits,
+        *,
+        ranks: Ranks,
+        compute: torch.dtype,
+        context: int,
+        folder: Path,
+        adapter: LoraConfig | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> VLLMServers:
+        """Connect to the servers; collective. Waits for one that is still starting.
+
+        Raises EngineError if none answers in options.timeout, and for a server that cannot serve the policy.
+        """
+        servers = [Server(url.rstrip("/"), options.timeout) for url in options.servers]
+        run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
+        as_adapter = adapter if adapter is not None and options.adapters and not adapter.modules_to_save else None
+        engine = cls(servers, shape, ranks, compute, folder, options.timeout, stopping, as_adapter, run=run)
+        ranks.agree(lambda: engine._on_all(lambda server: server.check(context)))
+        return engine
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def take(self, model: Decoder, version: int) -> None:
+        name = f"{self.run}:{version}"
+        self._save(model, self._folder(name))
+        self.names.append(name)
+        self.version = version
+
+        def load() -> None:
+            if self.ranks.first:
+                self._on_all(lambda server: self._load(server, name))
+                self._remove_others({self._folder(own) for own in self.names[-2:]})
+
+        self.ranks.agree(load)
+
+    def _folder(self, name: str) -> Path:
+        return (self.folder / f"policy-{_version(name)}").resolve()
+
+    def _save(self, model: Decoder, folder: Path) -> None:
+        """Save the policy, or its adapters, for the servers; collective."""
+
+        def write(parameters: Iterator[tuple[str, Tensor]]) -> None:
+            atomic_files.remove(folder)
+            if self.adapter is None:
+                merged = lora.merged(model, parameters, self.compute)
+                decoder.save(model, folder, parameters=merged, dtype=self.compute)
+            else:
+                adapters.save(model, folder, self.adapter, parameters, base="")
+
+        if self.adapter is None:
+            fsdp.save_on_first(model, None if lora.adapted(model) else self.compute, self.ranks, folder, write)
+        else:
+            fsdp.save_on_first(model, None, self.ranks, folder, write, only=lambda name: lora.is_saved(model, name))
+
+    def _remove_others(self, kept: set[Path]) -> None:
+        for folder in self.folder.resolve().glob("policy-*"):
+            if folder not in kept:
+                atomic_files.remove(folder)
+
+    def _load(self, server: Server, name: str) -> None:
+        folder = str(self._folder(name))
+        if self.adapter is None:
+            server.load(folder, name)
+        elif not server.has_adapter(name):
+            server.load_adapter(folder, name)
+            if len(self.names) > 2 and server.has_adapter(self.names[-3]):
+                server.unload_adapter(self.names[-3])
+
+    def _restore(self, server: Server) -> None:
+        """Give the newest weights to a server that does not have them, such as one that was restarted."""
+        with server.lock:
+            name = self.names[-1]
+            if self.adapter is None and server.version() == name:
+                server.weights = name
+            if server.weights != name:
+                self._load(server, name)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        index: Sequence[int] | None = None,
+        max_rows: int = 256,
+        first_sample: int = 0,
+    ) -> Rollout:
+        """Sample completions; see `Engine.generate`. At most ``max_rows`` completions are requested at a time."""
+        if samples < 1:
+            raise ValueError(f"samples = {samples}: expected at least 1")
+        check_prompts(self.shape, prompts, sampling)
+        seeds = completions.request_seeds(seed, range(len(prompts)) if index is None else index, first_sample)
+        since = len(self.names) - 1
+        room = threading.Semaphore(max(1, max_rows // samples))
+
+        def sample(ids: Sequence[int], own: int) -> list[Completion]:
+            with room:
+                return self._sample(ids, completions.request_of(sampling, samples, own), samples, since)
+
+        jobs = [in_thread(partial(sample, ids, own)) for ids, own in zip(prompts, seeds, strict=True)]
+        found = [job.result() for job in jobs]
+        rollout = completions.rollout_from(
+            prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
+        )
+        versions = [_version(name) for own in found for one in own for name in one.versions]
+        return replace(rollout, version=min(versions, default=self.version))
+
+    def _sample(self, ids: Sequence[int], request: Mapping[str, object], samples: int, since: int) -> list[Completion]:
+        """Sample one prompt on the server with the fewest completions to sample, and again elsewhere if it fails.
+
+        ``since``: number in `names` of the weights at the time of the request. Newer ones are allowed too: a server
+        continues with them.
+        """
+
+        def attempt(server: Server) -> list[Completion]:
+            if server.weights not in self.names[since:]:
+                self._restore(server)
+            found = server.generate(ids, request, server.weights if self.adapter else None)
+            used = {name for one in found for name in one.versions}
+            if not used or not used <= set(self.names[since:]):
+                raise ServerDown(f"it sampled with the weights {sorted(used)}, not with {self.names[-1]!r}")
+            return found
+
+        deadline = time.monotonic() + self.timeout
+        while True:
+            server = self._least_busy(samples)
+            try:
+                if server is not None and (found := self._try(attempt, server)) is not None:
+                    return found
+            finally:
+                if server is not None:
+                    self._done(server, samples)
+            self._wait(deadline)
+
+    def _least_busy(self, samples: int) -> Server | None:
+        """Reserve the server with the fewest completions to sample; None if all failed a moment ago."""
+        with self.lock:
+            ready = [server for server in self.servers if server.retry_at <= time.monotonic()]
+            if not ready:
+                return None
+            server = min(ready, key=lambda server: (bool(server.down), server.busy))
+            server.busy += samples
+            if server.down:
+                server.retry_at = time.monotonic() + SOON  # only this thread tries it
+            return server
+
+    def _done(self, server: Server, samples: int) -> None:
+        with self.lock:
+            server.busy -= samples
+
+    def _on_all(self, work: Callable[[Server], None]) -> None:
+        """Run ``work`` on all servers at the same time; one must succeed. The others are tried again when needed."""
+        deadline = time.monotonic() + self.timeout
+
+        def succeeds(server: Server) -> bool:
+            work(server)
+            return True
+
+        while True:
+            jobs = [in_thread(partial(self._try, succeeds, server)) for server in self.servers]
+            results = [job.result() for job in jobs]
+            if any(results):
+                return
+            self._wait(deadline)
+
+    def _try(self, work: Callable[[Server], Result], server: Server) -> Result | None:
+        """Run ``work`` on a server; None if it is down. Says so once, and when it is up again."""
+        try:
+            result = work(server)
+        except ServerDown as error:
+            if not server.down:
+                self._say(f"{server.url} does not sample: {error}")
+            server.down, server.weights, server.failures = str(error), "", server.failures + 1
+            server.retry_at = time.monotonic() + min(SOON * 2 ** (server.failures - 1), LATE)
+            return None
+        if server.down:
+            self._say(f"{server.url} samples again")
+        server.down, server.failures, server.retry_at = "", 0, 0.0
+        return result
+
+    def _wait(self, deadline: float) -> None:
+        """Wait a moment for a server. Raises EngineError after the deadline, and if the user stops the run."""
+        if time.monotonic() > deadline or self.stopping():
+            after = "the run was stopped" if self.stopping() else f"after {self.timeout:g} s (vllm.timeout)"
+            why = "; ".join(f"{server.url}: {server.down}" for server in self.servers)
+            raise EngineError(f"no vLLM server samples, {after}: {why}. Start one with: {STARTED_BY}")
+        time.sleep(0.2)
+
+    def _say(self, text: str) -> None:
+        print(f"vLLM: {text}", file=sys.stderr, flush=True)
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.timeout = 0.0
+        if self.ranks.first:
+            self._remove_others(set())
+            if self.folder.is_dir() and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+
+def _version(name: str) -> int:
+    """Step of the weights "RUN:STEP"."""
+    return int(name.rpartition(":")[2])
+
+
+def in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Run ``work`` in a daemon thread, which cannot keep the process alive."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="nlgrpo-sample").start()
+    return future

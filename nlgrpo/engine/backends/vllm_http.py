@@ -1,0 +1,160 @@
+"""A vLLM server, over HTTP: completions with log-probs, weights, and their version."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from nlgrpo.engine.backends.base import EngineError
+from nlgrpo.engine.backends.completions import Completion
+
+STARTED_BY = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --skip-tokenizer-init --logprobs-mode processed_logprobs "
+    "--worker-extension-cls nlgrpo.engine.backends.vllm_worker.Worker"
+)
+
+
+class ServerDown(Exception):
+    """A server cannot be reached, did not answer in time, or failed; the request may succeed later or elsewhere."""
+
+
+@dataclass
+class Server:
+    """One server; its methods may be called from several threads."""
+
+    url: str
+    timeout: float
+    """Seconds until an answer."""
+    busy: int = 0
+    """Completions that it is sampling for this process."""
+    down: str = ""
+    """Why the last call failed; "" if it did not."""
+    failures: int = 0
+    """Calls in a row that failed."""
+    retry_at: float = 0.0
+    """When to call it again, on the clock of `time.monotonic`."""
+    weights: str = ""
+    """Name of the weights that this process knows it has."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """For loading weights."""
+
+    def check(self, context: int) -> None:
+        """Check version and limits. Raises EngineError for a server that cannot serve the policy, and ServerDown."""
+        numbers = re.findall(r"\d+", str(self._call("GET", "/version", 10.0).get("version", "")))
+        if tuple(map(int, numbers[:2])) < (0, 32):
+            raise EngineError(f"{self.url} runs vLLM {'.'.join(numbers)}; 0.32 or newer is needed")
+        self.version()
+        models = self._call("GET", "/v1/models", 10.0).get("data") or [{}]
+        limit = models[0].get("max_model_len")
+        if isinstance(limit, int) and limit < context:
+            raise EngineError(
+                f"{self.url} allows {limit} tokens, but a prompt and its completion can have {context}; start it with "
+                f"--max-model-len {context}"
+            )
+
+    def version(self) -> str:
+        """Name of the weights that the server has."""
+        return str(self._call("GET", "/weight_info", 10.0).get("weight_version"))
+
+    def load(self, folder: str, version: str) -> None:
+        """Load the weights in ``folder``, and name them ``version``. Requests in flight continue with them."""
+        self._call("POST", "/pause?" + urlencode({"mode": "keep"}), 60.0)
+        try:
+            self._rpc("load_policy", folder=folder)
+            self._call("POST", "/reset_prefix_cache", 60.0)
+            self._call("POST", "/update_weight_version", 60.0, {"new_version": version})
+        finally:
+            self._call("POST", "/resume", 60.0)
+        self.weights = version
+
+    def load_adapter(self, folder: str, version: str) -> None:
+        """Load the adapter in ``folder``; requests name it by ``version``."""
+        try:
+            self._call("POST", "/v1/load_lora_adapter", self.timeout, {"lora_name": version, "lora_path": folder})
+        except EngineError as error:
+            raise EngineError(
+                f"{error}. For adapters, start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and "
+                "--max-lora-rank RANK; vllm.adapters = false sends merged weights instead"
+            ) from error
+        self.weights = version
+
+    def has_adapter(self, version: str) -> bool:
+        """Whether the server knows the adapter."""
+        return any(model.get("id") == version for model in self._call("GET", "/v1/models", 10.0).get("data") or [])
+
+    def unload_adapter(self, version: str) -> None:
+        self._call("POST", "/v1/unload_lora_adapter", 60.0, {"lora_name": version})
+
+    def generate(self, ids: Sequence[int], request: Mapping[str, Any], adapter: str | None = None) -> list[Completion]:
+        """Sample the completions of one prompt; ``request``: sampling parameters."""
+        body = {"token_ids": list(ids), "sampling_params": dict(request)} | ({"model": adapter} if adapter else {})
+        answer = self._call("POST", "/inference/v1/generate", self.timeout, body)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            found = [_completion(choice) for choice in choices]
+            return [replace(one, versions=[str(answer["model"])]) for one in found] if adapter else found
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"{self.url} returned something else than completions: {error!r}") from error
+
+    def _rpc(self, method: str, **arguments: str) -> None:
+        self._call("POST", "/collective_rpc", self.timeout, {"method": method, "kwargs": arguments})
+
+    def _call(self, method: str, path: str, timeout: float, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        parts = urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        connection = kind(parts.hostname or "", parts.port or (443 if secure else 80), timeout=timeout)
+        try:
+            connection.request(
+                method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers
+            )
+            response = connection.getresponse()
+            status, content = response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerDown(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        return self._answer(path, status, content)
+
+    def _answer(self, path: str, status: int, content: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(content) if content else {}
+        except ValueError:
+            answer = {}
+        if status == 200:
+            return answer if isinstance(answer, dict) else {}
+        error = answer.get("error") if isinstance(answer, dict) else None
+        message = str(
+            error.get("message") if isinstance(error, dict) else error or content[:200].decode("utf-8", "replace")
+        )
+        if status in (403, 404, 405):
+            raise EngineError(
+                f"{self.url}{path.partition('?')[0]} is not available ({status}: {message}); start the server with: "
+                f"{STARTED_BY}"
+            )
+        if status >= 500 and "load_policy" not in path and not _ours(message):
+            raise ServerDown(f"status {status}: {message}")
+        raise EngineError(f"{self.url}: {message}")
+
+
+def _ours(message: str) -> bool:
+    """Whether an error comes from `nlgrpo.engine.backends.vllm_worker`, and would come again."""
+    return any(text in message for text in ("shared disk", "another model", "load_policy"))
+
+
+def _completion(choice: Mapping[str, Any]) -> Completion:
+    content = (choice.get("logprobs") or {}).get("content") or []
+    tokens = list(choice["token_ids"] or [])
+    logprobs = [float("nan") if one["logprob"] is None else float(one["logprob"]) for one in content]
+    versions = [str(span["version"]) for span in choice.get("weight_versions") or []]
+    return Completion(tokens, logprobs, str(choice.get("finish_reason")), versions)

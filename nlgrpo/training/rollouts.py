@@ -1,0 +1,115 @@
+"""The rollouts of the training steps, drawn when they are needed or some steps before (``rollout.ahead``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine.backends.base import EngineError, PolicyEngine
+from nlgrpo.engine.backends.servers import in_thread
+from nlgrpo.engine.generation import Rollout
+from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.training.learner import Learner
+from nlgrpo.training.run import Run
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Completions of this rank's share of a step's prompts."""
+
+    batch: Batch
+    rollout: Rollout
+    scores: Callable[[], Scores]
+    """Scores of the rewards, which are computed in the background if the rollout was drawn ahead."""
+
+
+@dataclass
+class Rollouts:
+    """Draws the rollout of each step, and those of ``ahead`` later steps while this one trains.
+
+    The order is fixed: before step t trains, the rollout of step t is complete, then the engine takes the weights after
+    step t - 1, then the rollouts up to step t + ahead are requested. They are sampled and scored in the background, in
+    the order of the steps. A rollout is at most ``ahead`` steps older than the policy that it trains; this is checked.
+    Nothing of it is saved: a run that resumes draws again.
+
+    With ``ahead`` = 0 all happens in the calling thread.
+    """
+
+    run: Run
+    learner: Learner
+    engine: PolicyEngine
+    waiting: deque[Future[Drawn]] = field(default_factory=deque)
+
+    @property
+    def ahead(self) -> int:
+        return self.run.config.rollout.ahead
+
+    def next(self) -> Drawn:
+        """Return the rollout of the current step; collective.
+
+        Raises EngineError on all ranks if it cannot be drawn, or is older than ``ahead`` steps.
+        """
+        run, step = self.run, self.run.progress.step
+        if not self.waiting:  # at the start, and for ahead = 0
+            self.engine.take(self.learner.model, step)
+            self.waiting.append(self._request(step))
+        drawn = run.ranks.agree(lambda: self._drawn(self.waiting.popleft()))
+        last = min(step + self.ahead, run.config.train.steps - 1)
+        if step + len(self.waiting) < last:
+            if self.engine.version != step:
+                self.engine.take(self.learner.model, step)
+            self.waiting.extend(self._request(later) for later in range(step + len(self.waiting) + 1, last + 1))
+        self.engine.sleep()
+        return drawn
+
+    def _drawn(self, waiting: Future[Drawn]) -> Drawn:
+        drawn, step = waiting.result(), self.run.progress.step
+        version = drawn.rollout.version
+        if version is None or not 0 <= step - version <= self.ahead:
+            raise EngineError(
+                f"the rollout of step {step} was sampled by the policy of step {version}; rollout.ahead = {self.ahead} "
+                "allows no other than the last ones"
+            )
+        return drawn
+
+    def _request(self, step: int) -> Future[Drawn]:
+        """Request the rollout of ``step``, in the background if anything is drawn ahead."""
+        batch = self.run.next_batch(step - self.run.progress.step)
+        if self.ahead:
+            return in_thread(lambda: self._draw(batch, step))
+        future: Future[Drawn] = Future()
+        try:
+            future.set_result(self._draw(batch, step))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
+
+    def _draw(self, batch: Batch, step: int) -> Drawn:
+        device = self.run.ranks.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # per thread
+        rollout = self.run.sampler.draw(self.engine, batch)
+
+        def score() -> Scores:
+            return self.run.score(batch, rollout, step)
+
+        return Drawn(batch, rollout, in_thread(score).result if self.ahead else score)
+
+    def metrics(self, drawn: Drawn, step: int) -> dict[str, float]:
+        """Version of the weights that sampled the rollout of ``step``, and how many steps old they were."""
+        if self.run.config.rollout.engine == "nlgrpo" or drawn.rollout.version is None:
+            return {}
+        oldest = -float(self.run.ranks.max(torch.tensor(-float(drawn.rollout.version), device=self.run.ranks.device)))
+        return {"sampling/version": oldest, "sampling/staleness": step - oldest}
+
+    def scores(self, drawn: Drawn) -> Scores:
+        """Return the scores of a rollout; collective. Raises RewardError on all ranks if a reward failed on one."""
+        return self.run.ranks.agree(drawn.scores, RewardError)
