@@ -127,6 +127,9 @@ class TransformersModel(nn.Module):
             parts.append(self.extend([prompts[p] for p, _ in batch], noise, sampling))
         return rollout_of(prompts, parts, samples, sampling, self.device)
 
+    def close(self) -> None:
+        """Nothing has to be ended."""
+
 
 class _TokenSampler(LogitsProcessor):
     """Logits processor that chooses the next token of each row with `next_tokens`, and masks all others."""

@@ -127,9 +127,9 @@ def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
 
 def draw(e: Evaluation, candidate: RolloutCollector) -> None:
     """Draw the completions that are not saved yet."""
-    model = cache(partial(candidate.load, e.ranks))
     missing = e.queue.missing(candidate.chunks, candidate.drawn)
-    e.queue.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(model(), chunk))
+    with candidate.loaded(e.ranks) as engine:
+        e.queue.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(engine(), chunk))
 
 
 def measure_kl(e: Evaluation, candidates: Sequence[RolloutCollector]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
@@ -141,19 +140,22 @@ def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
 
     Each file is scored right after it is sampled, so a failing reward is noticed early.
     """
-    drawn, model = Drawn(), cache(partial(draws.load, job.queue.ranks))
+    drawn = Drawn()
     missing = job.queue.missing(draws.chunks, lambda chunk: draws.drawn(chunk) and not _unscored(job, draws, chunk))
     if len(missing) < len(draws.chunks):
         job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
     title = "completions and rewards, files"
-    finished = job.queue.work(title, missing, lambda chunk: _draw_and_score(job, draws, model, chunk, drawn))
+    with draws.loaded(job.queue.ranks) as engine:
+        finished = job.queue.work(title, missing, lambda chunk: _draw_and_score(job, draws, engine, chunk, drawn))
     total = drawn.over(job.queue.ranks)
     return total if finished else None
 
 
-def _draw_and_score(job: Job, draws: RolloutCollector, model: Callable[[], Engine], chunk: Batch, drawn: Drawn) -> None:
+def _draw_and_score(
+    job: Job, draws: RolloutCollector, engine: Callable[[], Engine], chunk: Batch, drawn: Drawn
+) -> None:
     if not draws.drawn(chunk):
-        loaded, start = model(), perf_counter()
+        loaded, start = engine(), perf_counter()
         drawn.tokens += int(draws.draw(loaded, chunk).lengths.sum())
         drawn.seconds += perf_counter() - start
     draws.score(chunk, _unscored(job, draws, chunk))

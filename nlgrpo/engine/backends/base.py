@@ -39,6 +39,9 @@ class Engine(Protocol):
         itself. Raises ValueError as `nlgrpo.engine.generate`, and EngineError.
         """
 
+    def close(self) -> None:
+        """End the engine and its processes."""
+
 
 class PolicyEngine(Engine, Protocol):
     """Samples completions of the policy that is trained."""
@@ -51,6 +54,3 @@ class PolicyEngine(Engine, Protocol):
 
     def sleep(self) -> None:
         """Give memory back until the next `take`."""
-
-    def close(self) -> None:
-        """End the engine and its processes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from nlgrpo.model import adapters, fsdp, hf_weights, lora
 from nlgrpo.model.architectures import tensor_map
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 
@@ -82,8 +85,11 @@ class ColocatedVLLM:
         except EngineError as error:
             if not as_adapter or "LoRA" not in str(error):
                 raise
+            print(f"{error}; it gets merged weights instead of adapters", file=sys.stderr)
             llm, as_adapter = begin(lora_rank=None), False
-        return cls(llm, shape, ranks, compute, options, adapter if as_adapter else None, folder)
+        engine = cls(llm, shape, ranks, compute, options, adapter if as_adapter else None, folder)
+        atexit.register(engine.close)  # for a command that does not close it
+        return engine
 
     def take(self, model: Decoder, version: int) -> None:
         self._wake("weights")
@@ -108,12 +114,23 @@ class ColocatedVLLM:
 
     def _load_adapter(self, model: Decoder, version: int, name: str) -> None:
         assert self.adapter is not None
-        assert self.folder is not None
-        folder = self.folder / f"adapter-{version}"
+        folder = self._adapter(version)
         save = partial(adapters.save, model, folder, self.adapter, base="")
         fsdp.save_on_first(model, None, self.ranks, folder, save, only=lambda key: lora.is_saved(model, key))
         self.request = vllm_library.adapter(name, version + 1, folder)
+        self._remove_adapters({self._adapter(version)})
         self.llm.update_weight_version(name)
+
+    def _adapter(self, version: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"adapter-{version}"
+
+    def _remove_adapters(self, kept: set[Path]) -> None:
+        if self.ranks.first and self.folder is not None and self.folder.is_dir():
+            for folder in set(self.folder.glob("adapter-*")) - kept:
+                atomic_files.remove(folder)
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
 
     def _wake(self, part: str) -> None:
         if self.asleep:
@@ -154,9 +171,11 @@ class ColocatedVLLM:
             self.asleep = True
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         if self.llm is not None:
             vllm_library.shut_down(self.llm)
             self.llm = None
+            self._remove_adapters(set())
 
 
 def _stored(model: Decoder, compute: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -38,16 +38,15 @@ def load(
     """
     if engine == "nlgrpo":
         return engine_of(transformers_backend.load(source, dtype=dtype, device=ranks.device))
-    shape = transformers_backend.limits_of(decoder.read_config(source))
-    return ColocatedVLLM.start(
-        source,
-        shape,
-        ranks=ranks,
-        compute=dtype,
-        options=options or VLLMConfig(),
-        context=context or shape.context,
-        max_rows=max_rows,
-    )
+    shape, options = transformers_backend.limits_of(decoder.read_config(source)), options or VLLMConfig()
+    context = context or shape.context
+    if not options.servers:
+        return ColocatedVLLM.start(
+            source, shape, ranks=ranks, compute=dtype, options=options, context=context, max_rows=max_rows
+        )
+    servers = VLLMServers.connect(options, shape, ranks=ranks, compute=dtype, context=context, folder=source)
+    servers.take_directory(source)
+    return servers
 
 
 def of_policy(

@@ -53,6 +53,8 @@ class VLLMServers:
     """Whether the user wants the run to stop; it does not wait for servers then."""
     adapter: LoraConfig | None = None
     """Settings of adapters that the servers get as such; None: they get all weights, with adapters merged."""
+    frozen: Path | None = None
+    """Directory of a model that is not trained."""
     version: int | None = None
     names: list[str] = field(default_factory=list)
     """Of all weights that were given to the servers, in their order; "RUN:VERSION"."""
@@ -98,8 +100,19 @@ class VLLMServers:
 
         self.ranks.agree(load)
 
+    def take_directory(self, source: Path) -> None:
+        """Sample from the weights in a Hugging Face directory, which the servers read; collective."""
+        self.frozen, self.adapter = source.resolve(), None
+        self.names.append(f"{self.run}:0")
+
+        def load() -> None:
+            if self.ranks.first:
+                self._on_all(lambda server: self._load(server, self.names[-1]))
+
+        self.ranks.agree(load)
+
     def _folder(self, name: str) -> Path:
-        return (self.folder / f"policy-{_version(name)}").resolve()
+        return self.frozen or (self.folder / f"policy-{_version(name)}").resolve()
 
     def _save(self, model: Decoder, folder: Path) -> None:
         """Save the policy, or its adapters, for the servers; collective."""
@@ -170,6 +183,8 @@ class VLLMServers:
         rollout = completions.rollout_from(
             prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
         )
+        if self.frozen is not None:
+            return rollout
         versions = [_version(name) for own in found for one in own for name in one.versions]
         return replace(rollout, version=min(versions, default=self.version))
 
@@ -262,7 +277,7 @@ class VLLMServers:
 
     def close(self) -> None:
         self.timeout = 0.0
-        if self.ranks.first:
+        if self.ranks.first and self.frozen is None:
             self._remove_others(set())
             if self.folder.is_dir() and not any(self.folder.iterdir()):
                 self.folder.rmdir()

@@ -6,9 +6,10 @@ vLLM has no stubs here, so its objects are ``Any``.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -69,19 +70,21 @@ def start(
     ``ranks`` > 1: torchrun has started this process, and groups of ``tensor_parallel`` ranks share an engine.
     """
     set_environment(device)
-    version()
-    from vllm import LLM
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its own imports
+        version()
+        from vllm import LLM
 
     cuda, generators = device.type == "cuda", random_state()
     options: dict[str, Any] = {}
     if ranks > 1:
         options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel}
     if lora_rank is not None:
-        options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
+        options |= {"enable_lora": True, "max_lora_rank": _allowed_rank(lora_rank), "max_loras": 1}
     if cuda:
         options |= {"gpu_memory_utilization": memory, "enable_sleep_mode": sleep}
     try:
-        return LLM(
+        llm = LLM(
             model=str(source),
             skip_tokenizer_init=True,
             dtype=str(dtype).removeprefix("torch."),
@@ -90,13 +93,23 @@ def start(
             logprobs_mode="processed_logprobs",
             enforce_eager=not cuda,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             seed=0,
             **options,
         )
+        llm.llm_engine.engine_core._finalizer.detach()  # it would destroy the trainer's process group: see `shut_down`
+        return llm
     except Exception as error:  # it raises many kinds
         raise EngineError(f"vLLM cannot load {source}: {_first_line(error)}") from error
     finally:
         set_random_state(generators)  # vLLM seeds those of the process
+
+
+def _allowed_rank(rank: int) -> int:
+    """Return the smallest maximum rank of adapters that vLLM allows for ``rank``."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return min((allowed for allowed in get_args(MaxLoRARanks) if allowed >= rank), default=rank)
 
 
 def generate(
@@ -138,19 +151,10 @@ def shut_down(llm: Any) -> None:
     """Free an engine of this process. vLLM's own shutdown would destroy the trainer's process group too."""
     from vllm.distributed import parallel_state
 
-    core = llm.llm_engine.engine_core
-    core._finalizer.detach()
-    core.engine_core.model_executor.shutdown()
+    llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
     parallel_state.destroy_model_parallel()
     parallel_state.get_world_group().destroy()
     parallel_state._WORLD = None
-
-
-def supports_lora(llm: Any) -> bool:
-    """Whether vLLM has adapters for the architecture of the loaded model."""
-    from vllm.model_executor.models.interfaces import supports_lora as supports
-
-    return all(llm.apply_model(lambda model: bool(supports(model))))
 
 
 def adapter(name: str, number: int, folder: Path) -> Any:
@@ -171,4 +175,5 @@ def wake(llm: Any, part: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"

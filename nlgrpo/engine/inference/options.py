@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.engine import transformers_backend
+from nlgrpo.engine.backends import frozen
 from nlgrpo.engine.guided_search import Search, Value
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.inference.choosing import MAJORITY, VALUE, Chooser
@@ -20,6 +21,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
 from nlgrpo.runtime.device import compute_dtype
+from nlgrpo.runtime.distributed import Ranks
 
 
 @dataclass
@@ -53,6 +55,8 @@ class ResponderOptions:
     """Compute dtype. auto: bfloat16 on a GPU, float32 on a CPU."""
     max_rows: int = 256
     """Maximum number of completions that are decoded together; it limits memory."""
+    engine: Literal["nlgrpo", "vllm"] = "nlgrpo"
+    """Engine that samples: nlgrpo's own, or vLLM. Guided search needs nlgrpo's."""
     guide: tuple[Path, ...] = ()
     """Decode by guided search: value models of `nlgrpo value` (folders of runs), or the folder of `nlgrpo iro`."""
     betas: tuple[float, ...] = ()
@@ -85,6 +89,8 @@ class ResponderOptions:
             raise ValueError(f"{', '.join(given)}: only for guided search; name value models with --guide")
         if self.guide and self.procedure is not None:
             raise ValueError(f"procedure {self.procedure!r}: guided search is a procedure of its own; omit one of them")
+        if self.guide and self.engine != "nlgrpo":
+            raise ValueError(f"engine {self.engine!r}: guided search needs the engine 'nlgrpo'")
         if self.reference is not None and not (self.procedure or "").startswith("rewind"):
             raise ValueError("reference: only for the procedure rewind")
 
@@ -129,8 +135,8 @@ class ResponderOptions:
         tokenizer = load_tokenizer(source)
         sampling = self.sampling(stop_ids_of(tokenizer, source))
         chooser = self._chooser(procedure, device)
-        model = transformers_backend.load(source, dtype=dtype, device=device)
-        notes = [f"{self.model}{note}"] if (note := transformers_backend.note(source)) else []
+        model, native = self._model(source, dtype, device), self.engine == "nlgrpo"
+        notes = [f"{self.model}{note}"] if native and (note := transformers_backend.note(source)) else []
         values: list[tuple[Value, float]] = []
         if self.guide:
             procedure, values = self._guided(tokenizer, sampling, dtype, device)
@@ -160,4 +166,9 @@ class ResponderOptions:
         source = hf_weights.locate(self.reference)
         if not guides.same_ids(load_tokenizer(source), tokenizer):
             raise ValueError(f"reference {self.reference!r} has another tokenizer than {self.model!r}")
-        return transformers_backend.load(source, dtype=dtype, device=device)
+        return self._model(source, dtype, device)
+
+    def _model(self, source: Path, dtype: torch.dtype, device: torch.device) -> Model:
+        if self.engine == "nlgrpo":
+            return transformers_backend.load(source, dtype=dtype, device=device)
+        return frozen.load(source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows)

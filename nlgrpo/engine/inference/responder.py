@@ -15,7 +15,7 @@ from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.data.encoding import decode
 from nlgrpo.data.prompt_dataset import Batch, Prompt, encode, plain_text
 from nlgrpo.engine import guided_search
-from nlgrpo.engine.backends import engine_of
+from nlgrpo.engine.backends import Engine, engine_of
 from nlgrpo.engine.guided_search import CHOICE, Candidate, Cost, Search, Value
 from nlgrpo.engine.inference.choosing import VALUE, Chooser
 from nlgrpo.engine.inference.procedures import Procedure
@@ -26,7 +26,7 @@ from nlgrpo.model.decoder import Decoder
 
 REFERENCE = 1 << 59  # flips a bit of the seed, so that the reference's samples are independent of the candidates
 
-Model = Decoder | TransformersModel
+Model = Decoder | TransformersModel | Engine
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class Responder:
     def __post_init__(self) -> None:
         procedure, chooser = self.procedure, self.chooser
         if isinstance(procedure, Search):
+            if not isinstance(self.model, Decoder | TransformersModel):
+                raise ValueError("a guided search needs a model of nlgrpo or transformers, not another engine")
             if chooser is None:
                 raise ValueError("a guided search needs a chooser: by value, by majority, or by a reward")
             if chooser.how == VALUE and not self.values:
@@ -142,6 +144,7 @@ class Responder:
         if isinstance(self.procedure, Search):
             if stop and self._by == VALUE:
                 raise ValueError("stop: a value belongs to the whole candidate; choose by a reward or by majority")
+            assert isinstance(self.model, Decoder | TransformersModel)
             found, cost = guided_search.search(
                 self.model, batch.ids, self.procedure, sampling, self.values, seed=seed, index=batch.index,
                 max_rows=self.max_rows, valued=self._by == VALUE,

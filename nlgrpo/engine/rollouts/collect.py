@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import torch
@@ -143,6 +144,16 @@ class RolloutCollector:
             self.source, self.dtype, ranks, self.engine, options=self.vllm, context=self._context,
             max_rows=self.sampler.max_rows,
         )  # fmt: skip
+
+    @contextmanager
+    def loaded(self, ranks: Ranks) -> Iterator[Callable[[], Engine]]:
+        """Context with a function that returns the engine, which its first call loads. It is closed at the end."""
+        engine = cache(partial(self.load, ranks))
+        try:
+            yield engine
+        finally:
+            if engine.cache_info().currsize:
+                engine().close()
 
     @property
     def _context(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nlgrpo.training.planning import update
+from nlgrpo.training.planning import update, vllm_memory
 from nlgrpo.training.planning.update import Uses
 from nlgrpo.training.planning.workload import Workload
 
@@ -20,6 +20,7 @@ from nlgrpo.training.planning.workload import Workload
 KEPT_SHARE, KEPT_BLOCKS = 0.1, 2.0
 CODE = 60 * 2**20  # pages of libraries that a CPU run maps when it first uses them
 ROUNDING = 1.05  # of PyTorch's allocator on a GPU: blocks are rounded up, and split
+COMPLETIONS = ("sampling", "evaluation", "hand-over", "reference samples")
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,14 @@ def estimate(work: Workload) -> Memory:
     host = _clean(shards | update.whole_state(work, gradients=True)) if work.offloaded else {}
     persistent = {"process": float(work.process)} | ({} if work.offloaded else shards)
     persistent["reward models"] = float(work.reward_models)
-    phases = {"load": _load(work)}
-    if not work.config.loss.offline:
-        phases["sampling"] = _sampling(work, work.config.rollout.prompts, work.config.rollout.samples)
-    if work.config.evaluation.prompts:
-        phases["evaluation"] = _sampling(work, work.config.evaluation.prompts, work.config.evaluation.samples)
+    persistent |= vllm_memory.lasting(work)
+    phases = {"load": _load(work)} | _completions(work)
     if work.passes:
         phases["scoring"] = _scoring(work)
     phases["update"] = update.largest_moment(work)
     phases["optimizer step"] = update.state(work, gradients=True)
     for name, uses in phases.items():
-        if name in ("sampling", "evaluation", "scoring"):  # the optimizer state, from the second step on
+        if name in (*COMPLETIONS, "scoring"):  # the optimizer state, from the second step on
             uses |= update.state(work, gradients=False)
     persistent, phases = _clean(persistent), {name: _clean(uses) for name, uses in phases.items()}
     overhead = {name: _overhead(work, name, persistent, uses) for name, uses in phases.items()}
@@ -81,6 +79,24 @@ def _load(work: Workload) -> Uses:
     if work.device != "cpu":
         return {}
     return {"file": work.shape.parameters * work.compute.itemsize / work.shards}
+
+
+def _completions(work: Workload) -> dict[str, Uses]:
+    """Phases that need completions. vLLM servers sample elsewhere, but get the weights from here."""
+    cfg, found = work.config, dict[str, Uses]()
+    if work.engine == "servers":
+        found["hand-over"] = vllm_memory.sampling(work)
+    if work.engine != "servers" and not cfg.loss.offline:
+        found["sampling"] = _by_engine(work, cfg.rollout.prompts, cfg.rollout.samples)
+    if work.engine != "servers" and cfg.evaluation.prompts:
+        found["evaluation"] = _by_engine(work, cfg.evaluation.prompts, cfg.evaluation.samples)
+    if work.draws:
+        found["reference samples"] = _sampling(work, cfg.rollout.prompts, cfg.calibration.samples)
+    return found
+
+
+def _by_engine(work: Workload, prompts: int, samples: int) -> Uses:
+    return _sampling(work, prompts, samples) if work.engine == "nlgrpo" else vllm_memory.sampling(work)
 
 
 def _sampling(work: Workload, prompts: int, samples: int) -> Uses:
@@ -126,11 +142,12 @@ def _unsharded_to_sample(work: Workload) -> float:
 
 def _overhead(work: Workload, phase: str, persistent: Uses, uses: Uses) -> float:
     if work.device != "cpu":
-        return (ROUNDING - 1) * (sum(persistent.values()) - persistent.get("process", 0) + sum(uses.values()))
+        limited = ("process", "vLLM")  # with all that they allocate
+        return (ROUNDING - 1) * sum(size for name, size in (persistent | uses).items() if name not in limited)
     lasting = ("optimizer", "gradients", "file")
     temporary = sum(size for name, size in uses.items() if name not in lasting)
     churned = KEPT_BLOCKS * work.micro_batch * work.block.saved if "activations" in uses else 0.0
     gathered = 0.0  # by FSDP2 on a CPU, for sampling and for the reference: freed, but a part stays with the process
     if work.sharded and phase in ("update", "optimizer step"):
-        gathered = work.shape.parameters * work.compute.itemsize * (2 if work.reference else 1)
+        gathered = work.shape.parameters * work.compute.itemsize * (work.decodes + work.reference)
     return CODE + KEPT_SHARE * temporary + min(churned, temporary) + gathered

@@ -4,7 +4,7 @@
 
 Operations are those of matrix products and attention, and the peak is that of bfloat16. Sampling takes at least the
 time to launch its kernels. Kernels never reach the roofline, so a real step takes longer; the ratio of two plans is
-more reliable than their seconds. Rewards and evaluations are not counted.
+more reliable than their seconds. Rewards and evaluations are not counted, nor what vLLM servers do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.runtime.gpus import GPU
+from nlgrpo.training.planning import vllm_memory
 from nlgrpo.training.planning.workload import Workload
 
 LAUNCHES, LAUNCH = 10, 3e-6  # kernels of a block in a pass of sampling at least, and seconds to launch one
@@ -35,9 +36,13 @@ class Machine:
 
 
 def seconds(work: Workload, machine: Machine) -> dict[str, float]:
-    """Seconds of each phase of a step at least, for the longest prompt and completions of the maximal length."""
+    """Seconds of each phase of a step at least, for the longest prompt and completions of the maximal length.
+
+    vLLM servers have other GPUs: there is no "sampling" then.
+    """
+    sampling = {"nlgrpo": _sampling, "vllm": _sampling_by_vllm}.get(work.engine)
     found = {
-        "sampling": 0.0 if work.config.loss.offline else _sampling(work, machine),
+        "sampling": 0.0 if work.config.loss.offline or sampling is None else sampling(work, machine),
         "scoring": _scoring(work, machine),
         "update": _update(work, machine),
         "optimizer step": _optimizer(work, machine),
@@ -133,18 +138,45 @@ def _gather(work: Workload, shape: Shape, machine: Machine) -> float:
 def _sampling(work: Workload, machine: Machine) -> float:
     """Prompts are decoded in waves of those that fit together."""
     together, _ = work.rows(work.config.rollout.prompts, work.config.rollout.samples)
+    samples = work.config.rollout.samples
     full, rest = divmod(work.groups, together)
     gather, passes = _gather(work, work.shape, machine), (full + (rest > 0)) * work.columns
-    decoding = full * _wave(work, machine, together) + (_wave(work, machine, rest) if rest else 0.0)
+    decoding = _waves(work, machine, work.groups * samples, together * samples)
     if work.config.parallel.gather_for_sampling == "block":
         return max(decoding, passes * gather)
     return decoding + gather
 
 
-def _wave(work: Workload, machine: Machine, prompts: int) -> float:
-    """Seconds to sample the completions of ``prompts`` together: a prefill, and a pass for each further token."""
+def _sampling_by_vllm(work: Workload, machine: Machine) -> float:
+    """An engine has the completions of all its ranks, each of which computes a part of every product."""
+    ranks = work.config.vllm.tensor_parallel
+    rows = work.groups * work.config.rollout.samples * ranks
+    return _taking(work, machine) + _waves(work, machine, rows, vllm_memory.rows(work), ranks)
+
+
+def _taking(work: Workload, machine: Machine) -> float:
+    """Seconds to gather the weights for vLLM in their own dtype, or the adapters."""
+    adapters = work.config.vllm.adapters and work.adapter is not None and not work.adapter.modules_to_save
+    shard = work.trained(work.shape) * work.stored.itemsize / work.shards if adapters else work.shard_bytes(work.shape)
+    copied = shard / machine.gpu.host if work.offloaded else 0.0
+    return copied + shard * (work.shards - 1) / machine.link(work.shards)
+
+
+def _waves(work: Workload, machine: Machine, rows: int, together: int, ranks: int = 1) -> float:
+    """Seconds to sample ``rows`` completions, ``together`` at a time."""
+    full, rest = divmod(rows, min(rows, together))
+    seconds = full * _wave(work, machine, min(rows, together), ranks)
+    return seconds + (_wave(work, machine, rest, ranks) if rest else 0.0)
+
+
+def _wave(work: Workload, machine: Machine, rows: int, ranks: int) -> float:
+    """Seconds to sample ``rows`` completions together: a prefill, and a pass for each further token.
+
+    ``ranks`` share the work. A prompt is computed once for all its completions.
+    """
     shape, size, gpu = work.shape, work.compute.itemsize, machine.gpu
-    rows, steps = prompts * work.config.rollout.samples, work.columns - 1
+    prompts, steps = rows / work.config.rollout.samples, work.columns - 1
+    flops, bandwidth = gpu.flops * ranks, gpu.bandwidth * ranks
     head = 2 * shape.vocab * shape.width
     prefill = prompts * (2 * shape.matrices * work.prompt + attention_flops(shape, 0, work.prompt) + head)
     decode = rows * ((2 * shape.matrices + head) * steps + attention_flops(shape, work.prompt, steps))
@@ -152,8 +184,8 @@ def _wave(work: Workload, machine: Machine, prompts: int) -> float:
     columns = steps * prompts * work.prompt + rows * pairs(0, steps)  # read over all steps; a prompt is read once
     cache = columns * 2 * shape.kv_heads * shape.head_dim * shape.layers * size
     launches = LAUNCHES * shape.layers * LAUNCH
-    return max(prefill / gpu.flops, weights / gpu.bandwidth, launches) + max(
-        decode / gpu.flops, (weights * steps + cache) / gpu.bandwidth, steps * launches
+    return max(prefill / flops, weights / bandwidth, launches) + max(
+        decode / flops, (weights * steps + cache) / bandwidth, steps * launches
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -39,6 +40,29 @@ class Workload:
     """Bytes of all reward models, which every rank holds."""
     process: int = 0
     """Bytes of the process before it loads a model: libraries and data, and on a GPU the CUDA context."""
+    gpu_memory: float = 0.0
+    """Bytes of the GPU, of which vLLM takes a share. 0: unknown."""
+
+    # --- what samples -------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Literal["nlgrpo", "vllm", "servers"]:
+        """What samples the policy: nlgrpo's engine or vLLM in this process, or vLLM servers."""
+        if self.config.rollout.engine == "nlgrpo" or self.config.loss.offline:
+            return "nlgrpo"
+        return "servers" if self.config.vllm.servers else "vllm"
+
+    @property
+    def draws(self) -> bool:
+        """Whether nlgrpo's engine samples the reference, to calibrate rewards of prompts without rollouts."""
+        cfg = self.config
+        transformed = any(reward.transform for reward in cfg.rewards.values()) and not cfg.loss.offline
+        return transformed and cfg.calibration.missing == "draw"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether nlgrpo's engine samples anything in this process."""
+        return self.engine == "nlgrpo" or self.draws
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
@@ -164,10 +188,10 @@ class Workload:
     def passes(self) -> list[tuple[Shape, int]]:
         """Models, with the outputs of their heads, that score the completions before the update.
 
-        The reference, the policy before several optimizer steps, and PPO's critic.
+        The reference, the policy for importance weights or before several optimizer steps, and PPO's critic.
         """
         loss, policy = self.config.loss, (self.shape, self.shape.vocab)
-        found = [policy] * (loss.has_reference + (self.updates > 1))
+        found = [policy] * (loss.has_reference + (self.updates > 1 or loss.correction != "none"))
         if loss.algorithm == "ppo":
             found.append((self.shape if self.critic is None else self.critic, 1))
         return found

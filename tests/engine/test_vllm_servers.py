@@ -1,0 +1,348 @@
+"""Sampling on servers: load, weights and their versions, and every way a server can fail. The servers are fake."""
+
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fake_vllm import FakeVLLM, gap
+from helpers import run_ranks
+
+from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.engine.backends import EngineError, frozen, servers
+from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.sampling import Sampling
+from nlgrpo.model import decoder
+from nlgrpo.model.fsdp import shard
+from nlgrpo.runtime.distributed import Ranks
+
+SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
+ONE = Ranks(0, 1, torch.device("cpu"))
+PROMPTS = [[1, 50, 60, 70], [1, 80], [1, 90, 91], [1, 100]]
+SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
+
+
+@pytest.fixture
+def model():
+    return decoder.load(SOURCE)
+
+
+@pytest.fixture
+def server():
+    with FakeVLLM(SOURCE) as fake:
+        yield fake
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(servers, "SOON", 0.05)
+    monkeypatch.setattr(servers, "LATE", 0.2)
+
+
+def connect(folder, *fakes, timeout=20.0, ranks=ONE, **options):
+    shape = decoder.load(SOURCE).shape
+    settings = VLLMConfig(servers=tuple(fake.url for fake in fakes), timeout=timeout)
+    return VLLMServers.connect(
+        settings, shape, ranks=ranks, compute=torch.float32, context=60, folder=folder / "engine", **options
+    )
+
+
+def change(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_completions_are_samples_of_the_weights_that_were_given(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    for version in range(3):
+        engine.take(model, version)
+        rollout = engine.generate(PROMPTS, 3, SAMPLING, seed=version)
+        assert rollout.version == version
+        assert rollout.prompt_ids == PROMPTS
+        assert rollout.tokens.shape[:2] == (4, 3)
+        assert gap(rollout, model) < 1e-4
+        for completion, finished in zip(rollout.completion_ids(), rollout.finished.flatten().tolist(), strict=True):
+            assert (completion[-1] == 2) == finished
+            assert finished or len(completion) == 12
+        change(model, version)
+    assert server.version == f"{engine.run}:2"
+    folders = [path.name for path in (tmp_path / "engine").iterdir()]
+    assert sorted(folders) == ["policy-1", "policy-2"]  # those before are removed
+    engine.close()
+    assert not (tmp_path / "engine").exists()
+
+
+def test_seeds_depend_on_seed_prompt_and_sample_only(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    whole = engine.generate(PROMPTS, 2, SAMPLING, seed=3, index=[5, 6, 7, 8])
+    part = engine.generate(PROMPTS[2:], 2, SAMPLING, seed=3, index=[7, 8])
+    assert whole.completion_ids()[4:] == part.completion_ids()
+    assert engine.generate(PROMPTS, 2, SAMPLING, seed=4).completion_ids() != whole.completion_ids()
+    same = engine.generate([PROMPTS[0]] * 2, 2, SAMPLING, seed=3, index=[0, 1]).completion_ids()
+    assert same[:2] != same[2:]
+    later = engine.generate(PROMPTS[:1], 2, SAMPLING, seed=3, index=[5], first_sample=2)
+    assert later.completion_ids() != whole.completion_ids()[:2]
+
+
+def test_prompts_are_spread_by_load_and_the_rows_are_limited(model, tmp_path):
+    with FakeVLLM(SOURCE, delay=0.05) as fast, FakeVLLM(SOURCE, delay=0.4) as slow:
+        engine = connect(tmp_path, fast, slow)
+        engine.take(model, 0)
+        engine.generate(PROMPTS * 5, 2, SAMPLING, max_rows=8)
+        assert len(fast.prompts) + len(slow.prompts) == 20
+        assert len(fast.prompts) > 2 * len(slow.prompts) > 0
+        assert fast.most + slow.most <= 4  # max_rows = 8 completions, 2 per prompt
+        assert all(one.busy == 0 for one in engine.servers)
+
+
+def test_a_frozen_model_is_read_by_the_servers_from_its_own_directory(server):
+    options = VLLMConfig(servers=(server.url,), timeout=5.0)
+    server.model = None  # the server has another model
+    engine = frozen.load(SOURCE, torch.float32, ONE, "vllm", options=options, context=60)
+    rollout = engine.generate(PROMPTS, 2, SAMPLING)
+    assert rollout.version is None
+    assert gap(rollout, decoder.load(SOURCE)) < 1e-4
+    engine.close()
+    assert (SOURCE / "model.safetensors").is_file()
+
+
+def two_ranks(rank, folder, urls):
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    model = shard(decoder.load(SOURCE), ranks, torch.float32)
+    settings = VLLMConfig(servers=tuple(urls), timeout=20.0)
+    engine = VLLMServers.connect(
+        settings, model.shape, ranks=ranks, compute=torch.float32, context=60, folder=folder / "engine"
+    )
+    engine.take(model, 7)
+    rollout = engine.generate(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+    torch.save((rollout, engine.run), folder / f"{rank}.pt")
+    engine.close()
+
+
+def test_two_ranks_share_the_servers(tmp_path):
+    with FakeVLLM(SOURCE) as one, FakeVLLM(SOURCE) as other:
+        run_ranks(two_ranks, tmp_path, [one.url, other.url])
+        parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+        assert parts[0][1] == parts[1][1]
+        assert {one.version, other.version} == {f"{parts[0][1]}:7"}
+        model = decoder.load(SOURCE)
+        assert all(rollout.version == 7 and gap(rollout, model) < 1e-4 for rollout, _ in parts)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_was_restarted_gets_the_weights_again(server, model, tmp_path, capsys):
+    change(model)
+    engine = connect(tmp_path, server)
+    engine.take(model, 4)
+    engine.generate(PROMPTS, 2, SAMPLING)
+    server.stop()
+    server.start()  # with the weights that it was started with
+    rollout = engine.generate(PROMPTS, 2, SAMPLING, seed=1)
+    assert rollout.version == 4
+    assert gap(rollout, model) < 1e-4
+    assert "does not sample: it sampled with the weights ['default'], not with" in capsys.readouterr().err
+    assert server.version == engine.names[-1]
+
+
+def test_a_server_that_is_restarted_while_it_samples_is_waited_for(server, model, tmp_path, capsys):
+    change(model)
+    server.delay = 0.2
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+
+    def restart():
+        time.sleep(0.1)
+        server.stop()
+        time.sleep(0.5)
+        server.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    rollout = engine.generate(PROMPTS * 3, 2, SAMPLING, max_rows=4)
+    thread.join()
+    assert gap(rollout, model) < 1e-4
+    said = capsys.readouterr().err
+    assert said.count("does not sample") == 1
+    assert said.count("samples again") == 1
+
+
+def test_completions_of_other_weights_are_never_used(server, model, tmp_path):
+    engine = connect(tmp_path, server, timeout=0.5)
+    engine.take(model, 0)
+    server.lying = "someone:3"
+    with pytest.raises(EngineError, match=r"it sampled with the weights \['someone:3'\], not with '\w+:0'"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+
+
+def test_another_trainer_that_uses_the_server_is_noticed(server, model, tmp_path):
+    first, second = connect(tmp_path / "a", server), connect(tmp_path / "b", server)
+    first.take(model, 0)
+    change(model)
+    second.take(model, 0)  # the same step of another run
+    assert first.names != second.names
+    rollout = first.generate(PROMPTS, 2, SAMPLING)
+    assert gap(rollout, decoder.load(SOURCE)) < 1e-4  # its own weights, given to the server again
+
+
+def test_a_completion_may_continue_with_newer_weights(server, model, tmp_path):
+    """A rollout that is in flight while the policy is updated; its version is that of the oldest token."""
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    server.delay = 0.5
+    rollouts = []
+    thread = threading.Thread(target=lambda: rollouts.append(engine.generate(PROMPTS, 2, SAMPLING)))
+    thread.start()
+    time.sleep(0.1)
+    engine.take(model, 1)
+    thread.join()
+    assert rollouts[0].version == 1  # the fake server samples after its delay
+    server.lying, engine.timeout = engine.names[0], 0.3
+    with pytest.raises(EngineError, match=r"it sampled with the weights \['\w+:0'\], not with '\w+:1'"):
+        engine.generate(PROMPTS, 2, SAMPLING)  # older weights are not allowed
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("fewer", "returned 2 samples of prompt 0; 3 were requested"),
+        ("nan", "prompt 0: a log-prob of nan; its weights or its logits are not finite"),
+        ("vocabulary", "token id 5000, outside the policy's vocabulary of 1024; it has another model"),
+        ("cut", r"without a stop id \(finish reason 'abort'\)"),
+        ("nothing", r"prompt 0: an empty completion"),
+        ("no log-probs", "0 log-probs for .* tokens; start the engine with processed log-probs"),
+    ],
+)
+def test_a_faulty_completion_is_named(server, model, tmp_path, fault, message):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    server.fault = fault
+    with pytest.raises(EngineError, match=message):
+        engine.generate(PROMPTS, 3, Sampling(max_new_tokens=40, stop_ids=(2,)))
+    server.fault = ""
+    engine.generate(PROMPTS, 3, SAMPLING)  # the next rollout is complete
+
+
+def test_a_server_that_never_answers_is_an_error_after_the_timeout(model, tmp_path):
+    fake = FakeVLLM(SOURCE)
+    fake.start()
+    fake.stop()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"no vLLM server samples, after 0.5 s \(vllm.timeout\): http://127.*refused"):
+        connect(tmp_path, fake, timeout=0.5)
+    assert 0.4 < time.monotonic() - start < 5
+
+
+def test_a_slow_server_is_given_up_and_another_one_samples(model, tmp_path, capsys):
+    with FakeVLLM(SOURCE, delay=30.0) as stuck, FakeVLLM(SOURCE) as works:
+        engine = connect(tmp_path, stuck, works)
+        for one in engine.servers:
+            one.timeout = 0.5
+        engine.take(model, 0)
+        rollout = engine.generate(PROMPTS, 2, SAMPLING)
+        assert gap(rollout, model) < 1e-4
+        assert f"{stuck.url} does not sample: TimeoutError" in capsys.readouterr().err
+
+
+def test_a_server_without_memory_is_named(server, model, tmp_path):
+    engine = connect(tmp_path, server, timeout=0.5)
+    engine.take(model, 0)
+    server.status = 500
+    with pytest.raises(EngineError, match="status 500: out of memory"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+
+
+def test_a_request_that_the_server_refuses_is_an_error_at_once(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    server.status, server.error = 400, "token id 900 is out of vocabulary"
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="token id 900 is out of vocabulary"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+    assert time.monotonic() - start < 5
+
+
+def test_a_server_with_other_options_says_how_to_start_it(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    server.status, server.error = 403, "disabled"
+    with pytest.raises(EngineError, match=r"start the server with: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+
+
+def test_weights_that_the_server_cannot_read(server, model, tmp_path, monkeypatch):
+    engine = connect(tmp_path, server)
+    monkeypatch.setattr(VLLMServers, "_folder", lambda self, name: Path("/nowhere"))
+    monkeypatch.setattr(VLLMServers, "_save", lambda self, model, folder: None)
+    with pytest.raises(EngineError, match="/nowhere has no weights here: a shared disk is needed"):
+        engine.take(model, 0)
+
+
+def test_an_old_server_and_a_short_context_are_refused(model, tmp_path):
+    with (
+        FakeVLLM(SOURCE, number="0.11.2") as old,
+        pytest.raises(EngineError, match=r"runs vLLM 0\.11\.2; 0\.32 or newer"),
+    ):
+        connect(tmp_path, old)
+    with FakeVLLM(SOURCE, context=50) as short:
+        message = "allows 50 tokens, but a prompt and its completion can have 60; start it with --max-model-len 60"
+        with pytest.raises(EngineError, match=message):
+            connect(tmp_path, short)
+
+
+def test_one_of_two_servers_is_enough(model, tmp_path, capsys):
+    with FakeVLLM(SOURCE) as one, FakeVLLM(SOURCE) as other:
+        engine = connect(tmp_path, one, other)
+        other.stop()
+        engine.take(model, 0)
+        assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+        assert len(one.prompts) == 4
+        other.start()
+        time.sleep(0.3)
+        change(model)
+        engine.take(model, 1)
+        assert gap(engine.generate(PROMPTS * 3, 2, SAMPLING), model) < 1e-4
+        assert other.prompts
+        assert f"{other.url} samples again" in capsys.readouterr().err
+
+
+def test_a_user_who_stops_the_run_does_not_wait(server, model, tmp_path):
+    stop = threading.Event()
+    engine = connect(tmp_path, server, timeout=600.0, stopping=stop.is_set)
+    engine.take(model, 0)
+    server.stop()
+    threading.Timer(0.3, stop.set).start()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="the run was stopped"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+    assert time.monotonic() - start < 5
+
+
+def test_prompts_that_do_not_fit_are_refused_as_by_the_own_engine(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    for prompts, message in (([[]], "prompt 0 is empty"), ([[2000]], "outside"), ([[1] * 200], "exceeds")):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, 2, SAMPLING)
+    with pytest.raises(ValueError, match="expected at least 1"):
+        engine.generate(PROMPTS, 0, SAMPLING)
+
+
+def test_options_out_of_range():
+    faults = VLLMConfig(servers=("node7:8000", "http://x:1"), timeout=0, gpu_memory=math.inf, tensor_parallel=3)
+    found = "\n".join(faults.faults(4))
+    for text in ("'node7:8000' is not a URL", "vllm.timeout = 0", "vllm.gpu_memory = inf", "divisor of the number of"):
+        assert text in found
+    assert "http://x:1" not in found
