@@ -18,6 +18,7 @@ from torch import Tensor
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.backends import completions, vllm_library
 from nlgrpo.engine.backends.base import EngineError
+from nlgrpo.engine.backends.completions import Completion
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import adapters, fsdp, hf_weights, lora
@@ -152,9 +153,11 @@ class ColocatedVLLM:
             raise ValueError(f"samples = {samples}: expected at least 1")
         check_prompts(self.shape, prompts, sampling)
         index = range(len(prompts)) if index is None else index
-        seeds = completions.request_seeds(seed, index, first_sample)
-        requests = [completions.request_of(sampling, samples, own) for own in seeds]
-        found = vllm_library.generate(self.llm, prompts, requests, self.request)
+        asked = [
+            (list(ids), completions.request_of(sampling, samples, own))
+            for ids, own in zip(prompts, completions.request_seeds(seed, index, first_sample), strict=True)
+        ]
+        found = self._sample(asked)
         for completion in (one for own in found for one in own):
             if set(completion.versions) != {self.weights}:
                 raise EngineError(
@@ -164,6 +167,21 @@ class ColocatedVLLM:
             prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
         )
         return replace(rollout, version=self.version)
+
+    def _sample(self, asked: list[tuple[list[int], dict[str, Any]]]) -> list[list[Completion]]:
+        """Sample on the engine that this rank shares with its group: all of the group ask for the prompts of all."""
+        size = self.options.tensor_parallel
+        if size == 1:
+            groups, own = [asked], 0
+        else:
+            first = self.ranks.rank // size * size
+            groups, own = self.ranks.gather_objects(asked)[first : first + size], self.ranks.rank - first
+        every = [one for group in groups for one in group]
+        found = vllm_library.generate(
+            self.llm, [ids for ids, _ in every], [request for _, request in every], self.request
+        )
+        before = sum(map(len, groups[:own]))
+        return found[before : before + len(asked)]
 
     def sleep(self) -> None:
         if self.ranks.device.type == "cuda" and self.options.sleep and not self.asleep:

