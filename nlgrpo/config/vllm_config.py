@@ -37,6 +37,8 @@ class VLLMConfig:
             for url in self.servers
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname
         ]
+        if self.transfer != "directory" and not self.servers:
+            found.append(f"vllm.transfer = {self.transfer!r}: only for vllm.servers")
         if not self.timeout > 0:
             found.append(f"vllm.timeout = {self.timeout}: allowed is > 0")
         if not 0 < self.gpu_memory <= 1:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
-from nlgrpo.engine.backends import completions, vllm_library
+from nlgrpo.engine.backends import completions, policy_weights, vllm_library
 from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.engine.backends.completions import Completion
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.model import adapters, fsdp, hf_weights, lora
-from nlgrpo.model.architectures import tensor_map
+from nlgrpo.model import adapters, fsdp, lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
@@ -96,7 +95,7 @@ class ColocatedVLLM:
         self._wake("weights")
         name = f"{self.run}:{version}"
         if self.adapter is None:
-            self._load(_stored(model, self.compute), name)
+            self._load(policy_weights.stored(model, self.compute), name)
         else:
             self._load_adapter(model, version, name)
         self._wake("kv_cache")
@@ -194,12 +193,3 @@ class ColocatedVLLM:
             vllm_library.shut_down(self.llm)
             self.llm = None
             self._remove_adapters(set())
-
-
-def _stored(model: Decoder, compute: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in ``compute`` as a Hugging Face directory has them, with adapters merged; collective."""
-    kept = None if lora.adapted(model) else compute
-    places = tensor_map(model.shape)
-    for name, parameter in lora.merged(model, fsdp.each_replicated(model, kept), compute):
-        for stored, shape, view in hf_weights.as_stored(parameter, places[name], model.shape):
-            yield stored, view.reshape(tuple(shape))

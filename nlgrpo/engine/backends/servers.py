@@ -11,15 +11,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
-from nlgrpo.engine.backends import completions
+from nlgrpo.engine.backends import completions, policy_weights
 from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.engine.backends.completions import Completion
+from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts
 from nlgrpo.engine.sampling import Sampling
@@ -53,6 +54,8 @@ class VLLMServers:
     """Whether the user wants the run to stop; it does not wait for servers then."""
     adapter: LoraConfig | None = None
     """Settings of adapters that the servers get as such; None: they get all weights, with adapters merged."""
+    transfer: Literal["directory", "nccl", "ipc"] = "directory"
+    connections: list[Transfer] = field(default_factory=list)
     frozen: Path | None = None
     """Directory of a model that is not trained."""
     version: int | None = None
@@ -80,8 +83,13 @@ class VLLMServers:
         """
         servers = [Server(url.rstrip("/"), options.timeout) for url in options.servers]
         run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
-        as_adapter = adapter if adapter is not None and options.adapters and not adapter.modules_to_save else None
-        engine = cls(servers, shape, ranks, compute, folder, options.timeout, stopping, as_adapter, run=run)
+        if options.transfer != "directory" and ranks.device.type != "cuda":
+            raise EngineError(f"vllm.transfer = {options.transfer!r} needs a GPU; use 'directory'")
+        by_file = options.adapters and options.transfer == "directory"
+        as_adapter = adapter if adapter is not None and by_file and not adapter.modules_to_save else None
+        engine = cls(
+            servers, shape, ranks, compute, folder, options.timeout, stopping, as_adapter, options.transfer, run=run
+        )
         ranks.agree(lambda: engine._on_all(lambda server: server.check(context)))
         return engine
 
@@ -89,6 +97,9 @@ class VLLMServers:
 
     def take(self, model: Decoder, version: int) -> None:
         name = f"{self.run}:{version}"
+        if self.transfer != "directory":
+            self._transfer(model, name)
+            return
         self._save(model, self._folder(name))
         self.names.append(name)
         self.version = version
@@ -100,9 +111,22 @@ class VLLMServers:
 
         self.ranks.agree(load)
 
+    def _transfer(self, model: Decoder, name: str) -> None:
+        """Send the weights to each server without a file; collective. A server that fails ends the run."""
+        weights = Weights(
+            partial(policy_weights.stored, model, self.compute), policy_weights.shapes(model, self.compute)
+        )
+        if not self.connections:
+            assert self.transfer != "directory"
+            self.connections = [Transfer(self.transfer, server, self.ranks, weights) for server in self.servers]
+        for connection in self.connections:
+            connection.send(name)
+        self.names.append(name)
+        self.version = _version(name)
+
     def take_directory(self, source: Path) -> None:
         """Sample from the weights in a Hugging Face directory, which the servers read; collective."""
-        self.frozen, self.adapter = source.resolve(), None
+        self.frozen, self.adapter, self.transfer = source.resolve(), None, "directory"
         self.names.append(f"{self.run}:0")
 
         def load() -> None:
@@ -146,6 +170,8 @@ class VLLMServers:
 
     def _restore(self, server: Server) -> None:
         """Give the newest weights to a server that does not have them, such as one that was restarted."""
+        if self.transfer != "directory":
+            raise ServerDown(f"it gets weights by {self.transfer} between two rollouts only")
         with server.lock:
             name = self.names[-1]
             if self.adapter is None and server.version() == name:

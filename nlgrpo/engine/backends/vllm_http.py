@@ -65,14 +65,28 @@ class Server:
 
     def load(self, folder: str, version: str) -> None:
         """Load the weights in ``folder``, and name them ``version``. Requests in flight continue with them."""
-        self._call("POST", "/pause?" + urlencode({"mode": "keep"}), 60.0)
+        self.pause()
         try:
             self._rpc("load_policy", folder=folder)
-            self._call("POST", "/reset_prefix_cache", 60.0)
-            self._call("POST", "/update_weight_version", 60.0, {"new_version": version})
-        finally:
+        except (ServerDown, EngineError):
             self._call("POST", "/resume", 60.0)
+            raise
+        self.resume(version)
+
+    def pause(self) -> None:
+        """Stop sampling, and keep the requests."""
+        self._call("POST", "/pause?" + urlencode({"mode": "keep"}), 60.0)
+
+    def resume(self, version: str) -> None:
+        """Continue with new weights, named ``version``."""
+        self._call("POST", "/reset_prefix_cache", 60.0)
+        self._call("POST", "/update_weight_version", 60.0, {"new_version": version})
+        self._call("POST", "/resume", 60.0)
         self.weights = version
+
+    def workers(self) -> int:
+        """Number of processes that have the weights."""
+        return int(self._call("GET", "/get_world_size", 10.0)["world_size"])
 
     def load_adapter(self, folder: str, version: str) -> None:
         """Load the adapter in ``folder``; requests name it by ``version``."""

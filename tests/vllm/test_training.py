@@ -1,0 +1,241 @@
+"""Runs that sample with vLLM, in processes of their own: servers that are killed, trainers that are killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RealServer, processes_of
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(source, folder, *more, steps=6, ranks=1):
+    sizes = ["--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "24"]
+    launcher = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", str(ROOT / "nlgrpo" / "train.py")]
+    alone = [sys.executable, "-m", "nlgrpo.train"]
+    return [
+        *(launcher if ranks > 1 else alone), "length-bon", "--model.path", str(source), "--train.steps", str(steps),
+        "--train.out", str(folder), "--evaluation.prompts", "0", "--train.samples-every", "0", *sizes,
+        "--rollout.engine", "vllm", "--loss.correction", "tis:2", *more,
+    ]  # fmt: skip
+
+
+def run(arguments, timeout=400):
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, env=environment())
+    return done.returncode, done.stdout, done.stderr
+
+
+def environment():
+    bin_folder = Path(sys.executable).parent
+    return os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def of(folder, name):
+    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def served(server):
+    return ["--vllm.servers", server.url, "--vllm.timeout", "200"]
+
+
+@pytest.mark.parametrize("more", [[], ["--rollout.top-k", "20"], ["--lora.rank", "2", "--optim.lr", "0.01"]], ids=str)
+def test_a_colocated_run(models, tmp_path, more):
+    status, out, err = run(command(models["llama"], tmp_path / "run", *more))
+    assert status == 0, err[-3000:]
+    assert of(tmp_path / "run", "sampling/version") == list(range(6))
+    if "--rollout.top-k" not in more:
+        assert max(of(tmp_path / "run", "sampling/logp_difference/max")) < 1e-3
+    else:  # the ratio of policy and filtered policy is the mass that the filter kept
+        assert max(of(tmp_path / "run", "sampling/importance_sampling_ratio/max")) < 1
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / "engine").exists()
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_two_ranks_have_an_engine_each_or_share_one(models, tmp_path, tensor_parallel):
+    """Their update is that of one rank, whose engine samples the same completions."""
+    more = ["--vllm.tensor-parallel", str(tensor_parallel)]
+    status, _, err = run(command(models["tied llama"], tmp_path / "two", *more, steps=3, ranks=2))
+    assert status == 0, err[-3000:]
+    assert of(tmp_path / "two", "sampling/version") == [0, 1, 2]
+    assert max(of(tmp_path / "two", "sampling/logp_difference/max")) < 1e-3
+    status, _, err = run(command(models["tied llama"], tmp_path / "one", steps=3))
+    assert status == 0, err[-3000:]
+    assert of(tmp_path / "one", "reward") == pytest.approx(of(tmp_path / "two", "reward"), rel=1e-4)
+
+
+def test_a_server_killed_in_the_middle_of_a_run_that_samples_ahead(models, tmp_path, serve):
+    """30 steps; the server is killed and restarted. No step used other weights than those of the step before."""
+    server = serve(models["gpt2"])
+    arguments = command(models["gpt2"], tmp_path / "run", *served(server), "--rollout.ahead", "1", steps=30)
+    trainer = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 10:
+        assert trainer.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    server.kill()
+    time.sleep(3)
+    server.start()
+    _, err = trainer.communicate(timeout=300)
+    assert trainer.returncode == 0, err[-3000:]
+    assert of(tmp_path / "run", "step") == list(range(30))
+    assert of(tmp_path / "run", "sampling/version") == [0, *range(29)]
+    assert of(tmp_path / "run", "sampling/staleness") == [0, *[1] * 29]
+    assert "does not sample" in err
+    assert "samples again" in err
+    assert processes_of(trainer.pid) == []
+
+
+def test_a_server_gives_samples_of_every_policy(models, tmp_path, serve):
+    """Without sampling ahead the log-probs of the server are those of the policy, also after a restart."""
+    server = serve(models["gpt2"])
+    status, _, err = run(command(models["gpt2"], tmp_path / "run", *served(server), steps=4))
+    assert status == 0, err[-3000:]
+    assert max(of(tmp_path / "run", "sampling/logp_difference/max")) < 1e-3
+    server.kill()
+    server.start()
+    status, _, err = run(command(models["gpt2"], tmp_path / "run", *served(server), steps=8))
+    assert status == 0, err[-3000:]
+    assert of(tmp_path / "run", "sampling/version") == list(range(8))
+    assert max(of(tmp_path / "run", "sampling/logp_difference/max")) < 1e-3
+
+
+def test_a_server_gets_adapters(models, tmp_path, serve):
+    server = serve(models["llama"], "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    more = [*served(server), "--lora.rank", "2", "--optim.lr", "0.01"]
+    status, _, err = run(command(models["llama"], tmp_path / "run", *more))
+    assert status == 0, err[-3000:]
+    assert max(of(tmp_path / "run", "sampling/logp_difference/max")) < 1e-3
+    assert of(tmp_path / "run", "kl")[-1] > 1e-4  # the adapters have changed
+
+
+def test_a_server_with_another_model_is_named(models, tmp_path, serve):
+    server = serve(models["llama"])
+    status, _, err = run(command(models["gpt2"], tmp_path / "run", *served(server)))
+    assert status == 1
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "the server was started with another model than the policy: model_type is 'llama', and 'gpt2'" in line
+    assert run(command(models["llama"], tmp_path / "other", *served(server), steps=2))[0] == 0  # it still serves
+
+
+def test_a_server_without_the_options_says_how_to_start_it(models, tmp_path, serve):
+    server = serve(models["llama"], VLLM_SERVER_DEV_MODE="0")
+    status, _, err = run(command(models["llama"], tmp_path / "run", *served(server)))
+    assert status == 1
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "/weight_info is not available (404" in line
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_saves_and_leaves_no_process(models, tmp_path, number):
+    trainer = subprocess.Popen(
+        command(models["llama"], tmp_path / "run", steps=500), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True, env=environment(),
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not metrics.is_file() or not metrics.read_text().count("\n") > 2:
+        assert trainer.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(trainer.pid, number)
+    out, err = trainer.communicate(timeout=60)
+    assert trainer.returncode == 0, err[-3000:]
+    assert "run the same command again to resume" in out
+    assert processes_of(trainer.pid) == []
+
+
+def test_ten_kills_at_random_times(models, tmp_path, serve):
+    """The trainer is killed ten times while it samples on a server ahead; every start resumes, and nothing is left."""
+    server, seed = serve(models["gpt2"]), 7
+    more = [*served(server), "--rollout.ahead", "1", "--train.checkpoint-every", "1"]
+    arguments = command(models["gpt2"], tmp_path / "run", *more, steps=60)
+    generator, kills, seen = random.Random(seed), 0, []
+    while kills < 10:
+        trainer = subprocess.Popen(
+            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env=environment(),
+        )  # fmt: skip
+        try:
+            trainer.wait(generator.uniform(4.0, 16.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(trainer.pid, signal.SIGKILL)
+            kills += 1
+        _, err = trainer.communicate(timeout=30)
+        assert trainer.returncode in (0, -signal.SIGKILL), err[-3000:]
+        assert processes_of(trainer.pid) == []
+        folder = tmp_path / "run" / "checkpoints"
+        seen.append(len(list(folder.iterdir())) if folder.is_dir() else 0)
+        if trainer.returncode == 0:
+            break
+    status, _, err = run(arguments)
+    assert status == 0, err[-3000:]
+    assert kills == 10 or of(tmp_path / "run", "step")[-1] == 59
+    assert of(tmp_path / "run", "step") == list(range(60))
+    staleness, version = of(tmp_path / "run", "sampling/staleness"), of(tmp_path / "run", "sampling/version")
+    assert set(staleness) == {0, 1}
+    assert all(step - old == late for step, (old, late) in enumerate(zip(version, staleness, strict=True)))
+    assert all(torch.isfinite(x).all() for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values())
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def test_a_killed_colocated_run_resumes_and_leaves_no_process(models, tmp_path):
+    arguments = command(models["gpt2"], tmp_path / "run", "--train.checkpoint-every", "2", steps=20)
+    for enough in (3, 9):
+        trainer = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, start_new_session=True, env=environment())
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+        while not metrics.is_file() or metrics.read_text().count("\n") < enough:
+            assert trainer.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(trainer.pid, signal.SIGKILL)  # this process only: whatever it started would remain
+        trainer.wait()
+        time.sleep(0.5)
+        assert processes_of(trainer.pid) == []
+    assert run(arguments)[0] == 0
+    assert of(tmp_path / "run", "sampling/version") == list(range(20))
+
+
+@pytest.mark.parametrize("name", ["rollout", "evaluate", "generate", "iro"])
+def test_commands(models, tmp_path, name):
+    vllm = ["--rollout.engine", "vllm", "--model.path", str(models["gpt2"])]
+    nlgrpo = [sys.executable, "-m", "nlgrpo.cli"]
+    if name == "generate":
+        status, out, err = run([*nlgrpo, "generate", "Once upon a time", "--model", str(models["gpt2"]), "--engine", "vllm",
+                                "--choose", "length(target=20)", "--procedure", "bon:4"])  # fmt: skip
+        assert status == 0, err[-3000:]
+        assert out.startswith("Once upon a time")
+        return
+    if name == "evaluate":
+        assert run(command(models["gpt2"], tmp_path / "run", steps=1))[0] == 0
+        status, _, err = run([*nlgrpo, "evaluate", str(tmp_path / "run"), "--rollout.engine", "vllm", "--n", "4", "--ns", "1",
+                              "--out", str(tmp_path / "e")])  # fmt: skip
+        assert status == 0, err[-3000:]
+        return
+    out = ["--out", str(tmp_path / "out")]
+    more = (
+        ["--samples", "4", "--prompts", "6"]
+        if name == "rollout"
+        else ["--iterations", "1", "--samples", "4", "--prompts", "8"]
+    )
+    status, _, err = run([*nlgrpo, name, "length-bon", *vllm, *more, *out])
+    assert status == 0, err[-3000:]
+
+
+def test_the_server_fixture_kills_what_it_started(models, tmp_path):
+    server = RealServer(models["llama"], tmp_path / "server.log")
+    server.start()
+    assert processes_of(server.process.pid)
+    server.kill()
+    assert processes_of(server.process.pid) == []
