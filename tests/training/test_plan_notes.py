@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from nlgrpo import train
 from nlgrpo.config.recipes import RECIPES, recipe
@@ -11,14 +12,14 @@ from nlgrpo.objectives.registry import parse
 from nlgrpo.training.planning.notes import notes
 
 
-def notes_of(objective="bon:4", rollout=None, transform="", **loss):
+def notes_of(objective="bon:4", rollout=None, transform="", compute=torch.float32, **loss):
     cfg = dataclasses.replace(
         recipe("length-bon"),
         loss=LossConfig(**loss),
         rollout=rollout or RolloutConfig(),
         rewards={"r": RewardConfig("length", "mean", transform=transform)},
     )
-    return notes(cfg, {"r": parse(objective)})
+    return notes(cfg, {"r": parse(objective)}, compute)
 
 
 def test_recipes_have_no_notes():
@@ -50,6 +51,22 @@ def test_recipes_have_no_notes():
             {"rollout": RolloutConfig(top_k=5, min_p=0.1)},
             "rollout.top_k = 5, rollout.min_p = 0.1: samples come from",
         ),
+        (
+            {"rollout": RolloutConfig(engine="vllm", ahead=1)},
+            "rollout.ahead = 1: completions are up to 1 step old, and nothing corrects for it; use",
+        ),
+        (
+            {"rollout": RolloutConfig(engine="vllm", ahead=2)},
+            "rollout.ahead = 2: completions are up to 2 steps old",
+        ),
+        (
+            {"rollout": RolloutConfig(engine="vllm"), "compute": torch.bfloat16},
+            "rollout.engine = 'vllm' in bfloat16: vLLM rounds in other places than the policy",
+        ),
+        (
+            {"rollout": RolloutConfig(top_k=5), "algorithm": "dpo", "beta": 0.1},
+            "rollout.top_k = 5: samples come from the truncated policy",
+        ),
         ({"objective": "wor:16"}, "rewards.r: wor:16 with 8 samples is a plug-in estimate"),
     ],
 )
@@ -71,10 +88,20 @@ def test_one_setting_one_line(settings, line):
         {"algorithm": "ipo", "beta": 0.1},
         {"transform": "vbon:4", "beta": 1.0, "kl_in": "reward"},
         {"transform": "bon_fp:4"},
+        {"rollout": RolloutConfig(top_k=5, top_p=0.9, min_p=0.1), "correction": "mis:0.5:2"},
+        {"rollout": RolloutConfig(engine="vllm", ahead=2), "compute": torch.bfloat16, "correction": "tis:2"},
+        {"rollout": RolloutConfig(engine="vllm")},
+        {"rollout": RolloutConfig(), "compute": torch.bfloat16},
+        {"rollout": RolloutConfig(engine="vllm"), "compute": torch.bfloat16, "algorithm": "ipo", "beta": 0.1},
     ],
 )
 def test_other_settings_have_no_note(settings):
     assert notes_of(**settings) == []
+
+
+def test_settings_that_one_correction_corrects_have_a_line_each():
+    rollout = RolloutConfig(engine="vllm", ahead=3, top_p=0.9)
+    assert len(notes_of(rollout=rollout, compute=torch.bfloat16)) == 3
 
 
 def test_the_plan_shows_the_notes(capsys):

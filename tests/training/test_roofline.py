@@ -32,13 +32,13 @@ def no_launches(monkeypatch, request):
         monkeypatch.setattr(roofline, "LAUNCH", 0.0)
 
 
-def workload(shape=SHAPE, adapter=None, world=1, prompt=9, compute=torch.float32, critic=None, **changes):
+def workload(shape=SHAPE, adapter=None, world=1, prompt=9, compute=torch.float32, critic=None, total=0.0, **changes):
     cfg = recipe("length-bon")
     settings = {"rollout__prompts": 1, "rollout__samples": 2, "rollout__max_new_tokens": 6} | changes
     for key, value in settings.items():
         section, name = key.split("__")
         setattr(getattr(cfg, section), name, value)
-    return Workload(cfg, shape, adapter, compute, "cuda", world, prompt, critic)
+    return Workload(cfg, shape, adapter, compute, "cuda", world, prompt, critic, gpu_memory=total)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
@@ -184,3 +184,77 @@ def test_tokens_per_second_are_those_of_all_ranks():
     work, machine = workload(world=8, rollout__prompts=16), Machine(GPUS["h100"], 8)
     step = sum(roofline.seconds(work, machine).values())
     assert roofline.tokens_per_second(work, machine) == pytest.approx(16 * 2 * 6 / step)
+
+
+def test_a_correction_scores_the_completions_with_the_policy():
+    """As often as the reference does; before several optimizer steps the policy scores them anyway."""
+    machine = Machine(SLOW, 8)
+    one = roofline.seconds(workload(), machine)["scoring"]  # of the reference
+    policy = {"loss__correction": "tis:2"}
+    assert roofline.seconds(workload(loss__beta=0.0, **policy), machine)["scoring"] == one
+    assert roofline.seconds(workload(**policy), machine)["scoring"] == 2 * one
+    assert roofline.seconds(workload(loss__epochs=2, **policy), machine)["scoring"] == 2 * one
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+VLLM = {"rollout__engine": "vllm", "compute": torch.bfloat16}
+WEIGHTS = 2 * (SHAPE.matrices + SHAPE.vocab * SHAPE.width)  # that a pass reads, in bfloat16
+CACHE = 2 * 2 * 2 * 8 * 2  # bytes of a token: keys and values, 2 heads of 8, 2 layers, bfloat16
+
+
+def decoding(prompts, columns=6):
+    """Bytes that passes over ``prompts`` with two completions each read, after the prefill of the first."""
+    tokens = sum(prompts * (9 + 2 * t) for t in range(1, columns))
+    return columns * WEIGHTS + tokens * CACHE
+
+
+def test_servers_sample_on_other_gpus():
+    machine = Machine(GPUS["h100"], 8)
+    own = roofline.seconds(workload(), machine)
+    found = roofline.seconds(workload(rollout__engine="vllm", vllm__servers=("http://a:8000",)), machine)
+    assert own.pop("sampling") > 0
+    assert found == own
+
+
+def test_vllm_decodes_all_rows_that_its_cache_holds():
+    """Four prompts together; one after another where its share has room for one prompt with its completions."""
+    machine = Machine(NARROW, 8)
+    group = 9 + 2 * 6
+    room = 2 * SHAPE.parameters + 1.6 * group * CACHE
+    options = {"rollout__prompts": 4, **VLLM}
+    assert roofline.seconds(workload(**options), machine)["sampling"] == pytest.approx(decoding(4) / 1e9)
+    tight = roofline.seconds(workload(total=room / 0.5, vllm__gpu_memory=0.5, **options), machine)
+    rows = 3  # of 1.6 groups
+    tokens = sum(rows * (9 / 2 + t) for t in range(1, 6))
+    last = sum(2 * (9 / 2 + t) for t in range(1, 6))
+    read = 2 * (6 * WEIGHTS + tokens * CACHE) + 6 * WEIGHTS + last * CACHE
+    assert tight["sampling"] == pytest.approx(read / 1e9)
+    one = roofline.seconds(workload(rollout__max_rows=2, **options), machine)
+    assert one["sampling"] == pytest.approx(4 * decoding(1) / 1e9)
+
+
+def test_ranks_of_an_engine_share_its_work():
+    """Two ranks sample the prompts of both, and each reads half of the weights and of the cache."""
+    options = {"world": 2, "rollout__prompts": 4, "parallel__replicate": 2, **VLLM}
+    found = roofline.seconds(workload(vllm__tensor_parallel=2, **options), Machine(NARROW, 8))
+    assert found["sampling"] == pytest.approx(decoding(4) / 2 / 1e9)
+
+
+def test_vllm_gets_the_weights_in_the_dtype_of_the_shards():
+    machine, options = Machine(APART, 8), {"world": 8, "rollout__prompts": 8, **VLLM}
+    found = roofline.seconds(workload(**options), machine)["sampling"]
+    assert found == pytest.approx(4 * SHAPE.parameters * 7 / 8 / 1e9)
+    assert roofline.seconds(workload(parallel__gather_for_sampling="block", **options), machine)["sampling"] == found
+    rank = 4
+    adapter = LoraConfig(rank=rank)
+    numbers = SHAPE.layers * sum(rank * (rows + columns) for rows, columns in SIZES.values())
+    found = roofline.seconds(workload(adapter=adapter, **options), machine)["sampling"]
+    assert found == pytest.approx(4 * numbers * 7 / 8 / 1e9)
+    found = roofline.seconds(workload(adapter=adapter, vllm__adapters=False, **options), machine)["sampling"]
+    assert found == pytest.approx((4 * numbers + 2 * SHAPE.parameters) * 7 / 8 / 1e9)
+
+
+# Outputs and inputs of the linear layers of a block.
+SIZES = {"q": (64, 64), "k": (16, 64), "v": (16, 64), "o": (64, 64), "gate": (160, 64), "up": (160, 64),
+         "down": (64, 160)}  # fmt: skip
