@@ -98,7 +98,7 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
     progress.advance(cfg.rollout.prompts, groups.tokens)
     if "kl" in stats:                                            # absent if all groups were dropped
         progress.beta = run.next_beta(step, stats["kl"])
-    stats |= run.speed(clock, groups.packed_tokens, int(groups.lengths.sum())) | rollouts.metrics(drawn, step)
+    stats |= run.speed(clock, groups.packed_tokens, int(groups.lengths.sum())) | rollouts.metrics(drawn, step, stats)
     log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
     if every(cfg.train.samples_every, step):
         log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, terms, adv))

@@ -30,6 +30,10 @@ class FakeVLLM:
     status: int = 200
     """Of requests for completions."""
     error: str = "out of memory"
+    without_worker: bool = False
+    """Started without the worker extension."""
+    shift: float = 0.0
+    """Added to the log-probs of all tokens."""
     lying: str = ""
     """Version that completions claim."""
     fault: str = ""
@@ -102,8 +106,12 @@ class FakeVLLM:
             self.version = body["new_version"]
         if path == "/collective_rpc":
             folder = Path(body["kwargs"]["folder"])
+            if self.without_worker:
+                return 500, {"error": {"message": "Worker failed: 'CPUWorker' object has no attribute 'load_policy'"}}
             if not folder.is_dir():
-                return 500, {"error": {"message": f"{folder} has no weights here: a shared disk is needed"}}
+                return 500, {
+                    "error": {"message": f"{folder} has no weights here: the server and the trainer need a shared disk"}
+                }
             self.model = decoder.load(folder)
         if path == "/inference/v1/generate":
             return self.generate(body)
@@ -133,7 +141,7 @@ class FakeVLLM:
             rollout = generation.generate(self.model, [ids], asked["n"], sampling, seed=asked["seed"])
         choices = []
         for i, tokens in enumerate(rollout.completion_ids()):
-            logprobs = rollout.logprobs[0, i, : len(tokens)].tolist()
+            logprobs = (rollout.logprobs[0, i, : len(tokens)] + self.shift).tolist()
             choices.append(self._choice(i, tokens, logprobs, version, rollout.finish_reasons()[i]))
         return 200, {"model": "policy", "choices": choices[: -1 if self.fault == "fewer" else None]}
 

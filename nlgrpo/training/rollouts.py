@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.run import Run
 
-Result = TypeVar("Result")
+SUSPICIOUS = 0.1  # mean difference of log-probs per token, in nats
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Rollouts:
     learner: Learner
     engine: PolicyEngine
     waiting: deque[Future[Drawn]] = field(default_factory=deque)
+    warned: bool = False
 
     @property
     def ahead(self) -> int:
@@ -103,10 +104,22 @@ class Rollouts:
 
         return Drawn(batch, rollout, in_thread(score).result if self.ahead else score)
 
-    def metrics(self, drawn: Drawn, step: int) -> dict[str, float]:
-        """Version of the weights that sampled the rollout of ``step``, and how many steps old they were."""
+    def metrics(self, drawn: Drawn, step: int, stats: Mapping[str, float]) -> dict[str, float]:
+        """Version of the weights that sampled the rollout of ``step``, and how many steps old they were; collective.
+
+        Warns once if the log-probs of the same weights differ from the policy's in ``stats``, those of the update.
+        """
         if self.run.config.rollout.engine == "nlgrpo" or drawn.rollout.version is None:
             return {}
+        gap = stats["sampling/logp_difference/mean"]
+        same = drawn.rollout.version == step and not self.run.sampler.sampling.filtered
+        if same and gap > SUSPICIOUS and not self.warned and self.run.ranks.first:
+            print(
+                f"vLLM: its log-probs differ from those of the policy by {gap:.2g} nats per token on average, with the "
+                "same weights; check that both have the same dtype and model, and use loss.correction",
+                file=sys.stderr,
+            )
+            self.warned = True
         oldest = -float(self.run.ranks.max(torch.tensor(-float(drawn.rollout.version), device=self.run.ranks.device)))
         return {"sampling/version": oldest, "sampling/staleness": step - oldest}
 

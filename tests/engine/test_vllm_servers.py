@@ -286,8 +286,18 @@ def test_weights_that_the_server_cannot_read(server, model, tmp_path, monkeypatc
     engine = connect(tmp_path, server)
     monkeypatch.setattr(VLLMServers, "_folder", lambda self, name: Path("/nowhere"))
     monkeypatch.setattr(VLLMServers, "_save", lambda self, model, folder: None)
-    with pytest.raises(EngineError, match="/nowhere has no weights here: a shared disk is needed"):
+    with pytest.raises(EngineError, match="/nowhere has no weights here: the server and the trainer need a shared"):
         engine.take(model, 0)
+
+
+def test_a_server_without_the_worker_says_how_to_start_it(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    server.without_worker = True
+    with pytest.raises(
+        EngineError, match=r"no attribute 'load_policy'\); start the server with: .*vllm_worker\.Worker"
+    ):
+        engine.take(model, 0)
+    assert server.calls[-1] == "/resume"
 
 
 def test_an_old_server_and_a_short_context_are_refused(model, tmp_path):

@@ -106,6 +106,13 @@ def test_a_rollout_that_is_too_old_is_refused(server, tmp_path, monkeypatch, cap
     assert of(tmp_path / "run", "step") == [0, 1]
 
 
+def test_log_probs_that_cannot_be_those_of_the_policy_are_noticed(server, tmp_path, capsys):
+    server.shift = 0.5
+    assert train.main(arguments(tmp_path / "run", [server], steps=3)) == 0
+    said = capsys.readouterr().err
+    assert said.count("vLLM: its log-probs differ from those of the policy by 0.5 nats per token on average") == 1
+
+
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 SLOW = """

@@ -184,7 +184,7 @@ class ColocatedVLLM:
 
     def sleep(self) -> None:
         if self.ranks.device.type == "cuda" and self.options.sleep and not self.asleep:
-            vllm_library.sleep(self.llm)
+            vllm_library.sleep(self.llm, keep_weights=self.adapter is not None)
             self.asleep = True
 
     def close(self) -> None:

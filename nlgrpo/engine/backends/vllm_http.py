@@ -21,6 +21,10 @@ STARTED_BY = (
 )
 
 
+# Parts of the messages of `vllm_worker`: faults that would come again.
+REFUSED = ("need a shared disk", "another model than the policy")
+
+
 class ServerDown(Exception):
     """A server cannot be reached, did not answer in time, or failed; the request may succeed later or elsewhere."""
 
@@ -151,19 +155,14 @@ class Server:
         message = str(
             error.get("message") if isinstance(error, dict) else error or content[:200].decode("utf-8", "replace")
         )
-        if status in (403, 404, 405):
+        if status in (403, 404, 405) or "has no attribute 'load_policy'" in message:
             raise EngineError(
                 f"{self.url}{path.partition('?')[0]} is not available ({status}: {message}); start the server with: "
                 f"{STARTED_BY}"
             )
-        if status >= 500 and "load_policy" not in path and not _ours(message):
+        if status >= 500 and not any(text in message for text in REFUSED):
             raise ServerDown(f"status {status}: {message}")
         raise EngineError(f"{self.url}: {message}")
-
-
-def _ours(message: str) -> bool:
-    """Whether an error comes from `nlgrpo.engine.backends.vllm_worker`, and would come again."""
-    return any(text in message for text in ("shared disk", "another model", "load_policy"))
 
 
 def _completion(choice: Mapping[str, Any]) -> Completion:

@@ -193,9 +193,12 @@ def weight_sender(
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
 
 
-def sleep(llm: Any) -> None:
-    """Free the weights and the KV cache of an engine on a GPU, until `wake`."""
-    llm.sleep(level=2)
+def sleep(llm: Any, *, keep_weights: bool) -> None:
+    """Free the weights and the KV cache of an engine on a GPU, until `wake`.
+
+    ``keep_weights``: keep them on the host, for an engine that gets adapters only; otherwise they are lost.
+    """
+    llm.sleep(level=1 if keep_weights else 2)
 
 
 def wake(llm: Any, part: str) -> None:
