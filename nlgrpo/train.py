@@ -125,12 +125,13 @@ def every(interval: int, step: int) -> bool:
 def draw(run: Run, learner: Learner, rollouts: Rollouts) -> Drawn:
     """Return the rollout of this step; collective.
 
-    If its engine fails on any rank, all ranks save the state before this step and raise EngineError.
+    If its engine fails on any rank, all ranks save the state before this step and raise ValueError.
     """
     try:
         return rollouts.next()
-    except EngineError:
-        run.save(learner)
+    except ValueError as error:  # on all ranks
+        if run.ranks.any(isinstance(error, EngineError)):
+            run.save(learner)
         raise
 
 

@@ -30,6 +30,8 @@ class FakeVLLM:
     status: int = 200
     """Of requests for completions."""
     error: str = "out of memory"
+    gate: threading.Event | None = None
+    """Requests for completions wait for it."""
     without_worker: bool = False
     """Started without the worker extension."""
     shift: float = 0.0
@@ -129,6 +131,8 @@ class FakeVLLM:
 
     def _generate(self, body: dict) -> tuple[int, dict]:
         time.sleep(self.delay)
+        if self.gate is not None:
+            self.gate.wait(60)
         if self.status != 200:
             return self.status, {"error": {"message": self.error}}
         asked, ids, version = body["sampling_params"], body["token_ids"], self.lying or self.version

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine.backends.background import in_thread
 from nlgrpo.engine.backends.base import EngineError, PolicyEngine
-from nlgrpo.engine.backends.servers import in_thread
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.training.learner import Learner
@@ -36,8 +36,8 @@ class Rollouts:
     """Draws the rollout of each step, and those of ``ahead`` later steps while this one trains.
 
     The order is fixed: before step t trains, the rollout of step t is complete, then the engine takes the weights after
-    step t - 1, then the rollouts up to step t + ahead are requested. They are sampled and scored in the background, in
-    the order of the steps. A rollout is at most ``ahead`` steps older than the policy that it trains; this is checked.
+    step t - 1, then the rollouts up to step t + ahead are requested. They are sampled and scored in the background. A
+    rollout is at most ``ahead`` steps older than the policy that it trains; this is checked.
     Nothing of it is saved: a run that resumes draws again.
 
     With ``ahead`` = 0 all happens in the calling thread.
@@ -56,7 +56,8 @@ class Rollouts:
     def next(self) -> Drawn:
         """Return the rollout of the current step; collective.
 
-        Raises EngineError on all ranks if it cannot be drawn, or is older than ``ahead`` steps.
+        Raises ValueError on all ranks if it cannot be drawn, or is older than ``ahead`` steps: EngineError on those
+        whose engine failed.
         """
         run, step = self.run, self.run.progress.step
         if not self.waiting:  # at the start, and for ahead = 0

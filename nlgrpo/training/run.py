@@ -42,7 +42,8 @@ from nlgrpo.training.reference_rewards import ReferenceRewards
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
-        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload")  # fmt: skip
+        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload", "vllm.servers", "vllm.transfer",
+        "vllm.folder", "vllm.timeout", "vllm.tensor_parallel", "vllm.gpu_memory", "vllm.sleep", "vllm.adapters")  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
 WRITTEN = (

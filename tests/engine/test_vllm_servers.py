@@ -172,14 +172,13 @@ def test_a_server_that_is_restarted_while_it_samples_is_waited_for(server, model
     thread.join()
     assert gap(rollout, model) < 1e-4
     said = capsys.readouterr().err
-    assert said.count("does not sample") == 1
-    assert said.count("samples again") == 1
+    assert said.count("does not sample") == said.count("samples again") >= 1
 
 
 def test_completions_of_other_weights_are_never_used(server, model, tmp_path):
-    engine = connect(tmp_path, server, timeout=0.5)
+    engine = connect(tmp_path, server)
     engine.take(model, 0)
-    server.lying = "someone:3"
+    server.lying, engine.timeout = "someone:3", 0.5
     with pytest.raises(EngineError, match=r"it sampled with the weights \['someone:3'\], not with '\w+:0'"):
         engine.generate(PROMPTS, 2, SAMPLING)
 
@@ -198,14 +197,16 @@ def test_a_completion_may_continue_with_newer_weights(server, model, tmp_path):
     """A rollout that is in flight while the policy is updated; its version is that of the oldest token."""
     engine = connect(tmp_path, server)
     engine.take(model, 0)
-    server.delay = 0.5
+    server.gate = threading.Event()
     rollouts = []
     thread = threading.Thread(target=lambda: rollouts.append(engine.generate(PROMPTS, 2, SAMPLING)))
     thread.start()
-    time.sleep(0.1)
+    while server.calls.count("/inference/v1/generate") < 4:
+        time.sleep(0.01)
     engine.take(model, 1)
+    server.gate.set()
     thread.join()
-    assert rollouts[0].version == 1  # the fake server samples after its delay
+    assert rollouts[0].version == 1  # the fake server samples after its gate
     server.lying, engine.timeout = engine.names[0], 0.3
     with pytest.raises(EngineError, match=r"it sampled with the weights \['\w+:0'\], not with '\w+:1'"):
         engine.generate(PROMPTS, 2, SAMPLING)  # older weights are not allowed
@@ -257,9 +258,9 @@ def test_a_slow_server_is_given_up_and_another_one_samples(model, tmp_path, caps
 
 
 def test_a_server_without_memory_is_named(server, model, tmp_path):
-    engine = connect(tmp_path, server, timeout=0.5)
+    engine = connect(tmp_path, server)
     engine.take(model, 0)
-    server.status = 500
+    server.status, engine.timeout = 500, 0.5
     with pytest.raises(EngineError, match="status 500: out of memory"):
         engine.generate(PROMPTS, 2, SAMPLING)
 

@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.backends import completions, policy_weights
+from nlgrpo.engine.backends.background import in_thread
 from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.engine.backends.completions import Completion
 from nlgrpo.engine.backends.transfers import Transfer, Weights
@@ -312,17 +312,3 @@ class VLLMServers:
 def _version(name: str) -> int:
     """Step of the weights "RUN:STEP"."""
     return int(name.rpartition(":")[2])
-
-
-def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Run ``work`` in a daemon thread, which cannot keep the process alive."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="nlgrpo-sample").start()
-    return future
