@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
+from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.data import prompt_dataset
 from nlgrpo.engine import backends
 from nlgrpo.engine.backends import NativeEngine
@@ -42,8 +43,8 @@ from nlgrpo.training.reference_rewards import ReferenceRewards
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
         "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
-        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload", "vllm.servers", "vllm.transfer",
-        "vllm.folder", "vllm.timeout", "vllm.tensor_parallel", "vllm.gpu_memory", "vllm.sleep", "vllm.adapters")  # fmt: skip
+        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
+        *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
 WRITTEN = (

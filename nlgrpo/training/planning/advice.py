@@ -11,13 +11,14 @@ from typing import Any
 
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.console import duration, size
-from nlgrpo.training.planning import memory, roofline
+from nlgrpo.training.planning import memory, roofline, vllm_memory
 from nlgrpo.training.planning.roofline import Machine
 from nlgrpo.training.planning.workload import Workload
 
 FITS = 0.95  # share of the memory that recommended settings may need: the plan is an estimate
 FASTER = 0.97  # other settings are recommended if they need at most this share of the time
 MICRO_BATCHES = (2048, 4096, 8192, 16384, 32768, 65536)
+SHARES = tuple(n / 10 for n in range(9, 0, -1))  # of a GPU for vLLM
 LORA = LoraConfig(rank=16)
 
 Settings = dict[str, Any]  # values by key, such as {"train.micro_batch_tokens": 8192}
@@ -54,15 +55,15 @@ def with_settings(work: Workload, settings: Settings) -> Workload:
 def best(work: Workload, machine: Machine, limit: float) -> Choice | None:
     """Return the settings with the shortest step that need at most ``limit`` bytes; None if no settings fit.
 
-    Micro-batches, ``rollout.max_rows``, activation checkpointing, replicas and the gathering for sampling may change;
-    none of them changes the samples or the loss. Of settings within 3% of the shortest time, those with the fewest
-    changes are returned.
+    Micro-batches, ``rollout.max_rows``, activation checkpointing, replicas, the gathering for sampling and a smaller
+    share of the GPU for vLLM may change; none of them changes the loss or the distribution of the samples. Of settings
+    within 3% of the shortest time, those with the fewest changes are returned.
     """
     found = []
     for settings in _variants(work, machine):
         changed = {key: value for key, value in settings.items() if attrgetter(key)(work.config) != value}
         variant = with_settings(work, changed)
-        if (needed := peak(variant)) <= limit:
+        if not vllm_memory.fault(variant) and (needed := peak(variant)) <= limit:
             found.append(Choice(changed, needed, sum(roofline.seconds(variant, machine).values())))
     if not found:
         return None
@@ -78,12 +79,12 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
     group = work.prompt + work.samples * (work.columns - 1)
     budgets = sorted({cfg.train.micro_batch_tokens, *MICRO_BATCHES, _power(group)}, key=lambda n: n or 0)
     rows = {cfg.rollout.max_rows}
-    if not cfg.loss.offline:
+    if not cfg.loss.offline and (work.engine != "servers" or work.draws):
         most = max(cfg.rollout.samples, -(-cfg.rollout.prompts // work.world) * cfg.rollout.samples)
         rows |= {cfg.rollout.samples * 2**i for i in range(12) if 2**i * cfg.rollout.samples <= _power(most)}
     nodes = max(1, work.world // machine.per_node)
     replicas = {cfg.parallel.replicate} | ({1, nodes} if work.world % nodes == 0 else {1})
-    gathers = ("model", "block") if work.sharded else (cfg.parallel.gather_for_sampling,)
+    gathers = ("model", "block") if work.sharded and work.decodes else (cfg.parallel.gather_for_sampling,)
     checkpointing = {cfg.model.activation_checkpointing, False, True}
     names = (
         "train.micro_batch_tokens",
@@ -91,9 +92,19 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
         "rollout.max_rows",
         "parallel.replicate",
         "parallel.gather_for_sampling",
+        "vllm.gpu_memory",
     )
-    for values in itertools.product(budgets, sorted(checkpointing), sorted(rows), sorted(replicas), gathers):
+    shares = (cfg.vllm.gpu_memory, *_smaller_shares(work))
+    for values in itertools.product(budgets, sorted(checkpointing), sorted(rows), sorted(replicas), gathers, shares):
         yield dict(zip(names, values, strict=True))
+
+
+def _smaller_shares(work: Workload) -> tuple[float, ...]:
+    """Smaller shares of the GPU with which vLLM can start in this process, from the largest on."""
+    if work.engine != "vllm" or work.device == "cpu":
+        return ()
+    smaller = [share for share in SHARES if share < work.config.vllm.gpu_memory]
+    return tuple(n for n in smaller if not vllm_memory.fault(with_settings(work, {"vllm.gpu_memory": n})))
 
 
 def _power(number: int) -> int:
@@ -159,10 +170,14 @@ def _on_more_gpus(work: Workload, machine: Machine) -> Alternative | None:
 def check(work: Workload, limit: float, where: str) -> None:
     """Raise ValueError if the run needs more than ``limit`` bytes per rank; ``where`` names the memory.
 
-    Set ``train.check_memory = false`` to start such a run.
+    Also raised if vLLM's share of a GPU is too small for vLLM. Set ``train.check_memory = false`` to start such a run.
     """
+    if not work.config.train.check_memory:
+        return
+    if fault := vllm_memory.fault(work):
+        raise ValueError(f"{fault}, or set train.check_memory = false to start anyway")
     plan = memory.estimate(work)
-    if not work.config.train.check_memory or plan.peak <= limit:
+    if plan.peak <= limit:
         return
     use, most = max((plan.persistent | plan.phases[plan.largest]).items(), key=lambda item: item[1])
     raise ValueError(
@@ -173,11 +188,12 @@ def check(work: Workload, limit: float, where: str) -> None:
 
 
 def check_host(work: Workload, limit: float) -> None:
-    """Raise ValueError if what a rank offloads needs more than ``limit`` bytes of the host, as in `check`."""
+    """Raise ValueError if a rank needs more than ``limit`` bytes of the host beside its GPU, as in `check`."""
     needed = sum(memory.estimate(work).host.values())
     if work.config.train.check_memory and needed > limit:
+        cause = "parallel.offload" if work.offloaded else "vllm.sleep"
         raise ValueError(
-            f"parallel.offload needs {size(needed)} per rank in the memory of the host, which has {size(limit)} for "
+            f"{cause} needs {size(needed)} per rank in the memory of the host, which has {size(limit)} for "
             "each; use more ranks or adapters (lora.rank), or set train.check_memory = false to start anyway"
         )
 
@@ -186,10 +202,12 @@ def remedies(work: Workload, limit: float) -> str:
     """Settings that make a run fit into ``limit`` bytes, or what else may help."""
     cfg, fitting = work.config, []
     changes: dict[str, tuple[Any, ...]] = {
-        "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < cfg.rollout.max_rows),
+        "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < cfg.rollout.max_rows) if work.decodes else (),
+        "vllm.sleep": (True,) if work.engine == "vllm" and work.device != "cpu" and not cfg.vllm.sleep else (),
+        "vllm.gpu_memory": _smaller_shares(work),
         "model.activation_checkpointing": () if cfg.model.activation_checkpointing else (True,),
         "train.micro_batch_tokens": tuple(n for n in (4096, 1024) if n < work.limit.tokens),
-        "parallel.gather_for_sampling": ("block",) if work.sharded else (),
+        "parallel.gather_for_sampling": ("block",) if work.sharded and work.decodes else (),
         "parallel.offload": (True,) if work.device != "cpu" else (),
     }
     for values in itertools.product(*((None, *some) for some in changes.values())):

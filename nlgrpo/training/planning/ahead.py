@@ -17,6 +17,7 @@ from nlgrpo.model.architectures import shape_of
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.training import critic
+from nlgrpo.training.planning import vllm_memory
 from nlgrpo.training.planning.workload import CONTEXT, Workload
 
 DTYPES = ("float32", "float16", "bfloat16")  # of reward models
@@ -31,11 +32,11 @@ class Ahead:
     unknown: tuple[str, ...]
 
 
-def workload(cfg: Config, *, gpus: int, prompt: int | None = None) -> Ahead:
+def workload(cfg: Config, *, gpus: int, prompt: int | None = None, gpu_memory: float = 0.0) -> Ahead:
     """Return what one of ``gpus`` ranks would compute. ``prompt``: tokens of the longest prompt.
 
-    Raises ValueError for a configuration that cannot be run, for a model without a config, and for a prompt that leaves
-    no room for a completion.
+    ``gpu_memory``: bytes of a GPU, for vLLM's share. Raises ValueError for a configuration that cannot be run, for a
+    model without a config, for a prompt that leaves no room for a completion, and for a share that is too small.
     """
     validate.check(cfg, world=gpus)
     shape = shape_of(decoder.read_config(hf_weights.locate(cfg.model.path, config_only=True)))
@@ -59,7 +60,10 @@ def workload(cfg: Config, *, gpus: int, prompt: int | None = None) -> Ahead:
         critic=critic.own_shape(cfg, shape) if own_critic else None,
         reward_models=sum(sizes[pair] or 0 for pair in paths),
         process=CONTEXT,
+        gpu_memory=gpu_memory,
     )
+    if fault := vllm_memory.fault(work):
+        raise ValueError(fault)
     return Ahead(work, tuple(dict.fromkeys(path for (path, _), number in sizes.items() if number is None)))
 
 

@@ -32,7 +32,7 @@ class Memory:
     overhead: Uses
     """What the allocator adds in each phase."""
     host: Uses = field(default_factory=dict)
-    """Bytes of this rank in the memory of the host, beside a GPU: what is offloaded."""
+    """Bytes of this rank in the memory of the host, beside a GPU: what is offloaded, and what a sleeping vLLM keeps."""
 
     def total(self, phase: str) -> float:
         return sum(self.persistent.values()) + sum(self.phases[phase].values()) + self.overhead[phase]
@@ -54,6 +54,7 @@ def estimate(work: Workload) -> Memory:
         "reference": work.shape.parameters * work.compute.itemsize / work.shards if work.reference else 0.0,
     }
     host = _clean(shards | update.whole_state(work, gradients=True)) if work.offloaded else {}
+    host |= vllm_memory.on_host(work)
     persistent = {"process": float(work.process)} | ({} if work.offloaded else shards)
     persistent["reward models"] = float(work.reward_models)
     persistent |= vllm_memory.lasting(work)
@@ -86,10 +87,11 @@ def _completions(work: Workload) -> dict[str, Uses]:
     cfg, found = work.config, dict[str, Uses]()
     if work.engine == "servers":
         found["hand-over"] = vllm_memory.sampling(work)
-    if work.engine != "servers" and not cfg.loss.offline:
-        found["sampling"] = _by_engine(work, cfg.rollout.prompts, cfg.rollout.samples)
-    if work.engine != "servers" and cfg.evaluation.prompts:
-        found["evaluation"] = _by_engine(work, cfg.evaluation.prompts, cfg.evaluation.samples)
+    else:
+        if not cfg.loss.offline:
+            found["sampling"] = _by_engine(work, cfg.rollout.prompts, cfg.rollout.samples)
+        if cfg.evaluation.prompts:
+            found["evaluation"] = _by_engine(work, cfg.evaluation.prompts, cfg.evaluation.samples)
     if work.draws:
         found["reference samples"] = _sampling(work, cfg.rollout.prompts, cfg.calibration.samples)
     return found
@@ -147,7 +149,8 @@ def _overhead(work: Workload, phase: str, persistent: Uses, uses: Uses) -> float
     lasting = ("optimizer", "gradients", "file")
     temporary = sum(size for name, size in uses.items() if name not in lasting)
     churned = KEPT_BLOCKS * work.micro_batch * work.block.saved if "activations" in uses else 0.0
-    gathered = 0.0  # by FSDP2 on a CPU, for sampling and for the reference: freed, but a part stays with the process
+    gathered = 0.0  # on a CPU, for sampling or vLLM and for the reference: freed, but a part stays with the process
     if work.sharded and phase in ("update", "optimizer step"):
-        gathered = work.shape.parameters * work.compute.itemsize * (work.decodes + work.reference)
+        times = (work.engine != "servers" or work.draws) + work.reference
+        gathered = work.shape.parameters * work.compute.itemsize * times
     return CODE + KEPT_SHARE * temporary + min(churned, temporary) + gathered

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from nlgrpo.config.schema import Config, LossConfig
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import Objective
@@ -16,15 +18,36 @@ ONLINE = (
 )  # fmt: skip
 
 
-def notes(config: Config, objectives: Mapping[str, Objective]) -> list[str]:
-    """One line, with the alternative, per setting that makes the gradient differ from the objective's."""
+def notes(config: Config, objectives: Mapping[str, Objective], compute: torch.dtype | None = None) -> list[str]:
+    """One line, with the alternative, per setting that makes the gradient differ from the objective's.
+
+    ``compute``: dtype in which the policy computes, if it is known.
+    """
     if config.loss.offline:
-        return [*_on_sampling(config), *_on_ignored_keys(config), *_on_small_beta(config)]
-    on_objective = [*_on_sampling(config), *_on_estimators(config, objectives), *_on_transforms(config)]
+        return [*_on_truncation(config), *_on_ignored_keys(config), *_on_small_beta(config)]
+    on_objective = [*_on_sampler(config, compute), *_on_estimators(config, objectives), *_on_transforms(config)]
     return [*on_objective, *_on_loss(config), *_on_kl(config)]
 
 
-def _on_sampling(config: Config) -> Iterator[str]:
+def _on_sampler(config: Config, compute: torch.dtype | None) -> Iterator[str]:
+    """Notes on a sampler that is not the policy, which importance weights correct for."""
+    ahead = config.rollout.ahead
+    if config.loss.correction != "none":
+        return
+    yield from _on_truncation(config)
+    if ahead > 0:
+        yield (
+            f"rollout.ahead = {ahead}: completions are up to {ahead} step{'s' * (ahead > 1)} old, and nothing corrects "
+            "for it; use loss.correction = 'tis:2'."
+        )
+    if config.rollout.engine == "vllm" and compute == torch.bfloat16:
+        yield (
+            "rollout.engine = 'vllm' in bfloat16: vLLM rounds in other places than the policy, so that it samples "
+            "another distribution; loss.correction = 'tis:2' corrects for it."
+        )
+
+
+def _on_truncation(config: Config) -> Iterator[str]:
     r = config.rollout
     cuts = [f"{name} = {value:g}" for name, value, off in
             (("top_k", r.top_k, 0), ("top_p", r.top_p, 1), ("min_p", r.min_p, 0)) if value != off]  # fmt: skip

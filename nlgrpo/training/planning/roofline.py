@@ -137,11 +137,10 @@ def _gather(work: Workload, shape: Shape, machine: Machine) -> float:
 
 def _sampling(work: Workload, machine: Machine) -> float:
     """Prompts are decoded in waves of those that fit together."""
-    together, _ = work.rows(work.config.rollout.prompts, work.config.rollout.samples)
     samples = work.config.rollout.samples
-    full, rest = divmod(work.groups, together)
-    gather, passes = _gather(work, work.shape, machine), (full + (rest > 0)) * work.columns
-    decoding = _waves(work, machine, work.groups * samples, together * samples)
+    together, rows = work.rows(work.config.rollout.prompts, samples)
+    gather, passes = _gather(work, work.shape, machine), -(-work.groups // together) * work.columns
+    decoding = _waves(work, machine, work.groups * samples, rows)
     if work.config.parallel.gather_for_sampling == "block":
         return max(decoding, passes * gather)
     return decoding + gather
@@ -156,8 +155,9 @@ def _sampling_by_vllm(work: Workload, machine: Machine) -> float:
 
 def _taking(work: Workload, machine: Machine) -> float:
     """Seconds to gather the weights for vLLM in their own dtype, or the adapters."""
-    adapters = work.config.vllm.adapters and work.adapter is not None and not work.adapter.modules_to_save
-    shard = work.trained(work.shape) * work.stored.itemsize / work.shards if adapters else work.shard_bytes(work.shape)
+    shard = work.shard_bytes(work.shape)
+    if vllm_memory.takes_adapters(work):
+        shard = work.trained(work.shape) * work.stored.itemsize / work.shards
     copied = shard / machine.gpu.host if work.offloaded else 0.0
     return copied + shard * (work.shards - 1) / machine.link(work.shards)
 

@@ -40,19 +40,26 @@ def workload(run: Run) -> Workload:
         critic=critic.own_shape(cfg, run.shape) if own_critic else None,
         reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         process=host_memory.of_process() if cpu else CONTEXT,
+        gpu_memory=0.0 if cpu or not torch.cuda.is_available() else _gpu_memory(run.ranks.device),
     )
+
+
+def _gpu_memory(device: torch.device) -> float:
+    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def show(run: Run) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, ranks = run.config, run.ranks
     epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
-    plan = memory.estimate(workload(run))
+    work = workload(run)
+    plan = memory.estimate(work)
     rows = {
         "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
         **adapter_row(run.adapter, run.shape),
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
+        **engine_row(work),
         "data": f"{run.prompts!r}",
         **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
@@ -64,7 +71,7 @@ def show(run: Run) -> Table:
         "memory per rank": memory_lines(plan),
         "folder": str(run.folder),
     }
-    if lines := notes(cfg, run.objectives):
+    if lines := notes(cfg, run.objectives, run.compute):
         rows["note"] = "\n".join(lines)
     return named_lines("plan", rows)
 
@@ -76,7 +83,7 @@ def check_memory(run: Run) -> None:
     host = math.inf if machine is None else machine[0] / ranks
     if device.type == "cuda":
         advice.check_host(work, host)
-        advice.check(work, float(torch.cuda.get_device_properties(device).total_memory), "the GPU")
+        advice.check(work, _gpu_memory(device), "the GPU")
     else:
         advice.check(work, host, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine")
 
@@ -106,6 +113,21 @@ def adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
     start = f", continuing {adapter.path}" if adapter.path else ""
     share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model{start}"
     return {"adapters": f"LoRA of rank {adapter.rank} on {', '.join(names)}, scaled by {adapter.scaling:g}: {share}"}
+
+
+def engine_row(work: Workload) -> dict[str, str]:
+    """Row for vLLM; none for nlgrpo's engine."""
+    vllm, ahead = work.config.vllm, work.config.rollout.ahead
+    if work.engine == "servers":
+        number = len(vllm.servers)
+        early = f", up to {ahead} step{'s' * (ahead > 1)} ahead" * (ahead > 0)
+        return {"engine": f"vLLM on {number} server{'s' * (number > 1)}{early}; evaluations too"}
+    if work.engine == "nlgrpo":
+        return {}
+    engines = f", {vllm.tensor_parallel} ranks per engine" * (vllm.tensor_parallel > 1)
+    share = f", with {vllm.gpu_memory:.0%} of the GPU" * (work.device != "cpu")
+    asleep = " while it samples" * (work.device != "cpu" and vllm.sleep)
+    return {"engine": f"vLLM in the processes of the trainer{engines}{share}{asleep}"}
 
 
 def _online_rows(run: Run) -> dict[str, str]:

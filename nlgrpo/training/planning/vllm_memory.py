@@ -16,6 +16,8 @@ from nlgrpo.training.planning.update import Uses
 from nlgrpo.training.planning.workload import Workload
 
 GIB = 2**30
+LIBRARIES = 270 * 2**20  # of vLLM 0.32 for a CPU: what importing it and starting an engine add
+CHUNK, CHUNKS = GIB, 3  # of its transfer over NCCL: bytes, and how many exist: one sent, one joined from its tensors
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the KV cache on a CPU, of each rank
 
 
@@ -31,13 +33,32 @@ def lasting(work: Workload) -> Uses:
     if work.device != "cpu":
         return {} if work.config.vllm.sleep else {"vLLM": share(work)}
     packed = 2 * work.shape.vocab * work.shape.width  # copies of embedding and head, as its matrix products read them
-    return {"vLLM weights": weights(work) + _part(work, packed), "vLLM KV cache": _cache_on_cpu()}
+    return {
+        "vLLM libraries": float(LIBRARIES),
+        "vLLM weights": weights(work) + _part(work, packed),
+        "vLLM KV cache": _cache_on_cpu(),
+    }
 
 
 def sampling(work: Workload) -> Uses:
     """What is added while vLLM samples, or takes new weights."""
     asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
-    return {"vLLM": share(work) if asleep else 0.0, "gathered parameter": _handed_over(work)}
+    return {
+        "vLLM": share(work) if asleep else 0.0,
+        "gathered parameter": _handed_over(work),
+        "transfer": _in_flight(work),
+    }
+
+
+def on_host(work: Workload) -> Uses:
+    """What a vLLM that sleeps on a GPU keeps in the memory of the host: the weights, if it gets adapters only."""
+    asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
+    return {"vLLM weights": weights(work)} if asleep and takes_adapters(work) else {}
+
+
+def takes_adapters(work: Workload) -> bool:
+    """Whether vLLM gets adapters as such, and not merged weights; some architectures have none in vLLM."""
+    return work.config.vllm.adapters and work.adapter is not None and not work.adapter.modules_to_save
 
 
 def weights(work: Workload) -> float:
@@ -101,6 +122,17 @@ def _handed_over(work: Workload) -> float:
 
 def _by_directory(work: Workload) -> bool:
     return work.engine == "servers" and work.config.vllm.transfer == "directory"
+
+
+def _in_flight(work: Workload) -> float:
+    """Bytes that vLLM's own transfer keeps on rank 0: chunks over NCCL, and all weights by CUDA IPC."""
+    outer, block = _largest(work.shape)
+    everything = work.shape.parameters * work.compute.itemsize
+    if work.engine != "servers" or work.config.vllm.transfer == "directory":
+        return 0.0
+    if work.config.vllm.transfer == "ipc":
+        return everything
+    return CHUNKS * min(everything, CHUNK + max(outer, block) * work.compute.itemsize)
 
 
 def _bytes_on_the_way(work: Workload) -> float:
