@@ -148,7 +148,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
     from nlgrpo.runtime.timing import Clock, StopSignal
     from nlgrpo.train import train
     from nlgrpo.training.build import build
-    from nlgrpo.training.rollouts import Rollouts
+    from nlgrpo.training.rollouts.ahead import Rollouts
     from nlgrpo.training.run import open_folder
 
     steps = args.warmup + args.steps

@@ -19,7 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
-from nlgrpo.engine.backends.base import EngineError, PolicyEngine
+from nlgrpo.engine.backends.base import PolicyEngine
+from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.evaluation import results
 from nlgrpo.objectives.advantages import subtract_baseline
@@ -36,7 +37,7 @@ from nlgrpo.training.metrics import FILE, MetricsLogger, read_jsonl
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.planning import table
 from nlgrpo.training.reference_rewards import CalibratedReward
-from nlgrpo.training.rollouts import Drawn, Rollouts
+from nlgrpo.training.rollouts.ahead import Drawn, Rollouts
 from nlgrpo.training.run import Run, open_folder
 
 

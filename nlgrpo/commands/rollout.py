@@ -3,7 +3,8 @@
     nlgrpo rollout my.toml --samples 100 --out runs/rollouts
     torchrun --nproc-per-node 8 -m nlgrpo.cli rollout my.toml --samples 100 --out runs/rollouts
 
-`reference_rollouts.load` reads the folder. Ranks share the prompts file by file (`rollout_job`), and the folder.
+`reference_rollouts.load` reads the folder. Ranks share the prompts file by file (`training/rollouts/job.py`), and the
+folder.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nlgrpo.runtime import distributed
 from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.timing import StopSignal, as_clock
 from nlgrpo.runtime.work_queue import WorkQueue
-from nlgrpo.training.rollout_job import Job, build, open_folder, prompts_per_file, roll_out
+from nlgrpo.training.rollouts.job import Job, build, open_folder, prompts_per_file, roll_out
 
 ABOUT = """Sample and score completions of the reference: nlgrpo rollout [recipe] [file.toml] [--section.key value ...]
 

@@ -18,6 +18,7 @@ from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
+from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
 from nlgrpo.evaluation.estimators import distinct_n
@@ -117,7 +118,7 @@ def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, r
     engine = cfg.rollout.engine
     origin = Provenance.of(source, tokenizer, dtype, sampling, engine)
     store = open_store(options.out / "samples", origin, sampler, first=ranks.first)
-    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store, engine, cfg.vllm)
+    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store)
 
 
 def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
@@ -128,7 +129,7 @@ def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
 def draw(e: Evaluation, candidate: RolloutCollector) -> None:
     """Draw the completions that are not saved yet."""
     missing = e.queue.missing(candidate.chunks, candidate.drawn)
-    with candidate.loaded(e.ranks) as engine:
+    with loaded(candidate, e.cfg.rollout.engine, e.cfg.vllm, e.ranks, missing=bool(missing)) as engine:
         e.queue.work(f"{candidate.label}: completions", missing, lambda chunk: candidate.draw(engine(), chunk))
 
 

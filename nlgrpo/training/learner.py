@@ -23,9 +23,9 @@ from nlgrpo.objectives import importance_sampling
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic
-from nlgrpo.training.correction import Corrected, correct
 from nlgrpo.training.critic import Critic, Targets
-from nlgrpo.training.losses import kl
+from nlgrpo.training.losses import correction, kl
+from nlgrpo.training.losses.correction import Corrected
 from nlgrpo.training.losses.policy import packed_loss, packed_loss_from_hidden, token_weights
 
 
@@ -123,10 +123,10 @@ class Learner:
 
     def corrected(self, rollout: Rollout) -> Corrected | None:
         """Importance weights of a rollout that another distribution sampled; None with loss.correction = "none"."""
-        correction = importance_sampling.parse(self.loss.correction, self.loss.correction_level)
-        if correction is None:
+        settings = importance_sampling.parse(self.loss.correction, self.loss.correction_level)
+        if settings is None:
             return None
-        return correct(correction, self.score(self.model, rollout), rollout, self.ranks)
+        return correction.correct(settings, self.score(self.model, rollout), rollout.logprobs, rollout.lengths)
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
         """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""
@@ -199,8 +199,12 @@ class Learner:
                 self.critic.clip_gradients(self.optim.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        metrics = {} if corrected is None else corrected.metrics
-        return totals.metrics() | metrics | {"learning_rate": lr}
+        metrics = totals.metrics() | {"learning_rate": lr}
+        if corrected is not None:
+            metrics |= correction.metrics(
+                self.ranks.sum(corrected.sums.clone()), self.ranks.max(corrected.extremes.clone())
+            )
+        return metrics
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
         """Yield the ``kept`` (R,) rows of this rank for each optimizer step.

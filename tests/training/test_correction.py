@@ -33,8 +33,8 @@ from nlgrpo.objectives.importance_sampling import Correction, kl_sum, parse
 from nlgrpo.objectives.registry import BestOfN, Mean, WorstOfN
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.correction import correct
 from nlgrpo.training.global_batch import GlobalBatch
+from nlgrpo.training.losses.correction import correct, metrics
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -132,18 +132,19 @@ def test_a_log_prob_that_no_sampler_can_have_is_refused(value):
 
 def test_metrics(folders, sampled):
     learner = make_learner(folders[0], LossConfig(correction="mis:0.7:1.3"))
-    metrics = learner.corrected(sampled).metrics
+    corrected = learner.corrected(sampled)
+    found = metrics(corrected.sums, corrected.extremes)
     policy = learner.score(learner.model, sampled)
     w = (policy - sampled.logprobs.flatten(0, 1)).sum(-1).exp()
     kept = torch.where((w >= 0.7) & (w <= 1.3), w, 0)
     name = "sampling/importance_sampling_ratio"
-    assert metrics[f"{name}/mean"] == pytest.approx(float(kept.mean()))
-    assert (metrics[f"{name}/min"], metrics[f"{name}/max"]) == pytest.approx((float(kept.min()), float(kept.max())))
-    assert metrics[f"{name}/cut"] == pytest.approx(float((kept != w).double().mean()))
-    assert 0 < metrics[f"{name}/cut"] < 1
-    assert metrics[f"{name}/ess"] == pytest.approx(float(kept.sum() ** 2 / kept.square().sum() / len(kept)))
+    assert found[f"{name}/mean"] == pytest.approx(float(kept.mean()))
+    assert (found[f"{name}/min"], found[f"{name}/max"]) == pytest.approx((float(kept.min()), float(kept.max())))
+    assert found[f"{name}/cut"] == pytest.approx(float((kept != w).double().mean()))
+    assert 0 < found[f"{name}/cut"] < 1
+    assert found[f"{name}/ess"] == pytest.approx(float(kept.sum() ** 2 / kept.square().sum() / len(kept)))
     each = torch.cat([row[:n] for row, n in zip(policy - sampled.logprobs.flatten(0, 1), sampled.lengths.flatten())])
-    assert metrics["sampling/kl"] == pytest.approx(float((each.exp() - 1 - each).mean()))
+    assert found["sampling/kl"] == pytest.approx(float((each.exp() - 1 - each).mean()))
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_the_update_is_that_of_plain_pytorch(folders, sampled, case, correction,
             corrected=corrected,
         )  # fmt: skip
         assert stats["loss"] == pytest.approx(float(total.detach()), rel=1e-9)
-        assert stats.items() >= corrected.metrics.items()
+        assert stats.items() >= metrics(corrected.sums, corrected.extremes).items()
         gradients = {name: p.grad for name, p in policy.named_parameters()}
         assert_near(by_name(learner, learner.optimizer.gradients[0]), gradients)
 
@@ -343,4 +344,6 @@ def test_a_correction_that_does_not_fit_is_refused(arguments, message):
 def test_a_random_rollout_is_corrected_in_the_dtype_of_the_policy(folders):
     rollout = random_rollout(torch.tensor([[2, 3]]), [4])
     learner = make_learner(folders[0], LossConfig(correction="tis:2"))
-    assert correct(Correction("tis", 0, 2), learner.score(learner.model, rollout), rollout, ONE).tokens.shape == (2, 3)
+    assert correct(
+        Correction("tis", 0, 2), learner.score(learner.model, rollout), rollout.logprobs, rollout.lengths
+    ).tokens.shape == (2, 3)

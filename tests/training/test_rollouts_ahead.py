@@ -19,8 +19,8 @@ from nlgrpo.engine.backends import EngineError, servers
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import StopSignal
-from nlgrpo.training import rollouts as rollouts_module
 from nlgrpo.training.build import build
+from nlgrpo.training.rollouts import ahead as rollouts_module
 from nlgrpo.training.run import open_folder
 
 SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"

@@ -10,10 +10,6 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model.decoder import Decoder
 
 
-class EngineError(ValueError):
-    """An engine cannot sample, or returned something that is not a sample of the policy."""
-
-
 class Engine(Protocol):
     """Samples completions from a model."""
 

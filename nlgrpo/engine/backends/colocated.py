@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.backends import completions, policy_weights, vllm_library
-from nlgrpo.engine.backends.base import EngineError
-from nlgrpo.engine.backends.completions import Completion
+from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import adapters, fsdp, lora

@@ -1,28 +1,16 @@
-"""What another engine is asked for, and checks of what it returns."""
+"""Requests to vLLM, and checks of what it returns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nlgrpo.engine.backends.base import EngineError
+from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.engine.generation import Rollout, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A completion as an engine returned it."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    versions: list[str] = field(default_factory=list)
-    """Names of the weights that sampled its tokens, in their order."""
 
 
 def request_of(sampling: Sampling, samples: int, seed: int) -> dict[str, Any]:

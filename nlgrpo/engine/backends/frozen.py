@@ -10,9 +10,10 @@ import torch
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.backends.base import Engine, EngineError, PolicyEngine
+from nlgrpo.engine.backends.base import Engine, PolicyEngine
 from nlgrpo.engine.backends.colocated import ColocatedVLLM
 from nlgrpo.engine.backends.native import engine_of
+from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.backends.servers import VLLMServers
 from nlgrpo.engine.generation import Limits
 from nlgrpo.model import decoder

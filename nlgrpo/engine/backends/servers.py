@@ -18,8 +18,7 @@ from torch import Tensor
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.backends import completions, policy_weights
 from nlgrpo.engine.backends.background import in_thread
-from nlgrpo.engine.backends.base import EngineError
-from nlgrpo.engine.backends.completions import Completion
+from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts
@@ -266,7 +265,8 @@ class VLLMServers:
             return True
 
         while True:
-            jobs = [in_thread(partial(self._try, succeeds, server)) for server in self.servers]
+            ready = [server for server in self.servers if server.retry_at <= time.monotonic()]
+            jobs = [in_thread(partial(self._try, succeeds, server)) for server in ready]
             results = [job.result() for job in jobs]
             if any(results):
                 return
@@ -280,7 +280,7 @@ class VLLMServers:
             if not server.down:
                 self._say(f"{server.url} does not sample: {error}")
             server.down, server.weights, server.failures = str(error), "", server.failures + 1
-            server.retry_at = time.monotonic() + min(SOON * 2 ** (server.failures - 1), LATE)
+            server.retry_at = time.monotonic() + min(SOON * 2 ** min(server.failures - 1, 10), LATE)
             return None
         if server.down:
             self._say(f"{server.url} samples again")

@@ -9,14 +9,13 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from nlgrpo.engine.backends import vllm_library
-from nlgrpo.engine.backends.base import EngineError
-from nlgrpo.engine.backends.vllm_http import Server, ServerDown
+from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.runtime.distributed import Ranks
 
 
@@ -37,12 +36,24 @@ class Weights:
         deque(self.reading, maxlen=0)
 
 
+class Receiver(Protocol):
+    """The server, as `vllm_http.Server` calls it."""
+
+    url: str
+
+    def pause(self) -> None: ...
+
+    def resume(self, version: str) -> None: ...
+
+    def workers(self) -> int: ...
+
+
 @dataclass
 class Transfer:
     """Connection to one server. All ranks take part; rank 0 sends."""
 
     kind: Literal["nccl", "ipc"]
-    server: Server
+    server: Receiver
     ranks: Ranks
     weights: Weights
     sender: Any = None
@@ -78,7 +89,7 @@ class Transfer:
             return 0, 0
         try:
             workers = self.server.workers()
-        except ServerDown as error:
+        except Exception as error:
             raise EngineError(f"{self.server.url}: {error}") from error
         with socket.socket() as free:
             free.bind(("", 0))

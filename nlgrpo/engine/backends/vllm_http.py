@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from nlgrpo.engine.backends.base import EngineError
-from nlgrpo.engine.backends.completions import Completion
+from nlgrpo.engine.backends.returned import Completion, EngineError
 
 STARTED_BY = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --skip-tokenizer-init --logprobs-mode processed_logprobs "

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.engine.backends import vllm_worker
-from nlgrpo.engine.backends.base import EngineError
-from nlgrpo.engine.backends.completions import Completion
+from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.runtime.seeding import random_state, set_random_state
 
 OLDEST = (0, 32)  # has weight versions
@@ -188,7 +187,7 @@ def weight_sender(
     if kind == "nccl":
         info: Any = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world, rank=rank)
     else:
-        info = IPCTrainerInitInfo(rank=rank)
+        info = IPCTrainerInitInfo(rank=rank, packed=True)  # otherwise it copies all weights at once
     client = HTTPVLLMWeightSyncClient(url, timeout)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config.schema import RewardConfig
-from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.engine.backends import Engine, frozen
+from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import (
@@ -34,7 +32,6 @@ from nlgrpo.engine.rollouts.store import (
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError
-from nlgrpo.runtime.distributed import Ranks
 
 READS = "texts behind their prompts"  # version of `encoding.decode`; part of the digests of scores
 
@@ -93,7 +90,7 @@ class Provenance:
         tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
         sampling: Sampling,
-        engine: frozen.Name = "nlgrpo",
+        engine: str = "nlgrpo",
     ) -> Provenance:
         """Compute the provenance of the model in the directory ``source``. Reads all of its weights."""
         return cls(
@@ -129,35 +126,12 @@ class RolloutCollector:
     sampler: Sampler
     per_file: int
     store: Store
-    engine: frozen.Name = "nlgrpo"
-    vllm: VLLMConfig | None = None
 
     @cached_property
     def chunks(self) -> list[Batch]:
         """Prompts of each file."""
         places = range(len(self.batch.ids))
         return [self.batch.only(places[start : start + self.per_file]) for start in places[:: self.per_file]]
-
-    def load(self, ranks: Ranks) -> Engine:
-        """Load the model into its engine."""
-        return frozen.load(
-            self.source, self.dtype, ranks, self.engine, options=self.vllm, context=self._context,
-            max_rows=self.sampler.max_rows,
-        )  # fmt: skip
-
-    @contextmanager
-    def loaded(self, ranks: Ranks) -> Iterator[Callable[[], Engine]]:
-        """Context with a function that returns the engine, which its first call loads. It is closed at the end."""
-        engine = cache(partial(self.load, ranks))
-        try:
-            yield engine
-        finally:
-            if engine.cache_info().currsize:
-                engine().close()
-
-    @property
-    def _context(self) -> int:
-        return max(map(len, self.batch.ids), default=0) + self.sampler.sampling.max_new_tokens
 
     def drawn(self, chunk: Batch) -> bool:
         """Whether the file of these prompts exists and is complete."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch, Prompt, plain_text
-from nlgrpo.engine.backends import Engine
+from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.sampling import Sampling

@@ -40,7 +40,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
-from nlgrpo.training.rollout_job import Job, build, open_folder, roll_out
+from nlgrpo.training.rollouts.job import Job, build, open_folder, roll_out
 from nlgrpo.training.scalar_heads import trainer, value_training
 
 RESULTS = "iro.json"

@@ -12,7 +12,8 @@ import torch
 
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.background import in_thread
-from nlgrpo.engine.backends.base import EngineError, PolicyEngine
+from nlgrpo.engine.backends.base import PolicyEngine
+from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.training.learner import Learner
@@ -38,7 +39,7 @@ class Rollouts:
     The order is fixed: before step t trains, the rollout of step t is complete, then the engine takes the weights after
     step t - 1, then the rollouts up to step t + ahead are requested. They are sampled and scored in the background. A
     rollout is at most ``ahead`` steps older than the policy that it trains; this is checked.
-    Nothing of it is saved: a run that resumes draws again.
+    Rollouts are not saved: a run that resumes draws again.
 
     With ``ahead`` = 0 all happens in the calling thread.
     """

@@ -17,6 +17,7 @@ from nlgrpo.engine.backends import Engine, frozen
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.inputs import load_rewards, prompts_of, sampling_of
+from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder, hf_weights
@@ -95,8 +96,6 @@ def open_folder(job: Job) -> RolloutCollector:
         job.sampler,
         prompts_per_file(job),
         store,
-        job.engine,
-        job.cfg.vllm,
     )
     if job.queue.ranks.first:
         Index.of(draws, job.origin, job.scorers, job.cfg.train.seed).write(job.folder)
@@ -145,7 +144,8 @@ def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
     if len(missing) < len(draws.chunks):
         job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
     title = "completions and rewards, files"
-    with draws.loaded(job.queue.ranks) as engine:
+    ranks, undrawn = job.queue.ranks, any(not draws.drawn(chunk) for chunk in missing)
+    with loaded(draws, job.engine, job.cfg.vllm, ranks, missing=undrawn) as engine:
         finished = job.queue.work(title, missing, lambda chunk: _draw_and_score(job, draws, engine, chunk, drawn))
     total = drawn.over(job.queue.ranks)
     return total if finished else None
