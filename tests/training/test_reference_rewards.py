@@ -19,6 +19,7 @@ from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import build
+from nlgrpo.training.rollouts.ahead import Rollouts
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -78,11 +79,11 @@ def calibrated_of(root, **more):
     cfg, _ = from_arguments(options(root, **more))
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
     learner = run.learner()
-    batch = run.next_batch()
-    rollout = run.sampler.draw(NativeEngine(learner.model), batch)
-    ref = learner.reference_logprobs(rollout)
-    scores, calibrated = train.score(run, learner, batch, rollout, ref)
-    return run, batch, rollout, scores, calibrated, ref
+    rollouts = Rollouts(run, learner, NativeEngine(learner.model))
+    drawn = rollouts.next()
+    ref = learner.reference_logprobs(drawn.rollout)
+    scores, calibrated = train.score(run, learner, rollouts, drawn, ref)
+    return run, drawn.batch, drawn.rollout, scores, calibrated, ref
 
 
 # --- by counting ------------------------------------------------------------------------------------------------------
