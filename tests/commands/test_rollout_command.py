@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from nlgrpo import cli
 from nlgrpo.calibration import kolmogorov_smirnov
 from nlgrpo.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from nlgrpo.engine import generation
+from nlgrpo.engine import generation, transformers_backend
 from nlgrpo.engine.rollouts import collect, store
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.inputs import load_rewards, sampling_of
@@ -268,7 +268,7 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
     capsys.readouterr()
     assert cli.main(arguments(work, "grow")) == 0
     assert "2 of 4 files are already done" in capsys.readouterr().out
-    monkeypatch.setattr(collect.transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     assert cli.main(arguments(work, "grow", rewards__one__function=f"{work / 'rewards.py'}:one")) == 0
     assert "tokens/s" not in capsys.readouterr().out
     found = load(work / "grow")
@@ -279,7 +279,7 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
 def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, capsys):
     """For example corrected answers; prompts and completions are unchanged."""
     shutil.copytree(work / "first", work / "corrected")
-    monkeypatch.setattr(collect.transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     with monkeypatch.context() as patched:
         patched.setattr(collect.RolloutCollector, "score", lambda *a: pytest.fail("it is scored again"))
         assert cli.main(arguments(work, "corrected")) == 0
