@@ -41,7 +41,7 @@ test-slow: $(VENV)/installed-test
 
 # vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.
 test-vllm: $(VLLM)/installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/with_vllm
 
 # Python is not linked with the sanitizers, so LD_PRELOAD loads them first, together with libstdc++, whose exceptions
 # they intercept. Leaks are not checked: Python and torch keep memory until they exit, which would hide a leak of an op.

@@ -39,10 +39,13 @@ PAGES = {
     "losses": ("Losses", ["nlgrpo.training.losses"]),
     "evaluation": ("Evaluation", ["nlgrpo.evaluation"]),
     "kernels": ("Kernels", ["nlgrpo.kernels"]),
-    "model-engine": ("Model and engine", ["nlgrpo.model", "nlgrpo.engine"]),
+    "model-engine": ("Model and engine", ["nlgrpo.model", "nlgrpo.engine", "nlgrpo.engine.backends"]),
     "inference": ("Inference-time procedures", ["nlgrpo.engine.inference", "nlgrpo.engine.serving"]),
     "rollouts-rewards": ("Rollouts, rewards, data", ["nlgrpo.engine.rollouts", "nlgrpo.rewards", "nlgrpo.data"]),
-    "training": ("Training", ["nlgrpo.training", "nlgrpo.training.scalar_heads", "nlgrpo.training.sweeps"]),
+    "training": (
+        "Training",
+        ["nlgrpo.training", "nlgrpo.training.rollouts", "nlgrpo.training.scalar_heads", "nlgrpo.training.sweeps"],
+    ),
     "integrations": ("Integrations", ["nlgrpo.integrations"]),
     "runtime": ("Runtime", ["nlgrpo.runtime"]),
 }

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_vllm import RealServer, processes_of
 from safetensors.torch import load_file
+from vllm_processes import RealServer, processes_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 from fake_vllm import gap
-from real_vllm import STORY
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from vllm_processes import STORY
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine import generation

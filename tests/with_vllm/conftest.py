@@ -1,11 +1,14 @@
-"""Tests with vLLM itself, which ``make test-vllm`` installs into an environment of its own; skipped elsewhere."""
+"""Tests with vLLM itself, which ``make test-vllm`` installs into an environment of its own; skipped elsewhere.
+
+The folder is not named ``vllm``: `tests` is on the path, and TRL would take it for the package.
+"""
 
 import importlib.util
 import os
 from pathlib import Path
 
 import pytest
-from real_vllm import STORY, RealServer, write_model
+from vllm_processes import STORY, RealServer, write_model
 
 HERE = Path(__file__).parent
 
