@@ -35,7 +35,11 @@ class FakeVLLM:
     without_worker: bool = False
     """Started without the worker extension."""
     shift: float = 0.0
-    """Added to the log-probs of all tokens."""
+    """Added to the log-probs of all tokens, but not to those of the first weights."""
+    raw: bool = False
+    """Returns log-probs before filters."""
+    aborts: int = 0
+    """Requests that it aborts next."""
     lying: str = ""
     """Version that completions claim."""
     fault: str = ""
@@ -60,6 +64,7 @@ class FakeVLLM:
     def start(self) -> None:
         """Start, or start again on the same port with the first weights."""
         self.model, self.version, self.running = decoder.load(self.source), "default", 0
+        self.loaded, self.adapters = "", {}
         self.lock = threading.Lock()
         fake = self
 
@@ -107,14 +112,16 @@ class FakeVLLM:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":
+            if body["method"] == "loaded_policy":
+                return 200, {"results": [{"name": self.loaded}]}
             folder = Path(body["kwargs"]["folder"])
             if self.without_worker:
                 return 500, {"error": {"message": "Worker failed: 'CPUWorker' object has no attribute 'load_policy'"}}
             if not folder.is_dir():
                 return 500, {
-                    "error": {"message": f"{folder} has no weights here: the server and the trainer need a shared disk"}
+                    "error": {"message": f"{folder} does not exist here: the server and the trainer need a shared disk"}
                 }
-            self.model = decoder.load(folder)
+            self.model, self.loaded = decoder.load(folder), body["kwargs"]["name"]
         if path == "/inference/v1/generate":
             return self.generate(body)
         return 200, {}
@@ -136,17 +143,25 @@ class FakeVLLM:
         if self.status != 200:
             return self.status, {"error": {"message": self.error}}
         asked, ids, version = body["sampling_params"], body["token_ids"], self.lying or self.version
-        self.prompts.append(ids)
+        if asked["top_k"] != 1:  # not the probe of a connection
+            self.prompts.append(ids)
         sampling = Sampling(
             temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"], min_p=asked["min_p"],
             max_new_tokens=asked["max_tokens"], stop_ids=tuple(asked["stop_token_ids"]),
         )  # fmt: skip
         with self.lock:  # PyTorch's threads
             rollout = generation.generate(self.model, [ids], asked["n"], sampling, seed=asked["seed"])
+        if self.raw:
+            rollout.logprobs.fill_(-0.7)
         choices = []
         for i, tokens in enumerate(rollout.completion_ids()):
-            logprobs = (rollout.logprobs[0, i, : len(tokens)] + self.shift).tolist()
+            shift = self.shift if self.version != "default" else 0.0
+            logprobs = (rollout.logprobs[0, i, : len(tokens)] + shift).tolist()
             choices.append(self._choice(i, tokens, logprobs, version, rollout.finish_reasons()[i]))
+        if self.aborts > 0:
+            self.aborts -= 1
+            for choice in choices:
+                choice["finish_reason"] = "abort"
         return 200, {"model": "policy", "choices": choices[: -1 if self.fault == "fewer" else None]}
 
     def _choice(self, index: int, tokens: list[int], logprobs: list[float | None], version: str, reason: str) -> dict:
@@ -155,7 +170,7 @@ class FakeVLLM:
         if self.fault == "vocabulary":
             tokens = [5000, *tokens[1:]]
         if self.fault == "cut":
-            tokens, logprobs, reason = tokens[:-1] or [7], logprobs[:-1] or [-1.0], "abort"
+            tokens, logprobs, reason = tokens[:-1] or [7], logprobs[:-1] or [-1.0], "length"
         if self.fault == "nothing":
             tokens, logprobs = [], []
         if self.fault == "no log-probs":

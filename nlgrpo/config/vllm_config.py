@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+LONGEST = 1200.0  # seconds; PyTorch ends a process that waits for others for half an hour
+
 
 @dataclass
 class VLLMConfig:
@@ -39,8 +41,9 @@ class VLLMConfig:
         ]
         if self.transfer != "directory" and not self.servers:
             found.append(f"vllm.transfer = {self.transfer!r}: only for vllm.servers")
-        if not self.timeout > 0:
-            found.append(f"vllm.timeout = {self.timeout}: allowed is > 0")
+        if not self.timeout > 0 or (world > 1 and self.timeout > LONGEST):
+            most = f" and at most {LONGEST:g} with several ranks, which wait for each other" * (world > 1)
+            found.append(f"vllm.timeout = {self.timeout}: allowed is > 0{most}")
         if not 0 < self.gpu_memory <= 1:
             found.append(f"vllm.gpu_memory = {self.gpu_memory}: allowed is in (0, 1]")
         if self.tensor_parallel < 1 or world % self.tensor_parallel:

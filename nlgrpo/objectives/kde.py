@@ -74,6 +74,9 @@ class Smoothed(Objective):
         spread = (widths * self._over_nodes(end[:, None, None] - self.objective._integral(cdf))).sum(-1)
         return end * borders[:, 0] + spread
 
+    def _with_weights(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        raise ValueError(f"{self}: the kernel smoother takes no importance weights; use {self.objective} instead.")
+
     def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         best = rewards.argmax(-1, keepdim=True)
         return self._linearize(rewards, probs) + self.objective._uncentred(rewards, probs).gather(-1, best)

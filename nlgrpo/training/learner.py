@@ -126,7 +126,8 @@ class Learner:
         settings = importance_sampling.parse(self.loss.correction, self.loss.correction_level)
         if settings is None:
             return None
-        return correction.correct(settings, self.score(self.model, rollout), rollout.logprobs, rollout.lengths)
+        policy = self.score(self.model, rollout)
+        return self.ranks.agree(lambda: correction.correct(settings, policy, rollout.logprobs, rollout.lengths))
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
         """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""

@@ -30,7 +30,7 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.rewards.reward_functions import Scores
-from nlgrpo.runtime import checkpoint
+from nlgrpo.runtime import atomic_files, checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
@@ -166,6 +166,8 @@ class Run:
             by_block = self.config.parallel.gather_for_sampling == "block"
             yield NativeEngine(learner.model, by_block)
             return
+        if self.ranks.first and not self.config.vllm.folder:
+            atomic_files.remove(self.folder / "engine")  # what a killed trainer left
         prompts = max(len(ids) for prompts in (self.prompts, self.held_out) for ids in [[], *prompts.ids])
         engine = backends.of_policy(
             self.source,

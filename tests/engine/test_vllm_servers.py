@@ -73,7 +73,7 @@ def test_completions_are_samples_of_the_weights_that_were_given(server, model, t
             assert finished or len(completion) == 12
         change(model, version)
     assert server.version == f"{engine.run}:2"
-    folders = [path.name for path in (tmp_path / "engine").iterdir()]
+    folders = [path.name for path in (tmp_path / "engine" / engine.run).iterdir()]
     assert sorted(folders) == ["policy-1", "policy-2"]  # those before are removed
     engine.close()
     assert not (tmp_path / "engine").exists()
@@ -105,7 +105,7 @@ def test_prompts_are_spread_by_load_and_the_rows_are_limited(model, tmp_path):
 
 def test_a_frozen_model_is_read_by_the_servers_from_its_own_directory(server):
     options = VLLMConfig(servers=(server.url,), timeout=5.0)
-    server.model = None  # the server has another model
+    change(server.model)  # the server has other weights
     engine = frozen.load(SOURCE, torch.float32, ONE, "vllm", options=options, context=60)
     rollout = engine.generate(PROMPTS, 2, SAMPLING)
     assert rollout.version is None
@@ -221,7 +221,7 @@ def test_a_completion_may_continue_with_newer_weights(server, model, tmp_path):
         ("fewer", "returned 2 samples of prompt 0; 3 were requested"),
         ("nan", "prompt 0: a log-prob of nan; its weights or its logits are not finite"),
         ("vocabulary", "token id 5000, outside the policy's vocabulary of 1024; it has another model"),
-        ("cut", r"without a stop id \(finish reason 'abort'\)"),
+        ("cut", r"without a stop id \(finish reason 'length'\)"),
         ("nothing", r"prompt 0: an empty completion"),
         ("no log-probs", "0 log-probs for .* tokens; start the engine with processed log-probs"),
     ],
@@ -236,6 +236,78 @@ def test_a_faulty_completion_is_named(server, model, tmp_path, fault, message):
     engine.generate(PROMPTS, 3, SAMPLING)  # the next rollout is complete
 
 
+def test_an_aborted_request_is_sampled_again(server, model, tmp_path, capsys):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    server.aborts = 2
+    assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+    assert "does not sample: it aborted the request" in capsys.readouterr().err
+
+
+def test_log_probs_before_the_filters_are_noticed_at_the_connection(tmp_path):
+    message = r"returns log-probs \[-0\.\d+\] for the only token that top_k = 1 allows: start it with --logprobs-mode"
+    with FakeVLLM(SOURCE, raw=True) as server, pytest.raises(EngineError, match=message):
+        connect(tmp_path, server)
+
+
+def test_folders_of_other_runs_and_of_the_user_stay(server, model, tmp_path):
+    mine = tmp_path / "engine" / "policy-mine"
+    mine.mkdir(parents=True)
+    with FakeVLLM(SOURCE) as another:
+        first, second = connect(tmp_path, server), connect(tmp_path, another)
+        first.take(model, 3)
+        change(model)
+        second.take(model, 3)
+        server.stop()
+        server.start()
+        assert gap(first.generate(PROMPTS, 2, SAMPLING), decoder.load(SOURCE)) < 1e-4  # not the weights of the other
+        first.close()
+        assert gap(second.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+        second.close()
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == ["policy-mine"]
+
+
+def test_a_server_that_failed_once_is_used_again_without_new_weights(model, tmp_path):
+    """As on ranks that give no weights, and in commands that never give any."""
+    with FakeVLLM(SOURCE, delay=0.02) as one, FakeVLLM(SOURCE, delay=0.02) as other:
+        engine = connect(tmp_path, one, other)
+        engine.take(model, 0)
+        other.aborts = 1
+        engine.generate(PROMPTS * 3, 2, SAMPLING)
+        time.sleep(0.3)
+        before = len(other.prompts)
+        engine.generate(PROMPTS * 8, 2, SAMPLING, max_rows=8)
+        assert len(other.prompts) - before > 8
+
+
+def test_a_stopped_run_does_not_wait_for_a_request_that_hangs(server, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "GRACE", 0.3)
+    stop = threading.Event()
+    engine = connect(tmp_path, server, timeout=600.0, stopping=stop.is_set)
+    engine.take(model, 0)
+    server.gate = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="the run was stopped while vLLM sampled"):
+        engine.generate(PROMPTS, 2, SAMPLING)
+    assert time.monotonic() - start < 10
+    server.gate.set()
+
+
+def test_after_an_error_no_more_prompts_are_requested(server, model, tmp_path):
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    server.fault, server.delay = "", 0.05
+    server.status, server.error = 400, "refused"
+    with pytest.raises(EngineError, match="refused"):
+        engine.generate(PROMPTS * 10, 2, SAMPLING, max_rows=2)
+    time.sleep(0.5)
+    asked = server.calls.count("/inference/v1/generate")
+    engine.close()
+    time.sleep(0.5)
+    assert server.calls.count("/inference/v1/generate") == asked <= 4
+
+
 def test_a_server_that_never_answers_is_an_error_after_the_timeout(model, tmp_path):
     fake = FakeVLLM(SOURCE)
     fake.start()
@@ -248,10 +320,10 @@ def test_a_server_that_never_answers_is_an_error_after_the_timeout(model, tmp_pa
 
 def test_a_slow_server_is_given_up_and_another_one_samples(model, tmp_path, capsys):
     with FakeVLLM(SOURCE, delay=30.0) as stuck, FakeVLLM(SOURCE) as works:
-        engine = connect(tmp_path, stuck, works)
-        for one in engine.servers:
-            one.timeout = 0.5
+        stuck.delay = 0.0
+        engine = connect(tmp_path, stuck, works, timeout=1.0)
         engine.take(model, 0)
+        stuck.delay = 30.0
         rollout = engine.generate(PROMPTS, 2, SAMPLING)
         assert gap(rollout, model) < 1e-4
         assert f"{stuck.url} does not sample: TimeoutError" in capsys.readouterr().err
@@ -287,7 +359,7 @@ def test_weights_that_the_server_cannot_read(server, model, tmp_path, monkeypatc
     engine = connect(tmp_path, server)
     monkeypatch.setattr(VLLMServers, "_folder", lambda self, name: Path("/nowhere"))
     monkeypatch.setattr(VLLMServers, "_save", lambda self, model, folder: None)
-    with pytest.raises(EngineError, match="/nowhere has no weights here: the server and the trainer need a shared"):
+    with pytest.raises(EngineError, match="/nowhere does not exist here: the server and the trainer need a shared"):
         engine.take(model, 0)
 
 

@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from nlgrpo import train
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.backends import EngineError, servers
+from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import StopSignal
 from nlgrpo.training.build import build
-from nlgrpo.training.rollouts import ahead as rollouts_module
+from nlgrpo.training.rollouts.ahead import Rollouts
 from nlgrpo.training.run import open_folder
 
 SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
@@ -98,14 +100,8 @@ def test_the_same_run_twice_is_the_same(tmp_path):
 
 
 def test_a_rollout_that_is_too_old_is_refused(server, tmp_path, monkeypatch, capsys):
-    draw = rollouts_module.Rollouts._draw
-
-    def stale(self, batch, step):
-        drawn = draw(self, batch, step)
-        object.__setattr__(drawn.rollout, "version", 0)
-        return drawn
-
-    monkeypatch.setattr(rollouts_module.Rollouts, "_draw", stale)
+    draw = Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", lambda self, engine, batch: replace(draw(self, engine, batch), version=0))
     assert train.main(arguments(tmp_path / "run", [server], ahead=1)) == 1
     assert "the rollout of step 2 was sampled by the policy of step 0; rollout.ahead = 1" in capsys.readouterr().err
     assert of(tmp_path / "run", "step") == [0, 1]
@@ -275,14 +271,14 @@ def fails_on_one(rank, folder, url):
     import os
 
     os.environ.update(RANK=str(rank))
-    draw = rollouts_module.Rollouts._draw
+    draw = Sampler.draw
 
-    def one(self, batch, step):
-        if step == 2 and self.run.ranks.first:
+    def one(self, engine, batch):
+        if batch.index[0] == 4:  # the first rank's prompt of step 2
             raise EngineError("this rank's server is gone")
-        return draw(self, batch, step)
+        return draw(self, engine, batch)
 
-    rollouts_module.Rollouts._draw = one
+    Sampler.draw = one
     ranks = Ranks(rank, 2, torch.device("cpu"))
     cfg, _ = from_arguments([*arguments(folder / "run", []), "--vllm.servers", url])
     run = build(cfg, ranks)
@@ -291,7 +287,7 @@ def fails_on_one(rank, folder, url):
     with run.engine(learner) as engine, run.logger() as log:
         stop = StopSignal()
         try:
-            train.train(run, learner, rollouts_module.Rollouts(run, learner, engine), stop, log)
+            train.train(run, learner, Rollouts(run, learner, engine), stop, log)
         except ValueError as error:
             (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
 

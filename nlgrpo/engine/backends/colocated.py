@@ -7,7 +7,7 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class ColocatedVLLM:
     version: int | None = None
     weights: str = "default"  # vLLM's name of the weights that it has
     asleep: bool = False
-    run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    run: str = ""  # part of the names of its weights
     request: Any = None  # of the adapter
 
     @classmethod
@@ -79,14 +79,13 @@ class ColocatedVLLM:
             memory=options.gpu_memory,
             sleep=options.sleep,
         )
-        try:
-            llm = begin(lora_rank=None if adapter is None or not as_adapter else adapter.rank)
-        except EngineError as error:
-            if not as_adapter or "LoRA" not in str(error):
-                raise
-            print(f"{error}; it gets merged weights instead of adapters", file=sys.stderr)
-            llm, as_adapter = begin(lora_rank=None), False
-        engine = cls(llm, shape, ranks, compute, options, adapter if as_adapter else None, folder)
+        if as_adapter and not vllm_library.supports_lora(source):
+            print(f"vLLM has no adapters for the model in {source}; it gets merged weights instead", file=sys.stderr)
+            as_adapter = False
+        rank = adapter.rank if adapter is not None and as_adapter else None
+        llm = ranks.agree(lambda: begin(lora_rank=rank))
+        run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
+        engine = cls(llm, shape, ranks, compute, options, adapter if as_adapter else None, folder, run=run)
         atexit.register(engine.close)  # for a command that does not close it
         return engine
 
@@ -122,14 +121,12 @@ class ColocatedVLLM:
 
     def _adapter(self, version: int) -> Path:
         assert self.folder is not None
-        return self.folder / f"adapter-{version}"
+        return self.folder / self.run / f"adapter-{version}"
 
     def _remove_adapters(self, kept: set[Path]) -> None:
-        if self.ranks.first and self.folder is not None and self.folder.is_dir():
-            for folder in set(self.folder.glob("adapter-*")) - kept:
+        if self.ranks.first and self.folder is not None and (self.folder / self.run).is_dir():
+            for folder in set((self.folder / self.run).glob("adapter-*")) - kept:
                 atomic_files.remove(folder)
-            if not any(self.folder.iterdir()):
-                self.folder.rmdir()
 
     def _wake(self, part: str) -> None:
         if self.asleep:
@@ -191,4 +188,7 @@ class ColocatedVLLM:
         if self.llm is not None:
             vllm_library.shut_down(self.llm)
             self.llm = None
-            self._remove_adapters(set())
+            if self.ranks.first and self.folder is not None:
+                atomic_files.remove(self.folder / self.run)
+                if self.folder.is_dir() and not any(self.folder.iterdir()):
+                    self.folder.rmdir()

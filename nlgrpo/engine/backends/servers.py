@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,8 @@ from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 SOON, LATE = 2.0, 30.0  # seconds until a server that failed is called again: doubled after each failure
+LONGER = 10.0  # seconds that other servers get for new weights after the first has them
+GRACE = 20.0  # seconds for what servers do when the user stops the run
 Result = TypeVar("Result")
 
 
@@ -62,6 +67,7 @@ class VLLMServers:
     """Of all weights that were given to the servers, in their order; "RUN:VERSION"."""
     run: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def connect(
@@ -100,12 +106,13 @@ class VLLMServers:
             self._transfer(model, name)
             return
         self._save(model, self._folder(name))
-        self.names.append(name)
+        if name not in self.names[-1:]:  # the evaluation before training has the weights of step 0 too
+            self.names.append(name)
         self.version = version
 
         def load() -> None:
             if self.ranks.first:
-                self._on_all(lambda server: self._load(server, name))
+                self._on_all(self._give_newest)
                 self._remove_others({self._folder(own) for own in self.names[-2:]})
 
         self.ranks.agree(load)
@@ -130,12 +137,12 @@ class VLLMServers:
 
         def load() -> None:
             if self.ranks.first:
-                self._on_all(lambda server: self._load(server, self.names[-1]))
+                self._on_all(self._give_newest)
 
         self.ranks.agree(load)
 
     def _folder(self, name: str) -> Path:
-        return self.frozen or (self.folder / f"policy-{_version(name)}").resolve()
+        return self.frozen or (self.folder / self.run / f"policy-{_version(name)}").resolve()
 
     def _save(self, model: Decoder, folder: Path) -> None:
         """Save the policy, or its adapters, for the servers; collective."""
@@ -154,29 +161,26 @@ class VLLMServers:
             fsdp.save_on_first(model, None, self.ranks, folder, write, only=lambda name: lora.is_saved(model, name))
 
     def _remove_others(self, kept: set[Path]) -> None:
-        for folder in self.folder.resolve().glob("policy-*"):
+        for folder in (self.folder / self.run).resolve().glob("policy-*"):
             if folder not in kept:
                 atomic_files.remove(folder)
 
-    def _load(self, server: Server, name: str) -> None:
-        folder = str(self._folder(name))
-        if self.adapter is None:
-            server.load(folder, name)
-        elif not server.has_adapter(name):
-            server.load_adapter(folder, name)
-            if len(self.names) > 2 and server.has_adapter(self.names[-3]):
-                server.unload_adapter(self.names[-3])
-
-    def _restore(self, server: Server) -> None:
-        """Give the newest weights to a server that does not have them, such as one that was restarted."""
-        if self.transfer != "directory":
-            raise ServerDown(f"it gets weights by {self.transfer} between two rollouts only")
+    def _give_newest(self, server: Server) -> None:
+        """Give a server the newest weights, unless it has them; one thread at a time."""
         with server.lock:
             name = self.names[-1]
             if self.adapter is None and server.version() == name:
                 server.weights = name
-            if server.weights != name:
-                self._load(server, name)
+            elif self.transfer != "directory":
+                raise ServerDown(f"it gets weights by {self.transfer} between two rollouts only")
+            elif self.adapter is None:
+                server.load(str(self._folder(name)), name)
+            elif server.has_adapter(name):
+                server.weights = name
+            else:
+                server.load_adapter(str(self._folder(name)), name)
+                if len(self.names) > 2 and server.has_adapter(self.names[-3]):
+                    server.unload_adapter(self.names[-3])
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -197,14 +201,17 @@ class VLLMServers:
         check_prompts(self.shape, prompts, sampling)
         seeds = completions.request_seeds(seed, range(len(prompts)) if index is None else index, first_sample)
         since = len(self.names) - 1
-        room = threading.Semaphore(max(1, max_rows // samples))
+        room, failed = threading.Semaphore(max(1, max_rows // samples)), threading.Event()
 
         def sample(ids: Sequence[int], own: int) -> list[Completion]:
             with room:
-                return self._sample(ids, completions.request_of(sampling, samples, own), samples, since)
+                return self._sample(ids, completions.request_of(sampling, samples, own), samples, since, failed)
 
         jobs = [in_thread(partial(sample, ids, own)) for ids, own in zip(prompts, seeds, strict=True)]
-        found = [job.result() for job in jobs]
+        try:
+            found = [self._result(job) for job in jobs]
+        finally:
+            failed.set()  # if one failed, the others stop
         rollout = completions.rollout_from(
             prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
         )
@@ -213,32 +220,53 @@ class VLLMServers:
         versions = [_version(name) for own in found for one in own for name in one.versions]
         return replace(rollout, version=min(versions, default=self.version))
 
-    def _sample(self, ids: Sequence[int], request: Mapping[str, object], samples: int, since: int) -> list[Completion]:
+    def _result(self, job: Future[Result]) -> Result:
+        """Wait for a job. Raises EngineError if it takes longer than `GRACE` after the user stopped the run."""
+        stopped: float | None = None
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return job.result(timeout=0.2)
+            if stopped is None and self.stopping():
+                stopped = time.monotonic()
+            if stopped is not None and time.monotonic() > stopped + GRACE:
+                raise EngineError("the run was stopped while vLLM sampled")
+
+    def _sample(
+        self, ids: Sequence[int], request: Mapping[str, object], samples: int, since: int, failed: threading.Event
+    ) -> list[Completion]:
         """Sample one prompt on the server with the fewest completions to sample, and again elsewhere if it fails.
 
         ``since``: number in `names` of the weights at the time of the request. Newer ones are allowed too: a server
-        continues with them.
+        continues with them. ``failed``: set when the completions are not needed any more.
         """
 
         def attempt(server: Server) -> list[Completion]:
-            if server.weights not in self.names[since:]:
-                self._restore(server)
-            found = server.generate(ids, request, server.weights if self.adapter else None)
-            used = {name for one in found for name in one.versions}
-            if not used or not used <= set(self.names[since:]):
-                raise ServerDown(f"it sampled with the weights {sorted(used)}, not with {self.names[-1]!r}")
+            weights = server.weights
+            if weights not in self.names[since:]:
+                self._give_newest(server)
+                weights = server.weights
+            found = server.generate(ids, request, weights if self.adapter else None)
+            allowed = set(self.names[since:])
+            for completion in found:
+                if completion.finish_reason == "abort":
+                    raise ServerDown("it aborted the request")
+                if not completion.versions or not set(completion.versions) <= allowed:
+                    used = completion.versions
+                    raise ServerDown(f"it sampled with the weights {used}, not with {self.names[-1]!r}")
             return found
 
-        deadline = time.monotonic() + self.timeout
-        while True:
+        while not failed.is_set() and not self.closed.is_set():
             server = self._least_busy(samples)
+            if server is None:
+                self._wait()
+                continue
             try:
-                if server is not None and (found := self._try(attempt, server)) is not None:
-                    return found
+                found = self._try(attempt, server)
             finally:
-                if server is not None:
-                    self._done(server, samples)
-            self._wait(deadline)
+                self._done(server, samples)
+            if found is not None:
+                return found
+        raise EngineError("the completions are not needed any more")
 
     def _least_busy(self, samples: int) -> Server | None:
         """Reserve the server with the fewest completions to sample; None if all failed a moment ago."""
@@ -246,10 +274,10 @@ class VLLMServers:
             ready = [server for server in self.servers if server.retry_at <= time.monotonic()]
             if not ready:
                 return None
-            server = min(ready, key=lambda server: (bool(server.down), server.busy))
+            server = min(ready, key=lambda server: (not server.down, server.busy))
             server.busy += samples
-            if server.down:
-                server.retry_at = time.monotonic() + SOON  # only this thread tries it
+            if server.down:  # only this thread tries it, so that it is used again if it is up
+                server.retry_at = math.inf
             return server
 
     def _done(self, server: Server, samples: int) -> None:
@@ -257,8 +285,10 @@ class VLLMServers:
             server.busy -= samples
 
     def _on_all(self, work: Callable[[Server], None]) -> None:
-        """Run ``work`` on all servers at the same time; one must succeed. The others are tried again when needed."""
-        deadline = time.monotonic() + self.timeout
+        """Run ``work`` on all servers at the same time; one must succeed. The others are tried again when needed.
+
+        Servers that take `LONGER` than the first to succeed are not waited for.
+        """
 
         def succeeds(server: Server) -> bool:
             work(server)
@@ -267,33 +297,48 @@ class VLLMServers:
         while True:
             ready = [server for server in self.servers if server.retry_at <= time.monotonic()]
             jobs = [in_thread(partial(self._try, succeeds, server)) for server in ready]
-            results = [job.result() for job in jobs]
-            if any(results):
+            until: float | None = None
+            while not all(job.done() for job in jobs) and (until is None or time.monotonic() < until):
+                wait(jobs, 0.2, FIRST_EXCEPTION)
+                if until is None and any(job.done() and job.result() for job in jobs):
+                    until = time.monotonic() + LONGER
+                if self.stopping() and until is None:
+                    until = time.monotonic() + GRACE
+            if any(job.done() and job.result() for job in jobs):
                 return
-            self._wait(deadline)
+            self._wait()
 
     def _try(self, work: Callable[[Server], Result], server: Server) -> Result | None:
         """Run ``work`` on a server; None if it is down. Says so once, and when it is up again."""
+        start = time.monotonic()
         try:
             result = work(server)
         except ServerDown as error:
+            now = time.monotonic()
             if not server.down:
                 self._say(f"{server.url} does not sample: {error}")
-            server.down, server.weights, server.failures = str(error), "", server.failures + 1
-            server.retry_at = time.monotonic() + min(SOON * 2 ** min(server.failures - 1, 10), LATE)
+                server.down_at = now
+            server.down, server.weights, server.failures = str(error) or "no reason", "", server.failures + 1
+            soon = min(SOON * 2 ** min(server.failures - 1, 10), LATE)
+            server.retry_at = now + max(soon, now - start)  # a hung server is tried for at most half of the time
             return None
+        except BaseException:
+            server.retry_at = 0.0
+            raise
         if server.down:
             self._say(f"{server.url} samples again")
         server.down, server.failures, server.retry_at = "", 0, 0.0
         return result
 
-    def _wait(self, deadline: float) -> None:
-        """Wait a moment for a server. Raises EngineError after the deadline, and if the user stops the run."""
-        if time.monotonic() > deadline or self.stopping():
+    def _wait(self) -> None:
+        """Wait a moment for a server. Raises EngineError if all have been down for too long, or the run is stopped."""
+        down = all(server.down for server in self.servers)
+        late = down and time.monotonic() > max(server.down_at for server in self.servers) + self.timeout
+        if late or (down and self.stopping()):
             after = "the run was stopped" if self.stopping() else f"after {self.timeout:g} s (vllm.timeout)"
             why = "; ".join(f"{server.url}: {server.down}" for server in self.servers)
             raise EngineError(f"no vLLM server samples, {after}: {why}. Start one with: {STARTED_BY}")
-        time.sleep(0.2)
+        time.sleep(0.1)
 
     def _say(self, text: str) -> None:
         print(f"vLLM: {text}", file=sys.stderr, flush=True)
@@ -302,9 +347,9 @@ class VLLMServers:
         pass
 
     def close(self) -> None:
-        self.timeout = 0.0
+        self.closed.set()
         if self.ranks.first and self.frozen is None:
-            self._remove_others(set())
+            atomic_files.remove(self.folder / self.run)
             if self.folder.is_dir() and not any(self.folder.iterdir()):
                 self.folder.rmdir()
 

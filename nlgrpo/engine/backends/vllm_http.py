@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -21,11 +22,21 @@ STARTED_BY = (
 
 
 # Parts of the messages of `vllm_worker`: faults that would come again.
-REFUSED = ("need a shared disk", "another model than the policy")
+REFUSED = ("need a shared disk", "has no weights in the format", "another model than the policy")
 
 
 class ServerDown(Exception):
     """A server cannot be reached, did not answer in time, or failed; the request may succeed later or elsewhere."""
+
+
+class Refused(ServerDown):
+    """A server answered that it failed."""
+
+
+PROBE = {"n": 1, "max_tokens": 1, "top_k": 1, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "logprobs": 0,
+         "stop_token_ids": [], "ignore_eos": True, "detokenize": False, "seed": 0}  # fmt: skip
+STARTED_WITH = "default"  # vLLM's name of the weights that a server was started with
+UNKNOWN = "unknown"  # name of weights that are not used
 
 
 @dataclass
@@ -41,10 +52,14 @@ class Server:
     """Why the last call failed; "" if it did not."""
     failures: int = 0
     """Calls in a row that failed."""
+    down_at: float = 0.0
+    """When the first of these calls failed, on the clock of `time.monotonic`."""
     retry_at: float = 0.0
-    """When to call it again, on the clock of `time.monotonic`."""
+    """When to call it again."""
     weights: str = ""
     """Name of the weights that this process knows it has."""
+    base: str = ""
+    """Name of the weights that it had at the connection; those under adapters."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """For loading weights."""
 
@@ -53,13 +68,19 @@ class Server:
         numbers = re.findall(r"\d+", str(self._call("GET", "/version", 10.0).get("version", "")))
         if tuple(map(int, numbers[:2])) < (0, 32):
             raise EngineError(f"{self.url} runs vLLM {'.'.join(numbers)}; 0.32 or newer is needed")
-        self.version()
+        self.base = self.version()
         models = self._call("GET", "/v1/models", 10.0).get("data") or [{}]
         limit = models[0].get("max_model_len")
         if isinstance(limit, int) and limit < context:
             raise EngineError(
                 f"{self.url} allows {limit} tokens, but a prompt and its completion can have {context}; start it with "
                 f"--max-model-len {context}"
+            )
+        [one] = self.generate([1], PROBE)
+        if not one.logprobs or abs(one.logprobs[0]) > 1e-3:
+            raise EngineError(
+                f"{self.url} returns log-probs {one.logprobs} for the only token that top_k = 1 allows: start it with "
+                "--logprobs-mode processed_logprobs"
             )
 
     def version(self) -> str:
@@ -70,11 +91,16 @@ class Server:
         """Load the weights in ``folder``, and name them ``version``. Requests in flight continue with them."""
         self.pause()
         try:
-            self._rpc("load_policy", folder=folder)
+            self._rpc("load_policy", folder=folder, name=version)
         except (ServerDown, EngineError):
-            self._call("POST", "/resume", 60.0)
+            with contextlib.suppress(ServerDown, EngineError):
+                self.resume(UNKNOWN)  # it may have loaded them
             raise
         self.resume(version)
+        found = [worker.get("name") for worker in self._rpc("loaded_policy") if isinstance(worker, dict)]
+        if set(found) != {version}:
+            self.weights = ""
+            raise ServerDown(f"another process gave it the weights {found} at the same time")
 
     def pause(self) -> None:
         """Stop sampling, and keep the requests."""
@@ -92,10 +118,21 @@ class Server:
         return int(self._call("GET", "/get_world_size", 10.0)["world_size"])
 
     def load_adapter(self, folder: str, version: str) -> None:
-        """Load the adapter in ``folder``; requests name it by ``version``."""
+        """Load the adapter in ``folder``; requests name it by ``version``.
+
+        Raises EngineError if the server refuses it, and if other weights than those of its start were loaded.
+        """
+        if self.base != STARTED_WITH:
+            raise EngineError(
+                f"{self.url} has the weights {self.base!r} of another run under the adapters; restart it, or set "
+                "vllm.adapters = false"
+            )
         try:
             self._call("POST", "/v1/load_lora_adapter", self.timeout, {"lora_name": version, "lora_path": folder})
-        except EngineError as error:
+        except (Refused, EngineError) as error:
+            if "already been loaded" in str(error) or "already loaded" in str(error):
+                self.weights = version  # by another rank
+                return
             raise EngineError(
                 f"{error}. For adapters, start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and "
                 "--max-lora-rank RANK; vllm.adapters = false sends merged weights instead"
@@ -116,12 +153,16 @@ class Server:
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             found = [_completion(choice) for choice in choices]
-            return [replace(one, versions=[str(answer["model"])]) for one in found] if adapter else found
+            if adapter is None:
+                return found
+            name = str(answer["model"])  # of the adapter, on the weights that the spans name
+            return [replace(one, versions=[name if set(one.versions) == {self.base} else UNKNOWN]) for one in found]
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"{self.url} returned something else than completions: {error!r}") from error
 
-    def _rpc(self, method: str, **arguments: str) -> None:
-        self._call("POST", "/collective_rpc", self.timeout, {"method": method, "kwargs": arguments})
+    def _rpc(self, method: str, **arguments: str) -> list[Any]:
+        answer = self._call("POST", "/collective_rpc", self.timeout, {"method": method, "kwargs": arguments})
+        return list(answer.get("results") or [])
 
     def _call(self, method: str, path: str, timeout: float, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         parts = urlsplit(self.url)
@@ -154,13 +195,15 @@ class Server:
         message = str(
             error.get("message") if isinstance(error, dict) else error or content[:200].decode("utf-8", "replace")
         )
+        if status == 404 and path == "/inference/v1/generate" and "does not exist" in message:
+            raise ServerDown(f"it does not know the adapter ({message})")
         if status in (403, 404, 405) or "has no attribute 'load_policy'" in message:
             raise EngineError(
                 f"{self.url}{path.partition('?')[0]} is not available ({status}: {message}); start the server with: "
                 f"{STARTED_BY}"
             )
         if status >= 500 and not any(text in message for text in REFUSED):
-            raise ServerDown(f"status {status}: {message}")
+            raise Refused(f"status {status}: {message}")
         raise EngineError(f"{self.url}: {message}")
 
 

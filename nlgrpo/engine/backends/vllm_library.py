@@ -5,6 +5,7 @@ vLLM has no stubs here, so its objects are ``Any``.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,17 @@ def start(
         raise EngineError(f"vLLM cannot load {source}: {_first_line(error)}") from error
     finally:
         set_random_state(generators)  # vLLM seeds those of the process
+
+
+def supports_lora(source: Path) -> bool:
+    """Whether vLLM has adapters for the architecture of the model in ``source``."""
+    version()
+    from vllm.model_executor.models.interfaces import supports_lora as supports
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    names = json.loads((source / "config.json").read_text("utf-8")).get("architectures") or []
+    known = [ModelRegistry.models[name].load_model_cls() for name in names if name in ModelRegistry.models]
+    return bool(known) and all(map(supports, known))
 
 
 def _allowed_rank(rank: int) -> int:

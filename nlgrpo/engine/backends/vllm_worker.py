@@ -30,16 +30,22 @@ def pack_tied_head(model: Any) -> None:
 class Worker:
     """Mixed into vLLM's worker."""
 
-    def load_policy(self, folder: str) -> None:
-        """Replace the weights by those of a Hugging Face directory.
+    def loaded_policy(self) -> dict[str, str]:
+        """Name that `load_policy` was given last, as {"name": ..}; "" before."""
+        return {"name": getattr(self, "_policy_name", "")}
+
+    def load_policy(self, folder: str, name: str) -> None:
+        """Replace the weights by those of a Hugging Face directory, and remember their ``name``.
 
         Raises ValueError, before anything is changed, for a directory that is not there or has another model. vLLM
         itself would leave a model without weights, and its next request would end the server.
         """
         worker: Any = self
         path = Path(folder)
+        if not path.is_dir():
+            raise ValueError(f"{folder} does not exist here: the server and the trainer need a shared disk")
         if not any(path.glob("*.safetensors")):
-            raise ValueError(f"{folder} has no weights here: the server and the trainer need a shared disk")
+            raise ValueError(f"{folder} has no weights in the format safetensors")
         theirs, own = json.loads((path / "config.json").read_text("utf-8")), worker.model_config.hf_config
         for key in SAME:
             if key in theirs and hasattr(own, key) and theirs[key] != getattr(own, key):
@@ -47,5 +53,7 @@ class Worker:
                     f"the server was started with another model than the policy: {key} is {getattr(own, key)!r}, and "
                     f"{theirs[key]!r} in {folder}"
                 )
+        self._policy_name = ""
         worker.reload_weights(weights_path=folder)
+        self._policy_name = name
         pack_tied_head(worker.get_model())

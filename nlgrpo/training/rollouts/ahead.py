@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,7 @@ class Rollouts:
     learner: Learner
     engine: PolicyEngine
     waiting: deque[Future[Drawn]] = field(default_factory=deque)
+    scored: Future[Scores] | None = None  # of the last rollout that was requested ahead
     warned: bool = False
 
     @property
@@ -87,24 +88,27 @@ class Rollouts:
         """Request the rollout of ``step``, in the background if anything is drawn ahead."""
         batch = self.run.next_batch(step - self.run.progress.step)
         if self.ahead:
-            return in_thread(lambda: self._draw(batch, step))
+            return self._in_background(batch, step)
         future: Future[Drawn] = Future()
         try:
-            future.set_result(self._draw(batch, step))
+            rollout = self.run.sampler.draw(self.engine, batch)
+            future.set_result(Drawn(batch, rollout, lambda: self.run.score(batch, rollout, step)))
         except ValueError as error:
             future.set_exception(error)
         return future
 
-    def _draw(self, batch: Batch, step: int) -> Drawn:
-        device = self.run.ranks.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # per thread
-        rollout = self.run.sampler.draw(self.engine, batch)
+    def _in_background(self, batch: Batch, step: int) -> Future[Drawn]:
+        """Draw and score in threads. Rollouts are scored one after another, in the order of their steps."""
+        drawing, before = in_thread(lambda: self.run.sampler.draw(self.engine, batch)), self.scored
 
         def score() -> Scores:
+            rollout = drawing.result()
+            if before is not None:
+                wait([before])
             return self.run.score(batch, rollout, step)
 
-        return Drawn(batch, rollout, in_thread(score).result if self.ahead else score)
+        self.scored = scored = in_thread(score)
+        return in_thread(lambda: Drawn(batch, drawing.result(), scored.result))
 
     def metrics(self, drawn: Drawn, step: int, stats: Mapping[str, float]) -> dict[str, float]:
         """Version of the weights that sampled the rollout of ``step``, and how many steps old they were; collective.
