@@ -132,8 +132,6 @@ def test_rewards_that_wait_overlap_with_training_and_sampling(tmp_path):
         with FakeVLLM(SOURCE, delay=0.4) as server:
             assert train.main(arguments(tmp_path / str(ahead), [server], *judged, ahead=ahead, steps=5)) == 0
         seconds[ahead] = of(tmp_path / str(ahead), "step_time")[1:-1]
-        waited = of(tmp_path / str(ahead), "time/rewards")[1:]
-        assert (min(waited) > 0.35) == (ahead == 0)
     assert min(seconds[0]) > 0.8  # 0.4 s of the engine, then 0.4 s of the judge
     assert sum(seconds[1]) < 0.85 * sum(seconds[0])
 
