@@ -38,6 +38,7 @@ class FakeVLLM:
     """Added to the log-probs of all tokens, but not to those of the first weights."""
     raw: bool = False
     """Returns log-probs before filters."""
+    paused: bool = False
     aborts: int = 0
     """Requests that it aborts next."""
     lying: str = ""
@@ -109,6 +110,10 @@ class FakeVLLM:
             return 200, {"weight_version": self.version}
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "max_model_len": self.context}]}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":
@@ -140,6 +145,8 @@ class FakeVLLM:
         time.sleep(self.delay)
         if self.gate is not None:
             self.gate.wait(60)
+        while self.paused:
+            time.sleep(0.01)
         if self.status != 200:
             return self.status, {"error": {"message": self.error}}
         asked, ids, version = body["sampling_params"], body["token_ids"], self.lying or self.version

@@ -11,7 +11,7 @@ from fake_vllm import FakeVLLM, gap
 from helpers import run_ranks
 
 from nlgrpo.config.vllm_config import VLLMConfig
-from nlgrpo.engine.backends import EngineError, frozen, servers
+from nlgrpo.engine.backends import EngineError, frozen, servers, vllm_http
 from nlgrpo.engine.backends.servers import VLLMServers
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
@@ -248,6 +248,14 @@ def test_log_probs_before_the_filters_are_noticed_at_the_connection(tmp_path):
     message = r"returns log-probs \[-0\.\d+\] for the only token that top_k = 1 allows: start it with --logprobs-mode"
     with FakeVLLM(SOURCE, raw=True) as server, pytest.raises(EngineError, match=message):
         connect(tmp_path, server)
+
+
+def test_a_server_that_a_killed_trainer_left_paused_is_resumed(server, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_http, "PAUSED", 0.3)
+    server.paused = True
+    engine = connect(tmp_path, server)
+    engine.take(model, 0)
+    assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
 
 
 def test_folders_of_other_runs_and_of_the_user_stay(server, model, tmp_path):

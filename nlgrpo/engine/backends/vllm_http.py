@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ class Refused(ServerDown):
 PROBE = {"n": 1, "max_tokens": 1, "top_k": 1, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "logprobs": 0,
          "stop_token_ids": [], "ignore_eos": True, "detokenize": False, "seed": 0}  # fmt: skip
 STARTED_WITH = "default"  # vLLM's name of the weights that a server was started with
+PAUSED = 15.0  # seconds that a server may be paused by somebody else
 UNKNOWN = "unknown"  # name of weights that are not used
 
 
@@ -76,12 +78,22 @@ class Server:
                 f"{self.url} allows {limit} tokens, but a prompt and its completion can have {context}; start it with "
                 f"--max-model-len {context}"
             )
+        self._resume_if_abandoned()
         [one] = self.generate([1], PROBE)
         if not one.logprobs or abs(one.logprobs[0]) > 1e-3:
             raise EngineError(
                 f"{self.url} returns log-probs {one.logprobs} for the only token that top_k = 1 allows: start it with "
                 "--logprobs-mode processed_logprobs"
             )
+
+    def _resume_if_abandoned(self) -> None:
+        """Resume a server that a trainer paused for new weights, and that was killed before it resumed it."""
+        until = time.monotonic() + PAUSED
+        while self._call("GET", "/is_paused", 10.0).get("is_paused"):
+            if time.monotonic() > until:
+                self._call("POST", "/resume", 60.0)
+                return
+            time.sleep(0.2)
 
     def version(self) -> str:
         """Name of the weights that the server has."""
