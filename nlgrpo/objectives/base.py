@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from nlgrpo.kernels import reference
 from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, subtract_baseline
+from nlgrpo.objectives.reweighted import Subsets
 
 
 class Objective(ABC):
@@ -67,15 +67,14 @@ class Objective(ABC):
         Raises ValueError as `advantage`, and for weights that are not (P, M), finite and >= 0.
         """
         rewards, weights = self._with_weights(rewards, weights)
-        if self.subset_size is None and baseline == "none":
-            return self._uncentred(rewards, reweighted.normalized(weights))
-        if self.subset_size is None:
-            return subtract_baseline(self._linearize_weighted(rewards, reweighted.normalized(weights)), baseline)
-        means = partial(self._subset_means, rewards)
+        subsets = self._subsets(rewards)
+        if subsets is not None:
+            estimate = reweighted.uncentred if baseline == "none" else reweighted.advantages
+            return estimate(subsets, weights).to(rewards)
+        probs = reweighted.normalized(weights)
         if baseline == "none":
-            return reweighted.uncentred(means, weights, self.subset_size).to(rewards)
-        few = self._baseline_of_few(rewards, weights)
-        return reweighted.advantages(means, weights, self.subset_size, few).to(rewards)
+            return self._uncentred(rewards, probs)
+        return subtract_baseline(self._linearize_weighted(rewards, probs), baseline)
 
     def reweighted_value(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Return the `value` (P,) at pi for samples of another policy. Arguments and errors as `reweighted_advantage`.
@@ -83,15 +82,11 @@ class Objective(ABC):
         It is self-normalised: divided by the sum of the weights, of samples or of subsets. NaN without any weight.
         """
         rewards, weights = self._with_weights(rewards, weights)
-        if self.subset_size is not None:
-            return reweighted.ratio(*self._subset_means(rewards, weights.double())).to(rewards)
+        subsets = self._subsets(rewards)
+        if subsets is not None:
+            return reweighted.ratio(*subsets.means(weights.double())).to(rewards)
         values = self._value(rewards, reweighted.normalized(weights))
         return torch.where(weights.sum(-1) > 0, values, torch.nan)
-
-    @property
-    def subset_size(self) -> int | None:
-        """Number of samples in a subset, if the estimate is a mean over subsets of the group; None for a plug-in."""
-        return None
 
     @property
     def fewest(self) -> int:
@@ -117,15 +112,8 @@ class Objective(ABC):
         """`_linearize` for samples to which an estimate gives the probabilities ``probs`` (P, M)."""
         return self._linearize(rewards, probs)
 
-    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the means over the subsets S of prod_S w times the value of S, and of prod_S w; (P,) in float64.
-
-        Differentiable in the ``weights`` (P, M), float64. Only for objectives with a `subset_size`.
-        """
-        raise NotImplementedError
-
-    def _baseline_of_few(self, rewards: Tensor, weights: Tensor) -> Tensor | None:
-        """Baseline (P, M) of a sample beside which fewer than `subset_size` others have a weight; NaN: no advantage."""
+    def _subsets(self, rewards: Tensor) -> Subsets | None:
+        """Return the estimate as a mean over subsets of the group, with the samples' weights; None for a plug-in."""
         return None
 
     def _with_weights(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from nlgrpo.kernels import reference
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, is_number, masses
+from nlgrpo.objectives.reweighted import Subsets
 
 DEFAULT_EPS = 1e-3
 MOST_MULTISETS = 2**17  # enumerated for atoms with probabilities
@@ -50,9 +51,12 @@ class Diversity(Objective):
     def fewest(self) -> int:
         return self.order + 1
 
-    @property
-    def subset_size(self) -> int | None:
-        return self.order
+    def _subsets(self, rewards: Tensor) -> Subsets:
+        return Subsets(self.order, functools.partial(self._means, rewards))
+
+    @abstractmethod
+    def _means(self, kernel: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `Subsets.means` for the ``weights`` (P, M) of the samples."""
 
     def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
         """Return the advantages of `Diversity`, which are the same for "mean" and "loo". "none" returns r~_j itself.
@@ -116,12 +120,12 @@ class RaoDiversity(Diversity):
         others = rewards.sum(-1) - rewards.diagonal(dim1=-2, dim2=-1)
         return -2 * others / (rewards.shape[1] - 1)
 
-    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        M = rewards.shape[1]
+    def _means(self, kernel: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        M = kernel.shape[1]
         pairs = (weights[:, :, None] * weights[:, None, :]).masked_fill(
             torch.eye(M, dtype=torch.bool, device=weights.device), 0.0
         )
-        return -(pairs * rewards).sum((1, 2)) / (M * (M - 1)), pairs.sum((1, 2)) / (M * (M - 1))
+        return -(pairs * kernel).sum((1, 2)) / (M * (M - 1)), pairs.sum((1, 2)) / (M * (M - 1))
 
 
 @dataclass(frozen=True)
@@ -175,10 +179,10 @@ class DPPDiversity(Diversity):
         total = torch.zeros_like(rewards[:, 0]).index_add(1, chosen.flatten(), per_member)
         return total * (M / len(chosen))  # n / (number of subsets that contain a sample, S n / M)
 
-    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = _subsets(rewards.shape[1], self.n, self.subsets, self.seed).to(rewards.device)
+    def _means(self, kernel: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = _subsets(kernel.shape[1], self.n, self.subsets, self.seed).to(kernel.device)
         products = weights[:, chosen].prod(-1)
-        return (products * self._log_det(rewards, chosen)).mean(-1), products.mean(-1)
+        return (products * self._log_det(kernel, chosen)).mean(-1), products.mean(-1)
 
     def _of_atoms(self, kernel: Tensor, probs: Tensor) -> Tensor:
         """Return n times the sum of probability times log det over all y_2 .. y_n."""

@@ -19,6 +19,7 @@ from nlgrpo.kernels import reference
 from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, first, masses
+from nlgrpo.objectives.reweighted import Subsets
 
 MOST_VOTES = 128  # n! and C(M, n) stay within float64
 
@@ -73,12 +74,15 @@ class MajorityVote(Objective):
     def fewest(self) -> int:
         return self.n + 1 if self.estimator == "unbiased" else 1
 
-    @property
-    def subset_size(self) -> int | None:
-        return self.n if self.estimator == "unbiased" else None
+    def _subsets(self, rewards: Tensor) -> Subsets | None:
+        if self.estimator == "plugin":
+            return None
 
-    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return self._expected(rewards, weights, False), reweighted.best_of_subsets(rewards[..., 0], weights, self.n)[1]
+        def means(weights: Tensor) -> tuple[Tensor, Tensor]:
+            ones = reweighted.best_of_subsets(rewards[..., 0], weights, self.n)[1]
+            return self._expected(rewards, weights, False), ones
+
+        return Subsets(self.n, means)
 
     def advantage(self, rewards: Tensor, baseline: Baseline = "mean") -> Tensor:
         if self.estimator == "plugin" or baseline not in ("mean", "loo"):

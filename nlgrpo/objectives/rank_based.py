@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from nlgrpo.kernels import reference
 from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, is_number
+from nlgrpo.objectives.reweighted import Subsets
 
 
 class RankBased(Objective):
@@ -115,6 +116,9 @@ class OfN(RankBased):
     n: int
     estimator: Literal["plugin", "unbiased"] = "plugin"
 
+    sign: ClassVar[int]
+    """1 if the largest reward is chosen, -1 if the smallest is."""
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
@@ -126,9 +130,16 @@ class OfN(RankBased):
     def fewest(self) -> int:
         return self.n if self.estimator == "unbiased" else 1
 
-    @property
-    def subset_size(self) -> int | None:
-        return self.n if self.estimator == "unbiased" else None
+    def _subsets(self, rewards: Tensor) -> Subsets | None:
+        if self.estimator == "plugin":
+            return None
+        signed = self.sign * rewards
+
+        def means(weights: Tensor) -> tuple[Tensor, Tensor]:
+            best, ones = reweighted.best_of_subsets(signed, weights, self.n)
+            return self.sign * best, ones
+
+        return Subsets(self.n, means, few=lambda weights: self.sign * _best_of_others(signed, weights))
 
     @abstractmethod
     def shares(self, M: int) -> Tensor:
@@ -178,6 +189,8 @@ class BestOfN(OfN):
     `OfN`.
     """
 
+    sign: ClassVar[int] = 1
+
     @property
     def name(self) -> str:
         return f"bon:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
@@ -190,12 +203,6 @@ class BestOfN(OfN):
 
     def shares(self, M: int) -> Tensor:
         return order_weights(M, self.n)
-
-    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return reweighted.best_of_subsets(rewards, weights, self.n)
-
-    def _baseline_of_few(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        return _best_of_others(rewards, weights)
 
     def _of_all(self, rewards: Tensor) -> Tensor:
         best, where = rewards.topk(2, dim=-1)
@@ -212,6 +219,8 @@ class WorstOfN(OfN):
     It equals -`BestOfN` of -r, and ``n = 1`` is `Mean`. With ``estimator="unbiased"``,
     w_k = n C(M-k-1, n-1) / C(M-1, n-1). Estimators and errors: see `OfN`.
     """
+
+    sign: ClassVar[int] = -1
 
     @property
     def name(self) -> str:
@@ -235,13 +244,6 @@ class WorstOfN(OfN):
 
     def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         return -BestOfN(self.n, self.estimator)._uncentred(-rewards, probs)
-
-    def _subset_means(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        worst, ones = reweighted.best_of_subsets(-rewards, weights, self.n)
-        return -worst, ones
-
-    def _baseline_of_few(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        return -_best_of_others(-rewards, weights)
 
 
 @dataclass(frozen=True)

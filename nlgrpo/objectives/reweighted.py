@@ -6,11 +6,23 @@ Legend: P prompts, M samples per prompt; S a subset of n of the M samples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SubsetMeans = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+class Subsets(NamedTuple):
+    """An estimate that is a mean over the subsets S of ``size`` = n samples of a group, as a function of their weights.
+
+    ``means(w)``, for w (P, M) in float64: the means over all S of prod_S w v(S), with v(S) the value of S, and of
+    prod_S w, (P,) each. Both are differentiable, and linear in each w_j. ``few(w)``: baseline (P, M) of a sample beside
+    which fewer than n others have a weight; NaN, and without ``few``, for an advantage of 0.
+    """
+
+    size: int
+    means: Callable[[Tensor], tuple[Tensor, Tensor]]
+    few: Callable[[Tensor], Tensor] | None = None
 
 
 def normalized(weights: Tensor) -> Tensor:
@@ -24,8 +36,8 @@ def ratio(of_values: Tensor, of_ones: Tensor) -> Tensor:
     return torch.where(of_ones > 0, of_values / of_ones, torch.nan)
 
 
-def advantages(means: SubsetMeans, weights: Tensor, size: int, few: Tensor | None) -> Tensor:
-    """Return the advantages (P, M) of an estimator that is a mean over subsets of ``size`` = n samples.
+def advantages(subsets: Subsets, weights: Tensor) -> Tensor:
+    """Return the advantages (P, M) of an estimate over subsets.
 
         A_j = n E_T[prod_T w  v(T + j)]  -  n E_T[prod_T w] b_j,      b_j = E_S[prod_S w  v(S)] / E_S[prod_S w]
 
@@ -33,34 +45,33 @@ def advantages(means: SubsetMeans, weights: Tensor, size: int, few: Tensor | Non
     self-normalised estimate without sample j. w_j A_j has the policy gradient as its expectation, because E_q[w] = 1,
     and E_q[w_j grad log pi(y_j)] = 0 for any factor that does not depend on y_j.
 
-    ``means(w)`` returns the means over all S of prod_S w v(S) and of prod_S w, (P,). Both are linear in each w_j, so
-    their derivatives are the sums over T, and what remains of them at w_j = 0 are the sums over the others.
-    ``few`` (P, M): b_j where fewer than n others have a weight; NaN, and None everywhere, for an advantage of 0.
+    The derivatives of `Subsets.means` are the sums over T, and what remains of them at w_j = 0 those over the others.
     """
-    own, others, level = _split(means, weights, size)
-    baseline = torch.where(level > 0, others / level.where(level > 0, 1.0), torch.nan if few is None else few)
+    own, others, level = _split(subsets, weights)
+    few = torch.nan if subsets.few is None else subsets.few(weights)
+    baseline = torch.where(level > 0, others / level.where(level > 0, 1.0), few)
     own_value, own_weight = own
     return torch.where(baseline.isnan(), 0.0, own_value - own_weight * baseline)
 
 
-def uncentred(means: SubsetMeans, weights: Tensor, size: int) -> Tensor:
+def uncentred(subsets: Subsets, weights: Tensor) -> Tensor:
     """Return n E_T[prod_T w v(T + j)], the advantages of `advantages` without their baseline."""
-    return _split(means, weights, size)[0][0]
+    return _split(subsets, weights)[0][0]
 
 
-def _split(means: SubsetMeans, weights: Tensor, size: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+def _split(subsets: Subsets, weights: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """Return n times the means over T, (P, M) each, and the parts of the means over S without sample j, (P, M) each.
 
-    The last one is exactly 0 where fewer than ``size`` others have a weight.
+    The last one is exactly 0 where fewer than n others have a weight.
     """
     with torch.inference_mode(False), torch.enable_grad():
         w = weights.detach().double().clone().requires_grad_()
-        of_values, of_ones = means(w)
+        of_values, of_ones = subsets.means(w)
         (values,) = torch.autograd.grad(of_values.sum(), w, retain_graph=True)
         (ones,) = torch.autograd.grad(of_ones.sum(), w)
     w, samples = w.detach(), w.shape[1]
     present = w != 0
-    enough = present.sum(-1, keepdim=True) - present.long() >= size
+    enough = present.sum(-1, keepdim=True) - present.long() >= subsets.size
     others = (of_values.detach()[:, None] - w * values, of_ones.detach()[:, None] - w * ones)
     return (samples * values, samples * ones), others[0], torch.where(enough, others[1], 0.0)
 

@@ -19,6 +19,7 @@ from nlgrpo.objectives.registry import (
     MajorityVote,
     Mean,
     RaoDiversity,
+    Smoothed,
     SoftBestOfN,
     WorstOfN,
     linearize_present,
@@ -163,8 +164,8 @@ def test_a_masked_sample_is_as_absent_to_the_others(objective):
     full = objective.reweighted_advantage(rewards, w, "none")[:, kept]
     alone = objective.reweighted_advantage(rewards[:, kept], w[:, kept], "none")
     scale = 1.0
-    if objective.subset_size is not None:  # the mean over subsets of 6 has more subsets than that over those of 5
-        n = objective.subset_size
+    if getattr(objective, "estimator", "plugin") == "unbiased":  # the mean over subsets of 6 has more of them
+        n = objective.n
         scale = torch.tensor([(5 - d) / (6 - d) for d in range(1, n)], dtype=torch.float64).prod()
         torch.testing.assert_close(full, scale * alone)
     else:
@@ -215,3 +216,9 @@ def test_invalid_weights_are_refused(weights, message):
     for method in (BestOfN(2).reweighted_advantage, BestOfN(2).reweighted_value):
         with pytest.raises(ValueError, match=message):
             method(torch.tensor([[1.0, 2.0, 3.0]]), weights)
+
+
+def test_a_kernel_smoother_takes_no_weights():
+    for method in (Smoothed(BestOfN(2)).reweighted_advantage, Smoothed(BestOfN(2)).reweighted_value):
+        with pytest.raises(ValueError, match="bon:2:kde: the kernel smoother takes no importance weights; use bon:2"):
+            method(REWARDS[None], torch.ones(1, 3))

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import random_rollout, tiny_model
+from helpers import tiny_model
 from test_learner import (
     CASES,
     LIMIT,
@@ -34,7 +34,7 @@ from nlgrpo.objectives.registry import BestOfN, Mean, WorstOfN
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.global_batch import GlobalBatch
-from nlgrpo.training.losses.correction import correct, metrics
+from nlgrpo.training.losses.correction import metrics
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -339,11 +339,3 @@ def test_a_correction_that_does_not_fit_is_refused(arguments, message):
     cfg, _ = from_arguments(["length-bon", *arguments])
     with pytest.raises(ValueError, match=message):
         validate.check(cfg)
-
-
-def test_a_random_rollout_is_corrected_in_the_dtype_of_the_policy(folders):
-    rollout = random_rollout(torch.tensor([[2, 3]]), [4])
-    learner = make_learner(folders[0], LossConfig(correction="tis:2"))
-    assert correct(
-        Correction("tis", 0, 2), learner.score(learner.model, rollout), rollout.logprobs, rollout.lengths
-    ).tokens.shape == (2, 3)

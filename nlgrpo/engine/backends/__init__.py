@@ -2,7 +2,7 @@
 
 `base` defines the interface, `native` is nlgrpo's engine on a decoder, `frozen` loads the engine of a model that is not
 trained. `vllm_library` is the only file that imports vLLM, `colocated` runs it in the processes of the trainer,
-`servers` uses vLLM servers, and `completions` checks what they return.
+`servers` uses vLLM servers, and `vllm_engine` has what both share.
 Imports `generation`, `sampling` and `transformers_backend` of the engine, and the rooms below. Read `base.py` first.
 """
 

@@ -7,7 +7,7 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,36 +16,33 @@ import torch
 from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
-from nlgrpo.engine.backends import completions, policy_weights, vllm_library
+from nlgrpo.engine.backends import policy_weights, vllm_library
 from nlgrpo.engine.backends.returned import Completion, EngineError
-from nlgrpo.engine.generation import Limits, Rollout, check_prompts
-from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine
+from nlgrpo.engine.generation import Limits
 from nlgrpo.model import adapters, fsdp, lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 
-@dataclass
-class ColocatedVLLM:
+@dataclass(kw_only=True)
+class ColocatedVLLM(VLLMEngine):
     """Samples with a vLLM engine in this process, to which `take` copies the weights of the policy.
 
     Every completion names the weights that sampled it, and is refused if they are not those of the last `take`.
     """
 
     llm: Any
-    shape: Limits
-    ranks: Ranks
     compute: torch.dtype
     options: VLLMConfig
-    adapter: LoraConfig | None = None  # settings of adapters that the engine gets as such
-    folder: Path | None = None  # for those adapters
-    version: int | None = None
-    weights: str = "default"  # vLLM's name of the weights that it has
+    adapter: LoraConfig | None = None
+    """Settings of adapters that vLLM gets as such, in files; None: all weights, with adapters merged."""
+    weights: str = "default"
+    """vLLM's name of the weights that it has."""
     asleep: bool = False
-    run: str = ""  # part of the names of its weights
-    request: Any = None  # of the adapter
+    request: Any = None
+    """Of the adapter."""
 
     @classmethod
     def start(
@@ -85,7 +82,10 @@ class ColocatedVLLM:
         rank = adapter.rank if adapter is not None and as_adapter else None
         llm = ranks.agree(lambda: begin(lora_rank=rank))
         run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
-        engine = cls(llm, shape, ranks, compute, options, adapter if as_adapter else None, folder, run=run)
+        engine = cls(
+            llm=llm, shape=shape, ranks=ranks, compute=compute, options=options, run=run, folder=folder,
+            adapter=adapter if as_adapter else None,
+        )  # fmt: skip
         atexit.register(engine.close)  # for a command that does not close it
         return engine
 
@@ -111,72 +111,38 @@ class ColocatedVLLM:
         self.ranks.agree(work)
 
     def _load_adapter(self, model: Decoder, version: int, name: str) -> None:
+        own = self.own_folder()
         assert self.adapter is not None
-        folder = self._adapter(version)
+        assert own is not None
+        folder = own / f"adapter-{version}"
         save = partial(adapters.save, model, folder, self.adapter, base="")
         fsdp.save_on_first(model, None, self.ranks, folder, save, only=lambda key: lora.is_saved(model, key))
         self.request = vllm_library.adapter(name, version + 1, folder)
-        self._remove_adapters({self._adapter(version)})
+        self.keep_weights({folder})
         self.llm.update_weight_version(name)
-
-    def _adapter(self, version: int) -> Path:
-        assert self.folder is not None
-        return self.folder / self.run / f"adapter-{version}"
-
-    def _remove_adapters(self, kept: set[Path]) -> None:
-        if self.ranks.first and self.folder is not None and (self.folder / self.run).is_dir():
-            for folder in set((self.folder / self.run).glob("adapter-*")) - kept:
-                atomic_files.remove(folder)
 
     def _wake(self, part: str) -> None:
         if self.asleep:
             vllm_library.wake(self.llm, part)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        index: Sequence[int] | None = None,
-        max_rows: int = 256,
-        first_sample: int = 0,
-    ) -> Rollout:
-        """Sample completions; see `Engine.generate`. With tensor parallelism, collective within its group."""
-        if samples < 1:
-            raise ValueError(f"samples = {samples}: expected at least 1")
-        check_prompts(self.shape, prompts, sampling)
-        index = range(len(prompts)) if index is None else index
-        asked = [
-            (list(ids), completions.request_of(sampling, samples, own))
-            for ids, own in zip(prompts, completions.request_seeds(seed, index, first_sample), strict=True)
-        ]
-        found = self._sample(asked)
-        for completion in (one for own in found for one in own):
+    def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
+        """Sample on the engine that this rank shares with its group: all of the group request the prompts of all.
+
+        With tensor parallelism, collective. vLLM schedules by itself.
+        """
+        size, groups, own = self.options.tensor_parallel, [requests], 0
+        if size > 1:
+            first = self.ranks.rank // size * size
+            groups, own = self.ranks.gather_objects(requests)[first : first + size], self.ranks.rank - first
+        before = sum(map(len, groups[:own]))
+        every = vllm_library.generate(self.llm, [one for group in groups for one in group], self.request)
+        found = every[before : before + len(requests)]
+        for completion in (one for completions in found for one in completions):
             if set(completion.versions) != {self.weights}:
                 raise EngineError(
                     f"vLLM sampled with the weights {completion.versions}, but the policy is {self.weights!r}"
                 )
-        rollout = completions.rollout_from(
-            prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
-        )
-        return replace(rollout, version=self.version)
-
-    def _sample(self, asked: list[tuple[list[int], dict[str, Any]]]) -> list[list[Completion]]:
-        """Sample on the engine that this rank shares with its group: all of the group ask for the prompts of all."""
-        size = self.options.tensor_parallel
-        if size == 1:
-            groups, own = [asked], 0
-        else:
-            first = self.ranks.rank // size * size
-            groups, own = self.ranks.gather_objects(asked)[first : first + size], self.ranks.rank - first
-        every = [one for group in groups for one in group]
-        found = vllm_library.generate(
-            self.llm, [ids for ids, _ in every], [request for _, request in every], self.request
-        )
-        before = sum(map(len, groups[:own]))
-        return found[before : before + len(asked)]
+        return found
 
     def sleep(self) -> None:
         if self.ranks.device.type == "cuda" and self.options.sleep and not self.asleep:
@@ -188,7 +154,4 @@ class ColocatedVLLM:
         if self.llm is not None:
             vllm_library.shut_down(self.llm)
             self.llm = None
-            if self.ranks.first and self.folder is not None:
-                atomic_files.remove(self.folder / self.run)
-                if self.folder.is_dir() and not any(self.folder.iterdir()):
-                    self.folder.rmdir()
+            self.remove_folder()

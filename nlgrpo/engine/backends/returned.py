@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+UNKNOWN = "unknown"  # name of weights that no rollout may have
+
 
 class EngineError(ValueError):
     """An engine cannot sample, or returned something that is not a sample of the policy."""

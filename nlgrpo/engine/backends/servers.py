@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
-from nlgrpo.engine.backends import completions, policy_weights
+from nlgrpo.engine.backends import policy_weights
 from nlgrpo.engine.backends.background import in_thread
 from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.engine.backends.transfers import Transfer, Weights
+from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine, version_of
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
-from nlgrpo.engine.generation import Limits, Rollout, check_prompts
-from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.generation import Limits
 from nlgrpo.model import adapters, decoder, fsdp, lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
@@ -38,8 +38,8 @@ GRACE = 20.0  # seconds for what servers do when the user stops the run
 Result = TypeVar("Result")
 
 
-@dataclass
-class VLLMServers:
+@dataclass(kw_only=True)
+class VLLMServers(VLLMEngine):
     """Samples on vLLM servers, which `take` gives the weights of the policy.
 
     Every completion names the weights that sampled each of its tokens. Names are unique for a run, a step and a start
@@ -48,11 +48,7 @@ class VLLMServers:
     """
 
     servers: list[Server]
-    shape: Limits
-    ranks: Ranks
     compute: torch.dtype
-    folder: Path
-    """For the weights; the servers read it."""
     timeout: float
     stopping: Callable[[], bool] = lambda: False
     """Whether the user wants the run to stop; it does not wait for servers then."""
@@ -62,10 +58,8 @@ class VLLMServers:
     connections: list[Transfer] = field(default_factory=list)
     frozen: Path | None = None
     """Directory of a model that is not trained."""
-    version: int | None = None
     names: list[str] = field(default_factory=list)
-    """Of all weights that were given to the servers, in their order; "RUN:VERSION"."""
-    run: str = ""
+    """Of all weights that were given to the servers, in their order."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -93,8 +87,9 @@ class VLLMServers:
         by_file = options.adapters and options.transfer == "directory"
         as_adapter = adapter if adapter is not None and by_file and not adapter.modules_to_save else None
         engine = cls(
-            servers, shape, ranks, compute, folder, options.timeout, stopping, as_adapter, options.transfer, run=run
-        )
+            servers=servers, shape=shape, ranks=ranks, compute=compute, folder=folder, run=run, adapter=as_adapter,
+            timeout=options.timeout, stopping=stopping, transfer=options.transfer,
+        )  # fmt: skip
         ranks.agree(lambda: engine._on_all(lambda server: server.check(context)))
         return engine
 
@@ -104,18 +99,28 @@ class VLLMServers:
         name = f"{self.run}:{version}"
         if self.transfer != "directory":
             self._transfer(model, name)
-            return
-        self._save(model, self._folder(name))
-        if name not in self.names[-1:]:  # the evaluation before training has the weights of step 0 too
-            self.names.append(name)
+        else:
+            self._save(model, self._folder(name))
+        self._announce(name)
         self.version = version
 
-        def load() -> None:
+    def take_directory(self, source: Path) -> None:
+        """Sample from the weights in a Hugging Face directory, which the servers read; collective."""
+        self.frozen, self.adapter, self.transfer = source.resolve(), None, "directory"
+        self._announce(f"{self.run}:0")
+
+    def _announce(self, name: str) -> None:
+        """Sample from the weights ``name`` from now on, and give them to the servers; collective."""
+        if name not in self.names[-1:]:  # the evaluation before training has the weights of step 0 too
+            self.names.append(name)
+
+        def give() -> None:
             if self.ranks.first:
                 self._on_all(self._give_newest)
-                self._remove_others({self._folder(own) for own in self.names[-2:]})
 
-        self.ranks.agree(load)
+        self.ranks.agree(give)
+        if self.frozen is None:
+            self.keep_weights({self._folder(own) for own in self.names[-2:]})
 
     def _transfer(self, model: Decoder, name: str) -> None:
         """Send the weights to each server without a file; collective. A server that fails ends the run."""
@@ -127,22 +132,11 @@ class VLLMServers:
             self.connections = [Transfer(self.transfer, server, self.ranks, weights) for server in self.servers]
         for connection in self.connections:
             connection.send(name)
-        self.names.append(name)
-        self.version = _version(name)
-
-    def take_directory(self, source: Path) -> None:
-        """Sample from the weights in a Hugging Face directory, which the servers read; collective."""
-        self.frozen, self.adapter, self.transfer = source.resolve(), None, "directory"
-        self.names.append(f"{self.run}:0")
-
-        def load() -> None:
-            if self.ranks.first:
-                self._on_all(self._give_newest)
-
-        self.ranks.agree(load)
 
     def _folder(self, name: str) -> Path:
-        return self.frozen or (self.folder / self.run / f"policy-{_version(name)}").resolve()
+        own = self.own_folder()
+        assert own is not None
+        return self.frozen or own / f"policy-{version_of(name)}"
 
     def _save(self, model: Decoder, folder: Path) -> None:
         """Save the policy, or its adapters, for the servers; collective."""
@@ -159,11 +153,6 @@ class VLLMServers:
             fsdp.save_on_first(model, None if lora.adapted(model) else self.compute, self.ranks, folder, write)
         else:
             fsdp.save_on_first(model, None, self.ranks, folder, write, only=lambda name: lora.is_saved(model, name))
-
-    def _remove_others(self, kept: set[Path]) -> None:
-        for folder in (self.folder / self.run).resolve().glob("policy-*"):
-            if folder not in kept:
-                atomic_files.remove(folder)
 
     def _give_newest(self, server: Server) -> None:
         """Give a server the newest weights, unless it has them; one thread at a time."""
@@ -184,41 +173,19 @@ class VLLMServers:
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        index: Sequence[int] | None = None,
-        max_rows: int = 256,
-        first_sample: int = 0,
-    ) -> Rollout:
-        """Sample completions; see `Engine.generate`. At most ``max_rows`` completions are requested at a time."""
-        if samples < 1:
-            raise ValueError(f"samples = {samples}: expected at least 1")
-        check_prompts(self.shape, prompts, sampling)
-        seeds = completions.request_seeds(seed, range(len(prompts)) if index is None else index, first_sample)
-        since = len(self.names) - 1
-        room, failed = threading.Semaphore(max(1, max_rows // samples)), threading.Event()
+    def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
+        """Sample each request in a thread. Raises EngineError if no server samples, or one has a fault."""
+        since, room, failed = len(self.names) - 1, threading.Semaphore(together), threading.Event()
 
-        def sample(ids: Sequence[int], own: int) -> list[Completion]:
+        def sample(request: Request) -> list[Completion]:
             with room:
-                return self._sample(ids, completions.request_of(sampling, samples, own), samples, since, failed)
+                return self._sample_one(request, since, failed)
 
-        jobs = [in_thread(partial(sample, ids, own)) for ids, own in zip(prompts, seeds, strict=True)]
+        jobs = [in_thread(partial(sample, request)) for request in requests]
         try:
-            found = [self._result(job) for job in jobs]
+            return [self._result(job) for job in jobs]
         finally:
             failed.set()  # if one failed, the others stop
-        rollout = completions.rollout_from(
-            prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device, engine="vLLM"
-        )
-        if self.frozen is not None:
-            return rollout
-        versions = [_version(name) for own in found for one in own for name in one.versions]
-        return replace(rollout, version=min(versions, default=self.version))
 
     def _result(self, job: Future[Result]) -> Result:
         """Wait for a job. Raises EngineError if it takes longer than `GRACE` after the user stopped the run."""
@@ -231,21 +198,20 @@ class VLLMServers:
             if stopped is not None and time.monotonic() > stopped + GRACE:
                 raise EngineError("the run was stopped while vLLM sampled")
 
-    def _sample(
-        self, ids: Sequence[int], request: Mapping[str, object], samples: int, since: int, failed: threading.Event
-    ) -> list[Completion]:
+    def _sample_one(self, request: Request, since: int, failed: threading.Event) -> list[Completion]:
         """Sample one prompt on the server with the fewest completions to sample, and again elsewhere if it fails.
 
         ``since``: number in `names` of the weights at the time of the request. Newer ones are allowed too: a server
         continues with them. ``failed``: set when the completions are not needed any more.
         """
+        samples = int(request[1]["n"])
 
         def attempt(server: Server) -> list[Completion]:
             weights = server.weights
             if weights not in self.names[since:]:
                 self._give_newest(server)
                 weights = server.weights
-            found = server.generate(ids, request, weights if self.adapter else None)
+            found = server.generate(*request, weights if self.adapter else None)
             allowed = set(self.names[since:])
             for completion in found:
                 if completion.finish_reason == "abort":
@@ -348,12 +314,5 @@ class VLLMServers:
 
     def close(self) -> None:
         self.closed.set()
-        if self.ranks.first and self.frozen is None:
-            atomic_files.remove(self.folder / self.run)
-            if self.folder.is_dir() and not any(self.folder.iterdir()):
-                self.folder.rmdir()
-
-
-def _version(name: str) -> int:
-    """Step of the weights "RUN:STEP"."""
-    return int(name.rpartition(":")[2])
+        if self.frozen is None:
+            self.remove_folder()

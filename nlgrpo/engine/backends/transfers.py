@@ -5,18 +5,22 @@ Needs vLLM in the trainer's environment, and GPUs. It was not run yet: nothing h
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nlgrpo.engine.backends import vllm_library
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.engine.backends.returned import UNKNOWN, EngineError
 from nlgrpo.runtime.distributed import Ranks
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -61,36 +65,49 @@ class Transfer:
     def send(self, version: str) -> None:
         """Replace the server's weights, and name them ``version``; collective. Requests in flight continue with them.
 
-        Raises EngineError on all ranks if it fails, since the connection cannot be used again.
+        Raises EngineError on all ranks if it fails: the connection cannot be used again.
         """
-        if self.ranks.first:
-            self.server.pause()
+        self.ranks.agree(lambda: self._on_first(self.server.pause))
         try:
             if self.sender is None:
-                self.sender = self._connect()
-            self.sender.send_weights()
-        except Exception as error:
-            raise EngineError(f"{self.server.url} did not take the weights by {self.kind}: {error}") from error
-        finally:
-            self.weights.finish()
-            if self.ranks.first:
-                self.server.resume(version)
+                workers, port = self.ranks.gather_objects(self.ranks.agree(self._rendezvous))[0]
+                self.sender = self.ranks.agree(lambda: self._connect(workers, port))
+            self.ranks.agree(self._send)
+        except EngineError:
+            with contextlib.suppress(EngineError):
+                self._on_first(lambda: self.server.resume(UNKNOWN))
+            raise
+        self.ranks.agree(lambda: self._on_first(lambda: self.server.resume(version)))
 
-    def _connect(self) -> Any:
-        world, port = self.ranks.gather_objects(self._rendezvous())[0]
-        address = socket.gethostbyname(socket.gethostname()) if self.ranks.first else ""
-        return vllm_library.weight_sender(
-            self.kind, self.server.url, self.weights, rank=self.ranks.rank, world=1 + world, address=address, port=port
-        )
+    def _on_first(self, work: Callable[[], object]) -> None:
+        """Call the server on rank 0. Raises EngineError if it fails."""
+        if self.ranks.first:
+            self._as_engine_error(work)
+
+    def _as_engine_error(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except Exception as error:  # of HTTP and of vLLM
+            raise EngineError(f"{self.server.url} does not take weights by {self.kind}: {error}") from error
 
     def _rendezvous(self) -> tuple[int, int]:
-        """Number of the server's workers, and a free port of this host."""
+        """Number of the server's workers, and a free port of this host; on rank 0."""
         if not self.ranks.first:
             return 0, 0
-        try:
-            workers = self.server.workers()
-        except Exception as error:
-            raise EngineError(f"{self.server.url}: {error}") from error
         with socket.socket() as free:
             free.bind(("", 0))
-            return workers, int(free.getsockname()[1])
+            return self._as_engine_error(self.server.workers), int(free.getsockname()[1])
+
+    def _connect(self, workers: int, port: int) -> Any:
+        address = socket.gethostbyname(socket.gethostname()) if self.ranks.first else ""
+        connect = partial(
+            vllm_library.weight_sender, self.kind, self.server.url, self.weights, rank=self.ranks.rank,
+            world=1 + workers, address=address, port=port,
+        )  # fmt: skip
+        return self._as_engine_error(connect)
+
+    def _send(self) -> None:
+        try:
+            self._as_engine_error(self.sender.send_weights)
+        finally:
+            self.weights.finish()

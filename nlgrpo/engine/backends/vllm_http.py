@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.backends.returned import UNKNOWN, Completion, EngineError
 
 STARTED_BY = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --skip-tokenizer-init --logprobs-mode processed_logprobs "
     "--worker-extension-cls nlgrpo.engine.backends.vllm_worker.Worker"
 )
-
 
 # Parts of the messages of `vllm_worker`: faults that would come again.
 REFUSED = ("need a shared disk", "has no weights in the format", "another model than the policy")
@@ -38,7 +37,6 @@ PROBE = {"n": 1, "max_tokens": 1, "top_k": 1, "temperature": 1.0, "top_p": 1.0, 
          "stop_token_ids": [], "ignore_eos": True, "detokenize": False, "seed": 0}  # fmt: skip
 STARTED_WITH = "default"  # vLLM's name of the weights that a server was started with
 PAUSED = 15.0  # seconds that a server may be paused by somebody else
-UNKNOWN = "unknown"  # name of weights that are not used
 
 
 @dataclass

@@ -124,15 +124,15 @@ def _allowed_rank(rank: int) -> int:
 
 
 def generate(
-    llm: Any, prompts: Sequence[Sequence[int]], requests: Sequence[Mapping[str, Any]], adapter: Any = None
+    llm: Any, requests: Sequence[tuple[list[int], Mapping[str, Any]]], adapter: Any = None
 ) -> list[list[Completion]]:
-    """Sample the completions of each prompt; ``requests`` are the sampling parameters of each."""
+    """Sample the completions of each request, a prompt and its sampling parameters."""
     from vllm import SamplingParams, TokensPrompt
 
     try:
         outputs = llm.generate(
-            [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts],
-            [SamplingParams(**request) for request in requests],
+            [TokensPrompt(prompt_token_ids=ids) for ids, _ in requests],
+            [SamplingParams(**parameters) for _, parameters in requests],
             use_tqdm=False,
             lora_request=adapter,
         )

@@ -17,7 +17,7 @@ from nlgrpo.training.planning.workload import Workload
 
 GIB = 2**30
 LIBRARIES = 270 * 2**20  # of vLLM 0.32 for a CPU: what importing it and starting an engine add
-CHUNK, CHUNKS = GIB, 3  # of its transfer over NCCL: bytes, and how many exist: one sent, one joined from its tensors
+CHUNK, CHUNKS = GIB, 3  # of its own transfers: bytes, and how many exist: one sent, one joined from its tensors
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the KV cache on a CPU, of each rank
 
 
@@ -125,13 +125,11 @@ def _by_directory(work: Workload) -> bool:
 
 
 def _in_flight(work: Workload) -> float:
-    """Bytes that vLLM's own transfer keeps on rank 0: chunks over NCCL, and all weights by CUDA IPC."""
+    """Bytes of the chunks that vLLM's own transfer keeps on rank 0."""
     outer, block = _largest(work.shape)
     everything = work.shape.parameters * work.compute.itemsize
     if work.engine != "servers" or work.config.vllm.transfer == "directory":
         return 0.0
-    if work.config.vllm.transfer == "ipc":
-        return everything
     return CHUNKS * min(everything, CHUNK + max(outer, block) * work.compute.itemsize)
 
 

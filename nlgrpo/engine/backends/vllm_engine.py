@@ -1,0 +1,163 @@
+"""What both forms of vLLM share: requests, checks of what it returns, and the folder for weights."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.generation import Limits, Rollout, check_prompts, rollout_of
+from nlgrpo.engine.sampling import Sampling, uniform_noise
+from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime.distributed import Ranks
+
+Request = tuple[list[int], dict[str, Any]]  # token ids of a prompt, and sampling parameters
+
+
+@dataclass(kw_only=True)
+class VLLMEngine(ABC):
+    """Base class of the engines that sample with vLLM."""
+
+    shape: Limits
+    ranks: Ranks
+    run: str
+    """Random; part of the names of the weights, which are "RUN:VERSION", and of their folder."""
+    folder: Path | None = None
+    """For weights that vLLM reads from files. Those of this engine are in a folder below it, named by `run`."""
+    version: int | None = None
+
+    @abstractmethod
+    def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
+        """Sample the completions of each request, of at most ``together`` requests at a time if it can choose."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        *,
+        seed: int = 0,
+        index: Sequence[int] | None = None,
+        max_rows: int = 256,
+        first_sample: int = 0,
+    ) -> Rollout:
+        """Sample completions; see `Engine.generate`. Raises EngineError as `rollout_from`, and for other weights."""
+        if samples < 1:
+            raise ValueError(f"samples = {samples}: expected at least 1")
+        check_prompts(self.shape, prompts, sampling)
+        seeds = request_seeds(seed, range(len(prompts)) if index is None else index, first_sample)
+        requests = [(list(ids), request_of(sampling, samples, own)) for ids, own in zip(prompts, seeds, strict=True)]
+        found = self._sample(requests, max(1, max_rows // samples))
+        rollout = rollout_from(prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device)
+        if self.version is None:
+            return rollout
+        versions = [version_of(name) for own in found for one in own for name in one.versions]
+        return replace(rollout, version=min(versions, default=self.version))
+
+    def own_folder(self) -> Path | None:
+        """Return the folder for the weights of this engine."""
+        return None if self.folder is None else (self.folder / self.run).resolve()
+
+    def keep_weights(self, kept: Collection[Path]) -> None:
+        """Remove the weights in the folder of this engine except ``kept``; only the first rank does."""
+        own = self.own_folder()
+        if self.ranks.first and own is not None and own.is_dir():
+            for path in set(own.iterdir()) - set(kept):
+                atomic_files.remove(path)
+
+    def remove_folder(self) -> None:
+        """Remove the folder of this engine, and the one above it if nothing else is there; only the first rank does."""
+        own = self.own_folder()
+        if self.ranks.first and own is not None and self.folder is not None:
+            atomic_files.remove(own)
+            if self.folder.is_dir() and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+
+def version_of(name: str) -> int:
+    """Return the version in the name of weights, "RUN:VERSION"."""
+    return int(name.rpartition(":")[2])
+
+
+def request_of(sampling: Sampling, samples: int, seed: int) -> dict[str, Any]:
+    """Sampling parameters of vLLM for ``samples`` completions of a prompt.
+
+    vLLM filters by min_p before top_k and top_p. It returns log-probs of the distribution that it sampled from.
+    """
+    return {
+        "n": samples,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # stop_ids are all that ends a completion
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": False,
+        "seed": seed,
+    }
+
+
+def request_seeds(seed: int, index: Sequence[int], first_sample: int) -> list[int]:
+    """Return a seed for each prompt, of 53 bits: a hash. vLLM adds the number of the sample to it."""
+    prompts = torch.tensor(list(index), dtype=torch.int64)
+    noise = uniform_noise(seed, prompts, torch.full_like(prompts, first_sample), torch.tensor([-1]))
+    return [int(u * 2**53) for u in noise[:, 0].tolist()]
+
+
+def rollout_from(
+    prompts: Sequence[Sequence[int]],
+    found: Sequence[Sequence[Completion]],
+    samples: int,
+    sampling: Sampling,
+    *,
+    vocab: int,
+    device: torch.device,
+) -> Rollout:
+    """Check the completions of each prompt and build their `Rollout`.
+
+    Raises EngineError that names the prompt and the fault: too few samples, no log-probs, a log-prob that
+    is not finite, a token outside the vocabulary, a completion that neither a stop id nor the limit ended.
+    """
+    if len(found) != len(prompts):
+        raise EngineError(f"vLLM returned completions of {len(found)} prompts; {len(prompts)} were requested")
+    for i, completions in enumerate(found):
+        if len(completions) != samples:
+            raise EngineError(f"vLLM returned {len(completions)} samples of prompt {i}; {samples} were requested")
+        for completion in completions:
+            if fault := _fault(completion, sampling, vocab):
+                raise EngineError(f"vLLM, prompt {i}: {fault}")
+    rows = [completion for completions in found for completion in completions]
+    longest = max((len(row.tokens) for row in rows), default=0)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    logprobs = torch.zeros(len(rows), longest)
+    for r, row in enumerate(rows):
+        tokens[r, : len(row.tokens)] = torch.tensor(row.tokens)
+        logprobs[r, : len(row.tokens)] = torch.tensor(row.logprobs)
+    return rollout_of(prompts, [(tokens.to(device), logprobs.to(device))], samples, sampling, device)
+
+
+def _fault(completion: Completion, sampling: Sampling, vocab: int) -> str:
+    """Return what is wrong with a completion; "" if nothing is."""
+    tokens, logprobs = completion.tokens, completion.logprobs
+    if not tokens:
+        return f"an empty completion (finish reason {completion.finish_reason!r})"
+    if len(logprobs) != len(tokens):
+        return f"{len(logprobs)} log-probs for {len(tokens)} tokens; start the engine with processed log-probs"
+    if bad := [x for x in logprobs if not math.isfinite(x)]:
+        return f"a log-prob of {bad[0]}; its weights or its logits are not finite"
+    if not 0 <= min(tokens) <= max(tokens) < vocab:
+        return f"token id {max(tokens)}, outside the policy's vocabulary of {vocab}; it has another model"
+    stops = [t for t, token in enumerate(tokens) if token in sampling.stop_ids]
+    if stops and stops[0] != len(tokens) - 1:
+        return "tokens after a stop id"
+    if not stops and len(tokens) != sampling.max_new_tokens:
+        return f"a completion of {len(tokens)} tokens without a stop id (finish reason {completion.finish_reason!r})"
+    return ""
