@@ -8,13 +8,23 @@ import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import torch
 
+from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine import generation
+from nlgrpo.engine.backends import vllm_worker
+from nlgrpo.engine.backends.servers import VLLMServers
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.model import decoder
+from nlgrpo.model import adapters, decoder, lora
+from nlgrpo.runtime.distributed import Ranks
+
+SOURCE = Path(__file__).parents[1] / "nlgrpo" / "data" / "assets" / "story-lm"
+ONE = Ranks(0, 1, torch.device("cpu"))
+PROMPTS = [[1, 50, 60, 70], [1, 80], [1, 90, 91], [1, 100]]
+SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
 
 
 @dataclass
@@ -36,6 +46,8 @@ class FakeVLLM:
     """Started without the worker extension."""
     shift: float = 0.0
     """Added to the log-probs of all tokens, but not to those of the first weights."""
+    enable_lora: bool = False
+    """Started with --enable-lora; the adapters are in ``adapters``."""
     raw: bool = False
     """Returns log-probs before filters."""
     paused: bool = False
@@ -65,7 +77,7 @@ class FakeVLLM:
     def start(self) -> None:
         """Start, or start again on the same port with the first weights."""
         self.model, self.version, self.running = decoder.load(self.source), "default", 0
-        self.loaded, self.adapters = "", {}
+        self.worker, self.adapters = FakeWorker(self), {}
         self.lock = threading.Lock()
         fake = self
 
@@ -109,7 +121,7 @@ class FakeVLLM:
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "policy", "max_model_len": self.context}]}
+            return 200, {"data": [{"id": name, "max_model_len": self.context} for name in ("policy", *self.adapters)]}
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}
         if path in ("/pause", "/resume"):
@@ -117,18 +129,29 @@ class FakeVLLM:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":
-            if body["method"] == "loaded_policy":
-                return 200, {"results": [{"name": self.loaded}]}
-            folder = Path(body["kwargs"]["folder"])
             if self.without_worker:
                 return 500, {"error": {"message": "Worker failed: 'CPUWorker' object has no attribute 'load_policy'"}}
-            if not folder.is_dir():
-                return 500, {
-                    "error": {"message": f"{folder} does not exist here: the server and the trainer need a shared disk"}
-                }
-            self.model, self.loaded = decoder.load(folder), body["kwargs"]["name"]
+            try:
+                return 200, {"results": [getattr(self.worker, body["method"])(**body["kwargs"])]}
+            except ValueError as error:
+                return 500, {"error": {"message": str(error)}}
+        if path == "/v1/load_lora_adapter":
+            return self.load_adapter(body["lora_name"], Path(body["lora_path"]))
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
         if path == "/inference/v1/generate":
             return self.generate(body)
+        return 200, {}
+
+    def load_adapter(self, name: str, folder: Path) -> tuple[int, dict]:
+        if not self.enable_lora:
+            return 404, {"error": {"message": "Not Found"}}
+        if name in self.adapters:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        model, adapter = decoder.load(self.source), adapters.read(folder)
+        lora.attach(model, adapter.config, torch.float32)
+        adapters.load(model, adapter)
+        self.adapters[name] = model
         return 200, {}
 
     def generate(self, body: dict) -> tuple[int, dict]:
@@ -150,14 +173,18 @@ class FakeVLLM:
         if self.status != 200:
             return self.status, {"error": {"message": self.error}}
         asked, ids, version = body["sampling_params"], body["token_ids"], self.lying or self.version
-        if asked["top_k"] != 1:  # not the probe of a connection
+        name = body.get("model")
+        if name is not None and name not in self.adapters:
+            return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+        model = self.model if name is None else self.adapters[name]
+        if asked["max_tokens"] > 1:  # not a probe
             self.prompts.append(ids)
         sampling = Sampling(
             temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"], min_p=asked["min_p"],
             max_new_tokens=asked["max_tokens"], stop_ids=tuple(asked["stop_token_ids"]),
         )  # fmt: skip
         with self.lock:  # PyTorch's threads
-            rollout = generation.generate(self.model, [ids], asked["n"], sampling, seed=asked["seed"])
+            rollout = generation.generate(model, [ids], asked["n"], sampling, seed=asked["seed"])
         if self.raw:
             rollout.logprobs.fill_(-0.7)
         choices = []
@@ -169,7 +196,7 @@ class FakeVLLM:
             self.aborts -= 1
             for choice in choices:
                 choice["finish_reason"] = "abort"
-        return 200, {"model": "policy", "choices": choices[: -1 if self.fault == "fewer" else None]}
+        return 200, {"model": name or "policy", "choices": choices[: -1 if self.fault == "fewer" else None]}
 
     def _choice(self, index: int, tokens: list[int], logprobs: list[float | None], version: str, reason: str) -> dict:
         if self.fault == "nan":
@@ -186,6 +213,37 @@ class FakeVLLM:
         spans = [{"version": version, "start": 0, "end": len(tokens)}]
         return {"index": index, "token_ids": tokens, "finish_reason": reason, "logprobs": {"content": content},
                 "weight_versions": spans}  # fmt: skip
+
+
+class FakeWorker(vllm_worker.Worker):
+    """The worker of a `FakeVLLM`, with what the extension uses of vLLM's."""
+
+    def __init__(self, fake: FakeVLLM) -> None:
+        self.fake = fake
+        self.model_config = SimpleNamespace(hf_config=decoder.read_config(fake.source))
+
+    def reload_weights(self, weights_path: str) -> None:
+        self.fake.model = decoder.load(Path(weights_path))
+
+    def get_model(self) -> object:
+        return object()
+
+
+def connect(folder: Path, *fakes: FakeVLLM, timeout: float = 20.0, ranks: Ranks = ONE, **options) -> VLLMServers:
+    """Connect to fake servers as the engine of the embedded model."""
+    shape = decoder.load(SOURCE).shape
+    settings = VLLMConfig(servers=tuple(fake.url for fake in fakes), timeout=timeout)
+    return VLLMServers.connect(
+        settings, shape, ranks=ranks, compute=torch.float32, context=60, folder=folder / "engine", **options
+    )
+
+
+def change(model: torch.nn.Module, seed: int = 0) -> None:
+    """Add small noise to all parameters, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
 def gap(rollout, model) -> float:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.kernels import linear_logprob
@@ -18,6 +19,14 @@ def logprobs(model: Decoder, batch: MicroBatch, temperature: float) -> tuple[Ten
     """Return differentiable log-probs and entropies, (S,), of the targets in ``batch``."""
     head = partial(linear_logprob, targets=batch.targets, temperature=temperature)
     return model(batch.tokens, batch.segments, batch.select, head)
+
+
+@torch.no_grad()
+def next_token_logprobs(model: Decoder, ids: Sequence[int]) -> Tensor:
+    """Return the log-probs (V,), in float32, of the token after ``ids``."""
+    tokens = torch.tensor(list(ids), device=model.embed.weight.device)
+    logits: Tensor = model(tokens, [len(ids)], torch.tensor([len(ids) - 1], device=tokens.device), linear)
+    return logits[0].float().log_softmax(0)
 
 
 @torch.no_grad()

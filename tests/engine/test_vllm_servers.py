@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_vllm import FakeVLLM, gap
+from fake_vllm import ONE, PROMPTS, SAMPLING, SOURCE, FakeVLLM, change, connect, gap
 from helpers import run_ranks
 
 from nlgrpo.config.vllm_config import VLLMConfig
@@ -17,11 +17,6 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.model.fsdp import shard
 from nlgrpo.runtime.distributed import Ranks
-
-SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
-ONE = Ranks(0, 1, torch.device("cpu"))
-PROMPTS = [[1, 50, 60, 70], [1, 80], [1, 90, 91], [1, 100]]
-SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
 
 
 @pytest.fixture
@@ -39,21 +34,6 @@ def server():
 def soon(monkeypatch):
     monkeypatch.setattr(servers, "SOON", 0.05)
     monkeypatch.setattr(servers, "LATE", 0.2)
-
-
-def connect(folder, *fakes, timeout=20.0, ranks=ONE, **options):
-    shape = decoder.load(SOURCE).shape
-    settings = VLLMConfig(servers=tuple(fake.url for fake in fakes), timeout=timeout)
-    return VLLMServers.connect(
-        settings, shape, ranks=ranks, compute=torch.float32, context=60, folder=folder / "engine", **options
-    )
-
-
-def change(model, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm_processes import RealServer, processes_of
+from vllm_processes import RealServer, processes_of, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +119,17 @@ def test_a_server_gets_adapters(models, tmp_path, serve):
     assert status == 0, err[-3000:]
     assert max(of(tmp_path / "run", "sampling/logp_difference/max")) < 1e-3
     assert of(tmp_path / "run", "kl")[-1] > 1e-4  # the adapters have changed
+
+
+def test_a_server_with_another_model_under_the_adapters_is_named(models, tmp_path, serve):
+    other = write_model(tmp_path / "other", "llama", seed=1)
+    server = serve(other, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    status, _, err = run(command(models["llama"], tmp_path / "run", *served(server), "--lora.rank", "2"))
+    assert status == 1
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "was started with another model than the one under the adapters: its log-probs differ by" in line
+    more = [*served(server), "--lora.rank", "2", "--vllm.adapters", "false"]
+    assert run(command(models["llama"], tmp_path / "merged", *more, steps=2))[0] == 0
 
 
 def test_a_server_with_another_model_is_named(models, tmp_path, serve):

@@ -16,14 +16,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Conf
 STORY = Path(__file__).parents[1] / "assets" / "story-lm-32"
 
 
-def write_model(folder: Path, kind: str) -> Path:
+def write_model(folder: Path, kind: str, seed: int = 0) -> Path:
     """Write a random model with heads of 32, the smallest that vLLM's CPU attention takes, and the story tokenizer."""
     sizes = {
         "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160, "initializer_range": 0.1,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": kind != "llama",
     }  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = (
         Qwen3ForCausalLM(Qwen3Config(head_dim=32, **sizes))
         if kind == "qwen3"

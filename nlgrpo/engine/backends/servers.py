@@ -26,6 +26,7 @@ from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine, version_of
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
 from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.logprobs import next_token_logprobs
 from nlgrpo.model import adapters, decoder, fsdp, lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
@@ -58,6 +59,8 @@ class VLLMServers(VLLMEngine):
     connections: list[Transfer] = field(default_factory=list)
     frozen: Path | None = None
     """Directory of a model that is not trained."""
+    base_logprobs: Tensor | None = None
+    """Log-probs (V,) of the token after `_probe` under the model without adapters, with which servers are checked."""
     names: list[str] = field(default_factory=list)
     """Of all weights that were given to the servers, in their order."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -97,6 +100,9 @@ class VLLMServers(VLLMEngine):
 
     def take(self, model: Decoder, version: int) -> None:
         name = f"{self.run}:{version}"
+        if self.adapter is not None and self.base_logprobs is None:
+            with lora.disabled(model):
+                self.base_logprobs = next_token_logprobs(model, self._probe()).cpu()
         if self.transfer != "directory":
             self._transfer(model, name)
         else:
@@ -133,6 +139,10 @@ class VLLMServers(VLLMEngine):
         for connection in self.connections:
             connection.send(name)
 
+    def _probe(self) -> list[int]:
+        """Return the prompt by which `vllm_http.Server.check_base` knows a model."""
+        return [i % self.shape.vocab for i in range(1, 17)]
+
     def _folder(self, name: str) -> Path:
         own = self.own_folder()
         assert own is not None
@@ -167,6 +177,8 @@ class VLLMServers(VLLMEngine):
             elif server.has_adapter(name):
                 server.weights = name
             else:
+                assert self.base_logprobs is not None
+                server.check_base(self._probe(), self.base_logprobs)
                 server.load_adapter(str(self._folder(name)), name)
                 if len(self.names) > 2 and server.has_adapter(self.names[-3]):
                     server.unload_adapter(self.names[-3])

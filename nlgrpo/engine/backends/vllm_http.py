@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import threading
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode, urlsplit
+
+from torch import Tensor
 
 from nlgrpo.engine.backends.returned import UNKNOWN, Completion, EngineError
 
@@ -36,6 +39,7 @@ class Refused(ServerDown):
 PROBE = {"n": 1, "max_tokens": 1, "top_k": 1, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "logprobs": 0,
          "stop_token_ids": [], "ignore_eos": True, "detokenize": False, "seed": 0}  # fmt: skip
 STARTED_WITH = "default"  # vLLM's name of the weights that a server was started with
+SAME_BASE = 0.25  # nats: log-probs of one model differ by less, also in bfloat16 and with quantized weights
 PAUSED = 15.0  # seconds that a server may be paused by somebody else
 
 
@@ -102,14 +106,22 @@ class Server:
         self.pause()
         try:
             self._rpc("load_policy", folder=folder, name=version)
+            self._check_loaded(version)
         except (ServerDown, EngineError):
             with contextlib.suppress(ServerDown, EngineError):
                 self.resume(UNKNOWN)  # it may have loaded them
             raise
         self.resume(version)
+        try:
+            self._check_loaded(version)
+        except ServerDown:
+            self.resume(UNKNOWN)
+            raise
+
+    def _check_loaded(self, version: str) -> None:
+        """Raises ServerDown if the workers have other weights, which another process gave them meanwhile."""
         found = [worker.get("name") for worker in self._rpc("loaded_policy") if isinstance(worker, dict)]
         if set(found) != {version}:
-            self.weights = ""
             raise ServerDown(f"another process gave it the weights {found} at the same time")
 
     def pause(self) -> None:
@@ -127,16 +139,29 @@ class Server:
         """Number of processes that have the weights."""
         return int(self._call("GET", "/get_world_size", 10.0)["world_size"])
 
-    def load_adapter(self, folder: str, version: str) -> None:
-        """Load the adapter in ``folder``; requests name it by ``version``.
+    def check_base(self, ids: Sequence[int], logprobs: Tensor) -> None:
+        """Check the model under the adapters by the log-probs (V,) that it must give the token after ``ids``.
 
-        Raises EngineError if the server refuses it, and if other weights than those of its start were loaded.
+        Raises EngineError for another model: if other weights than those of its start were loaded, or if the log-probs
+        of 8 samples differ by more than `SAME_BASE` on average.
         """
         if self.base != STARTED_WITH:
             raise EngineError(
                 f"{self.url} has the weights {self.base!r} of another run under the adapters; restart it, or set "
                 "vllm.adapters = false"
             )
+        found = self.generate(ids, PROBE | {"n": 8, "top_k": 0})
+        pairs = [(one.tokens[0], one.logprobs[0]) for one in found if one.tokens and one.logprobs]
+        gaps = [abs(x - float(logprobs[t])) if 0 <= t < len(logprobs) else math.inf for t, x in pairs]
+        gap = sum(gaps) / len(gaps) if gaps else math.inf
+        if not gap <= SAME_BASE:  # it may be NaN
+            raise EngineError(
+                f"{self.url} was started with another model than the one under the adapters: its log-probs differ by "
+                f"{gap:.2g} nats; start it with the directory of model.path, or set vllm.adapters = false"
+            )
+
+    def load_adapter(self, folder: str, version: str) -> None:
+        """Load the adapter in ``folder``; requests name it by ``version``. Raises EngineError if it is refused."""
         try:
             self._call("POST", "/v1/load_lora_adapter", self.timeout, {"lora_name": version, "lora_path": folder})
         except (Refused, EngineError) as error:

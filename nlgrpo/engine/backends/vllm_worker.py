@@ -37,10 +37,15 @@ class Worker:
     def load_policy(self, folder: str, name: str) -> None:
         """Replace the weights by those of a Hugging Face directory, and remember their ``name``.
 
-        Raises ValueError, before anything is changed, for a directory that is not there or has another model. vLLM
-        itself would leave a model without weights, and its next request would end the server.
+        Raises ValueError, before anything is changed, for a directory that is not there or has another model, and for
+        an older version than the one of the same run that it has: ranks may call at the same time. vLLM itself would
+        leave a model without weights, and its next request would end the server.
         """
         worker: Any = self
+        run, _, version = name.rpartition(":")
+        its_run, _, newest = self.loaded_policy()["name"].rpartition(":")
+        if its_run and run == its_run and int(newest) > int(version):
+            raise ValueError(f"it has newer weights than {name}: those of version {newest}")
         path = Path(folder)
         if not path.is_dir():
             raise ValueError(f"{folder} does not exist here: the server and the trainer need a shared disk")
