@@ -73,6 +73,15 @@ def test_after_each_update_it_samples_from_the_policy(models, ranks, kind, tmp_p
     engine.close()
 
 
+def test_many_long_prompts_at_once(models, ranks):
+    """More prompt tokens than vLLM computes in one step. On a CPU a prompt that it splits would end it."""
+    model, engine = decoder.load(models["llama"]), start(models["llama"], ranks)
+    engine.take(model, 0)
+    prompts = [[1, *(3 + (31 * i + 7 * j) % 1000 for j in range(89))] for i in range(120)]
+    assert gap(engine.generate(prompts, 1, Sampling(max_new_tokens=8, stop_ids=(2,))), model) < 1e-3
+    engine.close()
+
+
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.6}], ids=str)
 def test_log_probs_are_those_of_the_filtered_distribution(models, ranks, sampling):
     model, engine = decoder.load(models["gpt2"]), start(models["gpt2"], ranks)

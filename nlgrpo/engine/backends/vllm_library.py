@@ -83,6 +83,8 @@ def start(
         options |= {"enable_lora": True, "max_lora_rank": _allowed_rank(lora_rank), "max_loras": 1}
     if cuda:
         options |= {"gpu_memory_utilization": memory, "enable_sleep_mode": sleep}
+    else:
+        options |= {"enable_chunked_prefill": False}  # on a CPU it fails with a seed per request
     try:
         llm = LLM(
             model=str(source),
