@@ -56,7 +56,8 @@ class RealServer:
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.source), "--port",
             str(self.port), "--host", "127.0.0.1", "--tokens-only", "--skip-tokenizer-init", "--dtype", "float32",
-            "--enforce-eager", "--no-enable-chunked-prefill", "--max-model-len", "160", "--logprobs-mode", "processed_logprobs",
+            "--enforce-eager", "--no-enable-chunked-prefill", "--max-model-len", "160",
+            "--logprobs-mode", "processed_logprobs",
             "--worker-extension-cls", "nlgrpo.engine.backends.vllm_worker.Worker", *self.options,
         ]  # fmt: skip
         wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
