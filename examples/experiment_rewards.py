@@ -5,7 +5,8 @@ import zlib
 from typing import Any
 
 from nlgrpo.data.prompt_dataset import text_of
-from nlgrpo.rewards.builtin import Classifier, Lexicon
+from nlgrpo.rewards.builtin import Lexicon
+from nlgrpo.rewards.classifiers import Classifier
 
 
 class Sad:

@@ -33,7 +33,7 @@ from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
-from nlgrpo.rewards.builtin import Classifier
+from nlgrpo.rewards.classifiers import Classifier
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 CALIBRATIONS = ("raw", "prompt", "pooled", "median")

@@ -41,7 +41,7 @@ from nlgrpo.evaluation.results import (
     weighted_best_of_n,
 )
 from nlgrpo.evaluation.run_loader import NS, REFERENCE, TRAINING_KL, ReportData
-from nlgrpo.rewards.reward_functions import parse_spec
+from nlgrpo.rewards.specs import parse_spec
 from nlgrpo.runtime import atomic_files
 
 TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")

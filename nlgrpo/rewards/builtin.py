@@ -1,12 +1,11 @@
-"""Built-in rewards: length, word list, regular expression, GSM8K answer, Hugging Face classifiers.
+"""Built-in rewards that need no library: length, word list, regular expression, GSM8K answer.
 
-Each is a class, which `reward_functions.load` builds once from the arguments in its spec. The instance is called at
+Each is a class, which `specs.load` builds once from the arguments in its spec. The instance is called at
 every step like a user's function, with TRL's signature: lists over the P*M completions in, one float or None each out.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import re
@@ -16,14 +15,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from nlgrpo.data.encoding import ids_to_score
 from nlgrpo.data.prompt_dataset import text_of
 
 
-def _path(value: object) -> Path:
+def path_of(value: object) -> Path:
+    """Return the path that an argument of a reward names."""
     if not isinstance(value, str | Path):
         raise ValueError(f"path must be a string in quotes, got {value!r}")
     return Path(os.path.expanduser(value))
@@ -53,6 +49,34 @@ class Length:
         return [-(((len(ids) - self.target) / self.scale) ** 2) for ids in completion_ids]
 
 
+@dataclass(frozen=True)
+class Overlong:
+    """Penalty for long completions (soft overlong punishment, DAPO, 3.4), in [-1, 0].
+
+        r(y) = min(0, max(-1, (limit - margin - |y|) / margin))
+
+    |y| is the number of tokens: 0 up to ``limit - margin``, -1 from ``limit`` on. With ``margin = 0`` it is 0 or -1.
+    Raises ValueError unless 0 <= margin <= limit and limit > 0.
+    """
+
+    limit: int
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("limit", self.limit), ("margin", self.margin)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number of tokens, got {value!r}")
+        if not 0 <= self.margin <= self.limit or self.limit <= 0:
+            raise ValueError(f"expected 0 <= margin <= limit, got {self.margin} and {self.limit}")
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [self._penalty(len(ids)) for ids in completion_ids]
+
+    def _penalty(self, length: int) -> float:
+        over = length - (self.limit - self.margin)
+        return -min(over / self.margin, 1.0) if 0 < over <= self.margin else -float(over > 0)
+
+
 class Lexicon:
     """Score of the words of a lexicon that occur in the completion, in (-1, 1); 0 if none does.
 
@@ -72,7 +96,7 @@ class Lexicon:
         if normalize not in ("compound", "mean"):
             raise ValueError(f"normalize must be 'compound' or 'mean', got {normalize!r}")
         self.normalize = normalize
-        self.scores = _read_lexicon(_path(path))
+        self.scores = _read_lexicon(path_of(path))
         phrases = [entry for entry in self.scores if not re.fullmatch(r"[\w'-]+", entry)]
         # Phrases come before words, and longer phrases before their beginnings: ":-))" is not ":-)" and a bracket.
         units = [_phrase_pattern(entry) for entry in sorted(phrases, key=len, reverse=True)] + [r"[\w'-]+"]
@@ -232,207 +256,3 @@ def _last_boxed(text: str) -> str:
         if depth == 0:
             return tail[:position]
     return tail
-
-
-class Classifier:
-    """Output of a Hugging Face sequence classifier (a reward model) for prompt + completion.
-
-    ``path``: a folder that ``AutoModelForSequenceClassification`` loads, with its tokenizer; safetensors only, no
-    remote code. A single output is returned unchanged (``probability=True``: its sigmoid). Of several outputs,
-    ``label`` selects one by name or number: its logit, or its softmax with ``probability=True``.
-
-    Strings are concatenated, followed by the tokenizer's end-of-sequence token if it has one (``append_eos``). The chat
-    template is applied to conversations; without a template their messages are joined by line breaks.
-    ``include_prompt=False`` scores the text of the completion alone. Texts longer than ``max_length`` tokens (default:
-    the limit of tokenizer and model) lose their beginning. Abstains (None) for a text without tokens.
-
-    ``dtype="float32"`` makes scores independent of ``batch_size`` up to rounding; ``"bfloat16"`` halves the memory.
-
-    Raises ValueError for a folder without such a model, weights without a trained head, and arguments out of range.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        batch_size: int = 64,
-        label: str | int | None = None,
-        probability: bool = False,
-        include_prompt: bool = True,
-        append_eos: bool = True,
-        max_length: int | None = None,
-        dtype: Literal["float32", "float16", "bfloat16"] = "float32",
-        device: str = "cpu",
-    ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-        if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"dtype must be 'float32', 'float16' or 'bfloat16', got {dtype!r}")
-        self.model, self.tokenizer = _load_classifier(_path(path), getattr(torch, dtype))
-        self.model.to(device).eval()
-        self.output = _output_index(self.model.config, label, path)
-        self.probability, self.include_prompt, self.append_eos = probability, include_prompt, append_eos
-        self.max_length = _length_limit(self.model, self.tokenizer, max_length)
-
-        config = self.model.config.get_text_config()
-        if config.pad_token_id is None:
-            config.pad_token_id = self.tokenizer.pad_token_id
-        # A decoder scores the last token of a row that is not its config's padding id: pad with that id, not with the
-        # tokenizer's. Without one it can only score single rows.
-        self.pad = config.pad_token_id
-        self.batch_size = 1 if self.pad is None else batch_size
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the weights, in bytes."""
-        return sum(parameter.nbytes for parameter in self.model.parameters())
-
-    @torch.no_grad()
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
-        rows = [self._tokenize(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        scores: list[float | None] = [None] * len(rows)
-        order = sorted((i for i in range(len(rows)) if rows[i]), key=lambda i: len(rows[i]))
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            for i, value in zip(batch, self._score([rows[i] for i in batch]).tolist(), strict=True):
-                scores[i] = value
-        return scores
-
-    def _tokenize(self, prompt: Any, completion: Any) -> list[int]:
-        chat = self.include_prompt and not isinstance(prompt, str) and self.tokenizer.chat_template is not None
-        if chat:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        else:
-            text = self._join(prompt, completion)
-        return ids_to_score(self.tokenizer, text, self.max_length, templated=chat, append_eos=self.append_eos)
-
-    def _join(self, prompt: Any, completion: Any) -> str:
-        if not self.include_prompt:
-            return text_of(completion)
-        return ("" if isinstance(prompt, str) else "\n").join((text_of(prompt), text_of(completion)))
-
-    def _score(self, rows: list[list[int]]) -> Tensor:
-        """Scores (B,) of B rows of ids, padded on the right, in float32."""
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [self.pad or 0] * (width - len(row)) for row in rows])
-        mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
-        logits = self.model(ids.to(self.model.device), attention_mask=mask.long().to(self.model.device)).logits.float()
-        if not self.probability:
-            return logits[:, self.output]
-        return logits.sigmoid()[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, self.output]
-
-
-class Ensemble:
-    """Ensemble of classifiers: the ``mean`` or the ``min`` of their outputs.
-
-    Coste et al. (2024), "Reward model ensembles help mitigate overoptimization", 3: mean optimisation and worst-case
-    optimisation. ``options`` are options of ``classifier`` for all members. Outputs are not rescaled: train the members
-    alike, with different seeds (``nlgrpo reward-model train --train.seed``).
-
-    Abstains (None) if a member abstains. Raises ValueError for empty ``paths``, another ``how``, and as ``classifier``.
-    """
-
-    def __init__(self, paths: Sequence[str], how: Literal["mean", "min"] = "mean", **options: Any) -> None:
-        if isinstance(paths, str) or not isinstance(paths, list | tuple) or not paths:
-            raise ValueError(f"paths must be a list of model folders, such as ['a', 'b'], got {paths!r}")
-        if how not in ("mean", "min"):
-            raise ValueError(f"how must be 'mean' or 'min', got {how!r}")
-        taken = [name for name in inspect.signature(Classifier).parameters if name != "path"]
-        unknown = [name for name in options if name not in taken]
-        if unknown:
-            raise ValueError(f"ensemble does not take {unknown[0]!r}; it takes: paths, how, {', '.join(taken)}")
-        self.members = [Classifier(path, **options) for path in paths]
-        self.how = how
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all members' weights, in bytes."""
-        return sum(member.nbytes for member in self.members)
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
-        by_completion = zip(*(member(prompts, completions) for member in self.members), strict=True)
-        return [self._combine([score for score in scores if score is not None]) for scores in by_completion]
-
-    def _combine(self, scores: list[float]) -> float | None:
-        if len(scores) < len(self.members):
-            return None
-        return min(scores) if self.how == "min" else math.fsum(scores) / len(scores)
-
-
-def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer from a folder. Raises ValueError if that fails or if the file has no head."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
-
-    if not os.path.isfile(path / "config.json"):
-        raise ValueError(
-            f"{str(path)!r} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})"
-        )
-    try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True, truncation_side="left"
-        )
-    except OSError as error:
-        raise ValueError(f"cannot read a classifier and its tokenizer from {str(path)!r}: {error}") from error
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"]))
-        advice = ""
-        if "score.weight" not in missing:  # trained, but transformers does not find all weights
-            advice = (
-                "\n  If a tied model is stored under the name of its lm_head, nlgrpo reward-model train --model.path "
-                "loads it and saves all weights."
-            )
-        raise ValueError(
-            f"{str(path)!r} is not a trained classifier: its weights lack {missing}, which would be random{advice}"
-        )
-    return model, tokenizer
-
-
-def _output_index(config: Any, label: str | int | None, path: str) -> int:
-    """Return the index of the output ``label``. Raises ValueError for an unknown one."""
-    names = [str(config.id2label[i]) for i in range(config.num_labels)]
-    if label is None and len(names) == 1:
-        return 0
-    if isinstance(label, int) and 0 <= label < len(names):
-        return label
-    if label not in names:
-        raise ValueError(f"{path!r} has the outputs {', '.join(names)}; choose one with label=..., got label={label!r}")
-    return names.index(str(label))
-
-
-def _length_limit(model: Any, tokenizer: Any, requested: int | None) -> int | None:
-    """Return ``requested``, or by default the limit of model and tokenizer; None if neither has one.
-
-    Without a limit, a tokenizer's is 1e30 and a model's is missing. Raises ValueError for more tokens than the model
-    has positions.
-    """
-    if requested is not None:
-        if not isinstance(requested, int) or requested < 2:
-            raise ValueError(f"max_length must be an integer >= 2, got {requested!r}")
-        if requested > (most := _learned_positions(model)):
-            raise ValueError(f"max_length = {requested}, but the model has only {most:.0f} learned positions")
-        return requested
-    configured = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    positions = min(configured, _learned_positions(model))
-    limit = min(tokenizer.model_max_length, positions)
-    return int(limit) if limit < 1e9 else None
-
-
-def _learned_positions(model: Any) -> float:
-    """Maximum text length of the position embeddings. RoBERTa and relatives start after the padding's position."""
-    modules = [module for name, module in model.named_modules() if name.endswith(("position_embeddings", "wpe"))]
-    tables = [module for module in modules if isinstance(module, torch.nn.Embedding)]
-    starts = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
-    return min((table.num_embeddings - start for table, start in zip(tables, starts, strict=True)), default=math.inf)
-
-
-BUILTIN: dict[str, type] = {
-    "length": Length, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "classifier": Classifier,
-    "ensemble": Ensemble,
-}  # fmt: skip

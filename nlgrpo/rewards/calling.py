@@ -16,6 +16,9 @@ import torch
 
 Call = Callable[[], Any]
 
+# Arguments of a reward function besides the columns of the data.
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+
 
 class TimedOut(Exception):
     """The call did not finish within its timeout."""
@@ -75,6 +78,14 @@ def call_all(calls: Sequence[Call], timeouts: Sequence[float]) -> list[Outcome]:
         for future in futures.values():
             future.cancel()  # stops the running ones
     return [outcomes[i] for i in range(len(calls))]
+
+
+def parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:
+    """Return the argument names of a function, the required ones, and whether it takes ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
 
 
 def is_async(function: Callable[..., Any]) -> bool:

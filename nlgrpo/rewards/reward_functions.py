@@ -1,4 +1,4 @@
-"""Reward functions: load them from a config, call them with TRL's signature, check their results.
+"""Reward functions: call them with TRL's signature, and check their results.
 
 A reward is any callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]`` over all P*M
 completions, sync or async. A reward that runs in TRL 1.16's ``GRPOTrainer`` runs here unchanged. ``None`` abstains.
@@ -9,16 +9,11 @@ completions of its group; its argument ``samples`` is M.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import logging
 import math
-import os
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,17 +21,11 @@ import torch
 from torch import Tensor
 
 from nlgrpo.data.prompt_dataset import text_of
-from nlgrpo.rewards.builtin import BUILTIN, Gsm8k, vote
-from nlgrpo.rewards.calling import Log, Outcome, TimedOut, call_all
+from nlgrpo.rewards.builtin import vote
+from nlgrpo.rewards.calling import PROVIDED, Log, Outcome, TimedOut, call_all, parameters
 from nlgrpo.rewards.outputs import Fault, similarities_of, values_of
-from nlgrpo.rewards.similarity_kernels import KERNELS
-from nlgrpo.runtime import user_code
-from nlgrpo.runtime.user_code import nearest
 
 log = logging.getLogger(__name__)
-
-# Arguments of a reward function besides the columns of the data.
-PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 class RewardError(RuntimeError):
@@ -102,127 +91,6 @@ class Scores:
     """Numbers of the final answers, (P, M) int64, for rewards with ``voted``; see `answer_numbers`."""
 
 
-# ---- from a config to a function ----
-
-
-def load(
-    name: str,
-    spec: str,
-    *,
-    timeout: float = 600.0,
-    on_error: Literal["stop", "skip"] = "stop",
-    scale: float = 1.0,
-    device: str | torch.device = "cpu",
-    pairwise: bool = False,
-    voted: bool = False,
-) -> Reward:
-    """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
-
-    Targets: a built-in (``length lexicon regex gsm8k classifier ensemble``; with ``pairwise`` the kernels ``ngrams
-    length equal``), a function ``package.module:function`` or ``path/to/file.py:function`` (relative to the current
-    folder), or a model folder, which means ``classifier(path=...)``. A function gets the arguments at every call, where
-    they override a column of the same name. A class is called with them once; its instance is the reward. ``device``:
-    device of classifiers.
-
-    Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
-    """
-    try:
-        target, arguments = parse_spec(spec)
-        if pairwise:
-            resolved = _resolve(target, KERNELS, "kernel")
-        else:
-            target, arguments = _as_classifier(target, arguments, device)
-            resolved = _resolve(target, BUILTIN, "reward")
-        function = _bind(target, resolved, arguments)
-    except ValueError as error:
-        raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
-    return Reward(name, function, timeout, on_error, scale, pairwise, voted)
-
-
-def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
-    """Rewrite a model folder to ``classifier(path=...)``, and add the device of classifiers."""
-    if target not in BUILTIN and os.path.isfile(Path(os.path.expanduser(target)) / "config.json"):
-        target, arguments = "classifier", {"path": target, **arguments}
-    on_device = target in ("classifier", "ensemble")
-    return target, {"device": str(device), **arguments} if on_device else arguments
-
-
-def models(spec: str) -> list[tuple[str, str]]:
-    """Path and dtype of each model that a reward ``spec`` would load, without loading it. Raises ValueError as `load`.
-
-    Models that a user's own function loads are not known.
-    """
-    target, arguments = _as_classifier(*parse_spec(spec), "cpu")
-    paths = {"classifier": [arguments.get("path")], "ensemble": arguments.get("paths")}.get(target) or []
-    return [(path, str(arguments.get("dtype", "float32"))) for path in paths if isinstance(path, str)]
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Parse ``"length(target=25)"`` into ``("length", {"target": 25})``. Values are literals; nothing is evaluated.
-
-    Raises ValueError for anything else.
-    """
-    if not isinstance(spec, str):
-        raise ValueError(f"expected a string such as 'length(target=25, scale=128)', got {type(spec).__name__}")
-    match = re.fullmatch(r"\s*([^(]+?)\s*\((.*)\)\s*", spec, re.DOTALL)
-    if match is None:
-        return spec.strip(), {}
-    target, inside = match.groups()
-    try:
-        return target, _parse_arguments(inside)
-    except (SyntaxError, ValueError, TypeError) as error:
-        advice = "Write name=value, ..., with Python literals as values and strings in quotes"
-        raise ValueError(f"cannot read the arguments ({inside}): {error}. {advice}.") from error
-
-
-def _parse_arguments(inside: str) -> dict[str, Any]:
-    call = ast.parse(f"f({inside}\n)", mode="eval").body
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError("every argument needs a name")
-    arguments: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise ValueError("** is not supported" if keyword.arg is None else f"{keyword.arg} is given twice")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return arguments
-
-
-def _resolve(target: str, builtin: Mapping[str, type], kind: str) -> Callable[..., Any]:
-    if target in builtin:
-        return builtin[target]
-    if not user_code.is_name(target):
-        raise ValueError(_unknown(target, builtin, kind))
-    return user_code.function(target)
-
-
-def _unknown(target: str, builtin: Mapping[str, type], kind: str) -> str:
-    forms = [f"{name}({', '.join(inspect.signature(cls).parameters)})" for name, cls in builtin.items()]
-    forms += ["package.module:function", "path/to/file.py:function"]
-    forms += ["a folder with a config.json (a classifier)"] * (kind == "reward")
-    return f"there is no {kind} {target!r}{nearest(target, list(builtin))} Supported:\n  " + "\n  ".join(forms)
-
-
-def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-    taken, required, takes_all = _parameters(function)
-    unknown = [name for name in arguments if not takes_all and name not in taken]
-    missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
-    if unknown:
-        raise ValueError(
-            f"{target} does not take {unknown[0]!r}{nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
-        )
-    if missing:
-        raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
-    if not isinstance(function, type):
-        return functools.partial(function, **arguments)
-    try:
-        instance: Callable[..., Any] = function(**arguments)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise ValueError(f"{target} cannot be built, {type(error).__name__}: {error}") from error
-    return instance
-
-
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
     """Raise ValueError if a reward needs a column that the data do not have.
 
@@ -230,7 +98,7 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
     """
     for reward in rewards:
         known = {*columns, *PROVIDED, *(("samples",) if reward.pairwise else ())} - {"prompt", "completion"}
-        required = reward.function.data_columns if isinstance(reward.function, Gsm8k) else ()
+        required = getattr(reward.function, "data_columns", ())
         missing = _missing(reward, known) + [column for column in required if column not in columns]
         if missing:
             available = ", ".join(columns) or "none besides the prompt"
@@ -242,7 +110,7 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
 def _missing(reward: Reward, known: Collection[str]) -> list[str]:
     """Return the required arguments of a reward that are not in ``known``."""
     bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
-    _, required, _ = _parameters(reward.function)
+    _, required, _ = parameters(reward.function)
     return sorted(required - bound.keys() - set(known))
 
 
@@ -364,7 +232,7 @@ def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> Non
 def _call_of(reward: Reward, batch: _Batch, log: Log) -> functools.partial[Any]:
     """Bind a reward to the arguments that it takes. Raises RewardError if nothing provides one of them."""
     bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
-    taken, _, takes_all = _parameters(reward.function)
+    taken, _, takes_all = parameters(reward.function)
     given = batch.arguments | {"log_metric": log.log_metric, "log_extra": log.log_extra}
     given |= {"samples": batch.samples} if reward.pairwise else {}
     if missing := _missing(reward, given):
@@ -380,14 +248,6 @@ def _copy(value: Any) -> Any:
     if isinstance(value, list):
         return [_copy(item) if isinstance(item, (list, dict)) else item for item in value]
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:
-    """Return the argument names of a function, the required ones, and whether it takes ``**kwargs``."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
 
 
 def _checked(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> tuple[Tensor, list[Fault]]:

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from nlgrpo.data.preference_dataset import PairSet, load
-from nlgrpo.rewards.reward_functions import load as load_reward
+from nlgrpo.rewards.specs import load as load_reward
 
 TEMPLATE = "{% for m in messages %}{{ 'w1 ' if m.role == 'user' else 'w2 ' }}{{ m.content }} </s> {% endfor %}"
 

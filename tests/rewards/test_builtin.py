@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from nlgrpo.rewards.builtin import final_answer, vote
-from nlgrpo.rewards.reward_functions import load
+from nlgrpo.rewards.specs import load
 
 
 def function(spec):

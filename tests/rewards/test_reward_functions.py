@@ -14,7 +14,8 @@ import torch
 from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from nlgrpo.rewards.reward_functions import Reward, RewardError, Scores, load, score
+from nlgrpo.rewards.reward_functions import Reward, RewardError, Scores, score
+from nlgrpo.rewards.specs import load
 
 P, M = 3, 2
 COMPLETIONS = [f"answer {i}" for i in range(P * M)]

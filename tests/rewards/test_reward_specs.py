@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from nlgrpo.rewards.reward_functions import Reward, load, score
+from nlgrpo.rewards.reward_functions import Reward, score
+from nlgrpo.rewards.specs import load
 
 REWARD_FILE = """
 import asyncio

@@ -14,7 +14,7 @@ import torch
 from nlgrpo.data.encoding import as_answer
 from nlgrpo.data.prompt_dataset import Prompt
 from nlgrpo.engine.guided_search import Candidate
-from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.reward_functions import Reward, RewardError
 
@@ -40,7 +40,7 @@ class Chooser:
         """Build a chooser; ``device`` and ``timeout`` are those of the reward."""
         if how in (VALUE, MAJORITY):
             return cls(how)
-        return cls(how, reward_functions.load("choose", how, device=device, timeout=timeout))
+        return cls(how, specs.load("choose", how, device=device, timeout=timeout))
 
     @classmethod
     def by_votes(cls, how: str | None = None) -> Chooser:
@@ -50,7 +50,7 @@ class Chooser:
         """
         if how is None or how == MAJORITY:
             return cls(MAJORITY)
-        extract = getattr(reward_functions.load("choose", how).function, "answer", None)
+        extract = getattr(specs.load("choose", how).function, "answer", None)
         if extract is None:
             raise ValueError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
         return cls(MAJORITY, extract=extract)

@@ -14,7 +14,7 @@ from nlgrpo.engine.generation import Limits
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model.tokenizer import stop_ids_of
 from nlgrpo.objectives import registry
-from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.runtime import user_code
 
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
@@ -111,7 +111,7 @@ def load_rewards(
     """Load the objectives (by reward name) and the rewards. Raises ValueError if one cannot be loaded."""
     parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
     loaded = [
-        reward_functions.load(
+        specs.load(
             name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(device),
             pairwise=parsed[name].pairwise, voted=parsed[name].voted,
         )

@@ -14,7 +14,7 @@ from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
 from nlgrpo.model import adapters, decoder, hf_weights
 from nlgrpo.model.architectures import shape_of
-from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards import specs
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.training import critic
 from nlgrpo.training.planning import vllm_memory
@@ -47,7 +47,7 @@ def workload(cfg: Config, *, gpus: int, prompt: int | None = None, gpu_memory: f
             f"model's context of {shape.context}; lower --prompt-tokens or rollout.max_new_tokens"
         )
     own_critic = cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
-    paths = [pair for reward in cfg.rewards.values() for pair in reward_functions.models(reward.function)]
+    paths = [pair for reward in cfg.rewards.values() for pair in specs.models(reward.function)]
     sizes = {pair: _bytes(*pair) for pair in paths}
     work = Workload(
         config=cfg,

@@ -1,0 +1,171 @@
+"""From the text of a reward in a config to its function: ``"length(target=25)"``, ``"my_rewards.py:polite"``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nlgrpo.rewards.builtin import Gsm8k, Length, Lexicon, Overlong, Regex
+from nlgrpo.rewards.calling import parameters
+from nlgrpo.rewards.classifiers import Classifier, Ensemble
+from nlgrpo.rewards.composite import Gated, Weighted
+from nlgrpo.rewards.judge import Judge
+from nlgrpo.rewards.processes.code_execution import Code
+from nlgrpo.rewards.processes.math_answers import Math
+from nlgrpo.rewards.reward_functions import Reward
+from nlgrpo.rewards.similarity_kernels import KERNELS
+from nlgrpo.runtime import user_code
+from nlgrpo.runtime.user_code import nearest
+
+COMPOSITE: dict[str, type[Weighted | Gated]] = {"weighted": Weighted, "gated": Gated}
+REWARDS: dict[str, type] = {
+    "length": Length, "overlong": Overlong, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "math": Math,
+    "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge, **COMPOSITE,
+}  # fmt: skip
+
+
+def load(
+    name: str,
+    spec: str,
+    *,
+    timeout: float = 600.0,
+    on_error: Literal["stop", "skip"] = "stop",
+    scale: float = 1.0,
+    device: str | torch.device = "cpu",
+    pairwise: bool = False,
+    voted: bool = False,
+) -> Reward:
+    """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
+
+    Targets: a built-in (``length overlong lexicon regex gsm8k math code classifier ensemble judge weighted
+    gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function ``package.module:function`` or
+    ``path/to/file.py:function`` (relative to the current folder), or a model folder, which means
+    ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of the same
+    name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.
+
+    Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
+    """
+    try:
+        function = function_of(spec, device=device, pairwise=pairwise)
+    except ValueError as error:
+        raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
+    return Reward(name, function, timeout, on_error, scale, pairwise, voted)
+
+
+def function_of(spec: str, *, device: str | torch.device = "cpu", pairwise: bool = False) -> Callable[..., Any]:
+    """Return the function of a ``spec``, or the kernel with ``pairwise``; see `load`.
+
+    Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
+    """
+    target, arguments = parse_spec(spec)
+    if pairwise:
+        return _bind(target, _resolve(target, KERNELS, "kernel"), arguments)
+    target, arguments = _as_classifier(target, arguments, device)
+    if target in COMPOSITE:
+        parts = COMPOSITE[target].PARTS
+        arguments = {name: _part(x, device) if name in parts else x for name, x in arguments.items()}
+    return _bind(target, _resolve(target, REWARDS, "reward"), arguments)
+
+
+def _part(value: Any, device: str | torch.device) -> Any:
+    """Replace a spec by its function, and a dict of weights by spec by pairs; other values stay."""
+    if isinstance(value, str):
+        return function_of(value, device=device)
+    if isinstance(value, dict):
+        return [(_part(spec, device), weight) for spec, weight in value.items()]
+    return value
+
+
+def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
+    """Rewrite a model folder to ``classifier(path=...)``, and add the device of classifiers."""
+    if target not in REWARDS and os.path.isfile(Path(os.path.expanduser(target)) / "config.json"):
+        target, arguments = "classifier", {"path": target, **arguments}
+    on_device = target in ("classifier", "ensemble")
+    return target, {"device": str(device), **arguments} if on_device else arguments
+
+
+def models(spec: str) -> list[tuple[str, str]]:
+    """Path and dtype of each model that a reward ``spec`` would load, without loading it. Raises ValueError as `load`.
+
+    Models that a user's own function loads are not known.
+    """
+    target, arguments = _as_classifier(*parse_spec(spec), "cpu")
+    if target in COMPOSITE:
+        parts = [part for value in arguments.values() for part in (value if isinstance(value, dict) else [value])]
+        return [found for part in parts if isinstance(part, str) for found in models(part)]
+    paths = {"classifier": [arguments.get("path")], "ensemble": arguments.get("paths")}.get(target) or []
+    return [(path, str(arguments.get("dtype", "float32"))) for path in paths if isinstance(path, str)]
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Parse ``"length(target=25)"`` into ``("length", {"target": 25})``. Values are literals; nothing is evaluated.
+
+    Raises ValueError for anything else.
+    """
+    if not isinstance(spec, str):
+        raise ValueError(f"expected a string such as 'length(target=25, scale=128)', got {type(spec).__name__}")
+    match = re.fullmatch(r"\s*([^(]+?)\s*\((.*)\)\s*", spec, re.DOTALL)
+    if match is None:
+        return spec.strip(), {}
+    target, inside = match.groups()
+    try:
+        return target, _parse_arguments(inside)
+    except (SyntaxError, ValueError, TypeError) as error:
+        advice = "Write name=value, ..., with Python literals as values and strings in quotes"
+        raise ValueError(f"cannot read the arguments ({inside}): {error}. {advice}.") from error
+
+
+def _parse_arguments(inside: str) -> dict[str, Any]:
+    call = ast.parse(f"f({inside}\n)", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError("every argument needs a name")
+    arguments: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("** is not supported" if keyword.arg is None else f"{keyword.arg} is given twice")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return arguments
+
+
+def _resolve(target: str, builtin: Mapping[str, type], kind: str) -> Callable[..., Any]:
+    if target in builtin:
+        return builtin[target]
+    if not user_code.is_name(target):
+        raise ValueError(_unknown(target, builtin, kind))
+    return user_code.function(target)
+
+
+def _unknown(target: str, builtin: Mapping[str, type], kind: str) -> str:
+    forms = [f"{name}({', '.join(inspect.signature(cls).parameters)})" for name, cls in builtin.items()]
+    forms += ["package.module:function", "path/to/file.py:function"]
+    forms += ["a folder with a config.json (a classifier)"] * (kind == "reward")
+    return f"there is no {kind} {target!r}{nearest(target, list(builtin))} Supported:\n  " + "\n  ".join(forms)
+
+
+def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+    taken, required, takes_all = parameters(function)
+    unknown = [name for name in arguments if not takes_all and name not in taken]
+    missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
+    if unknown:
+        raise ValueError(
+            f"{target} does not take {unknown[0]!r}{nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
+        )
+    if missing:
+        raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
+    if not isinstance(function, type):
+        return functools.partial(function, **arguments)
+    try:
+        instance: Callable[..., Any] = function(**arguments)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise ValueError(f"{target} cannot be built, {type(error).__name__}: {error}") from error
+    return instance
