@@ -33,6 +33,10 @@ COMMANDS = {
         "nlgrpo.commands.report:write_report",
         "Rewrite the report.html and figures of a run: nlgrpo report runs/length-bon",
     ),
+    "watch": (
+        "nlgrpo.commands.watch:main",
+        "Follow runs that are training in a browser: nlgrpo watch runs/length-bon",
+    ),
     "compare": (
         "nlgrpo.commands.report:compare",
         "Plot several runs in one figure: nlgrpo compare runs/length-bon runs/length-mean",

@@ -79,11 +79,15 @@ class Browser:
 
     def open(self, path, width=1000, dark=False):
         """Load the file in a window of ``width`` pixels."""
+        self.visit(path.resolve().as_uri(), width, dark)
+
+    def visit(self, url, width=1000, dark=False):
+        """Load the page at ``url``."""
         phone = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=url)
         deadline = time.monotonic() + self._seconds
         while self.run("document.readyState + [...document.images].every(i => i.complete)") != "completetrue":
             assert time.monotonic() < deadline, "the page does not finish loading"

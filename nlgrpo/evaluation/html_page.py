@@ -95,10 +95,14 @@ for (const table of document.querySelectorAll("table.sorts")) {
 """
 
 
+def allowed(script: str) -> str:
+    """Return the source of a content security policy that allows this inline script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
 def page(title: str, facts: Sequence[str], parts: Sequence[str], contents: Sequence[str] = ()) -> str:
     """The complete page. ``contents``: titles of the sections that are linked at its top."""
-    script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{script}'"
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed(SCRIPT)}"
     links = "".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a> ' for name in contents)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
