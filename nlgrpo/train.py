@@ -33,12 +33,13 @@ from nlgrpo.training import offline
 from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.metrics import FILE, MetricsLogger, read_jsonl
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.planning import table
 from nlgrpo.training.reference_rewards import CalibratedReward
 from nlgrpo.training.rollouts.ahead import Drawn, Rollouts
 from nlgrpo.training.run import Run, open_folder
+from nlgrpo.training.tracking.logger import MetricsLogger
+from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 
 def train(run: Run, learner: Learner, rollouts: Rollouts, stop: StopSignal, log: MetricsLogger) -> bool:

@@ -27,8 +27,8 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation import figures
 from nlgrpo.evaluation.estimators import best_of_n, bootstrap
-from nlgrpo.training.metrics import FILE, read_jsonl
 from nlgrpo.training.sweeps.state import read_sweep_state
+from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 METHODS = ["mean", "bon:4", "bon:4/smooth_min:50"]
 LABELS = {

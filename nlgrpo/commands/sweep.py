@@ -24,7 +24,6 @@ from nlgrpo.config.grid import Setting
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation.results import Row, format_interval, summarize
-from nlgrpo.training import metrics
 from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.sweeps.launchers import SlurmOptions, launcher, submitit, visible_gpus
 from nlgrpo.training.sweeps.runner import (
@@ -38,6 +37,7 @@ from nlgrpo.training.sweeps.runner import (
     to_run,
 )
 from nlgrpo.training.sweeps.state import Point, SweepState
+from nlgrpo.training.tracking import run_files, terminal
 
 ABOUT = """Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 --seed 0,1,2
 
@@ -225,7 +225,7 @@ def _show(manifest: SweepState) -> None:
         ]
         cells = [*map(grid.shown, point.overrides.values()), *values, *["-"] * (2 - len(rows)), _kl(point)]
         table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", _state(point))
-    console = Console(width=None if sys.stdout.isatty() else metrics.PLAIN_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else terminal.PLAIN_WIDTH)
     console.print(table)
 
 
@@ -246,6 +246,6 @@ def _results(manifest: SweepState, point: Point) -> list[Row]:
 
 def _kl(point: Point) -> str:
     """Return the KL per token in the last step, or a dash without a reference."""
-    steps = metrics.read_jsonl(point.folder / metrics.FILE)
+    steps = run_files.read_jsonl(point.folder / run_files.FILE)
     value = steps[-1].get("kl") if steps else None
     return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

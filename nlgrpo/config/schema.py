@@ -262,8 +262,12 @@ class LoopConfig:
     """Steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep: the newest ones."""
-    tensorboard: bool | None = None
-    """Log to TensorBoard. None: if it is installed."""
+    track: tuple[str, ...] = ()
+    """Trackers that get the metrics: "wandb", "trackio", "mlflow", "tensorboard"."""
+    project: str = "nlgrpo"
+    """Project of the run in W&B and Trackio, and its experiment in MLflow."""
+    run_name: str = ""
+    """Name of the run in trackers. Empty: the name of its folder."""
     restart: bool = False
     """Restart from scratch in a folder that holds a run. The files of that run are removed."""
 

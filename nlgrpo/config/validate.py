@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ from nlgrpo.objectives import aggregation, importance_sampling, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import user_code
 
+TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 SPLIT = "empty, because data.evaluation is empty"
 
 
@@ -68,7 +70,17 @@ def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> li
         need("train.micro_batch_tokens", ">= 1 or none", micro_batch is None or micro_batch >= 1),
         need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
         need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+        *tracker_faults(train.track),
     ]
+
+
+def tracker_faults(names: Sequence[str]) -> list[str]:
+    """List the trackers that are unknown or not installed."""
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        return [f"train.track = {list(names)}: allowed are {', '.join(map(repr, TRACKERS))}"]
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    return [f"train.track has {name!r}, which is not installed: run pip install nlgrpo[{name}]" for name in absent]
 
 
 def _faults(config: Config, world: int) -> list[str]:

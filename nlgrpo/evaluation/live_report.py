@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nlgrpo.evaluation import html_page, report
+from nlgrpo.runtime.timing import as_clock
 from nlgrpo.training.tracking import run_files
 
 FOLLOWED = (run_files.FILE, run_files.SAMPLES_FILE, "config.json", "evaluation.json", "results.json", "sweep.json")
@@ -123,8 +124,8 @@ def _state(path: Path, now: float) -> str:
         total = json.loads((path.parent / "config.json").read_text("utf-8"))["train"]["steps"]
     except (OSError, ValueError, KeyError, TypeError):
         total = "?"
-    seconds = max(0, int(now - path.stat().st_mtime))
-    return f"{entries[-1]['step'] + 1 if entries else 0}/{total}, {seconds} s ago"
+    ago = as_clock(max(0.0, now - path.stat().st_mtime))
+    return f"{entries[-1]['step'] + 1 if entries else 0}/{total}, logged {ago} ago"
 
 
 def server(live: LiveReport, host: str, port: int) -> ThreadingHTTPServer:
@@ -132,9 +133,10 @@ def server(live: LiveReport, host: str, port: int) -> ThreadingHTTPServer:
 
     It answers requests for ``host`` and localhost only, so that no other website can read it through a browser.
     """
-    policy = f"default-src 'self'; style-src 'unsafe-inline'; script-src {html_page.allowed(SCRIPT)}"
+    policy = f"default-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src {html_page.allowed(SCRIPT)}"
     shell = (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>nlgrpo watch</title><style>{STYLE}</style>'
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>nlgrpo watch</title>'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style>'
         f'</head><body><p>...</p><iframe title="report"></iframe><script>{SCRIPT}</script></body></html>'
     ).encode()
 

@@ -23,8 +23,8 @@ from nlgrpo.evaluation import results
 from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
-from nlgrpo.training import metrics
 from nlgrpo.training.sweeps import state as sweep_state
+from nlgrpo.training.tracking import run_files
 
 CONFIGS = ("config.json", "config.toml")
 NS = (1, 2, 4, 8, 16)
@@ -107,7 +107,7 @@ def kind_of(folder: Path) -> str:
     """Return "run", "evaluation" or "sweep". Raises ValueError for a folder of another kind."""
     if (folder / sweep_state.FILE).is_file():
         return "sweep"
-    files = (*CONFIGS, metrics.FILE, FILE)
+    files = (*CONFIGS, run_files.FILE, FILE)
     if not any((folder / name).is_file() for name in files[:-1]) and _is_evaluation(folder):
         return "evaluation"
     if not any((folder / name).is_file() for name in files):
@@ -157,10 +157,10 @@ def _comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state: str = "") -> None:
     """Add the run in ``folder``; with ``name``, its notes begin with its label."""
     notes: list[str] = []
-    logged = _read_curves(folder / metrics.FILE)
+    logged = _read_curves(folder / run_files.FILE)
     found.settings[label] = Settings(read_config(folder, notes), _versions(folder))
     if not logged:
-        notes.append(f"{metrics.FILE} has no steps yet; the training curves are left out.")
+        notes.append(f"{run_files.FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
     model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
     if len(sampled) == 2 and not _comparable(list(sampled.values())):
@@ -175,7 +175,7 @@ def _read_curves(path: Path) -> list[dict[str, Any]]:
     """Load the metrics that figures show; the other ones are dropped to save memory."""
     wanted: dict[str, bool] = {}
     kept = []
-    for entry in metrics.read_jsonl(path):
+    for entry in run_files.read_jsonl(path):
         for key in entry.keys() - wanted.keys():
             wanted[key] = LOGGED.fullmatch(key) is not None
         kept.append({key: value for key, value in entry.items() if wanted[key]})
@@ -225,7 +225,7 @@ def _read_samples(run: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
 
 
 def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
-    return "finished" if "after" in sampled else "not finished" if (run / metrics.FILE).is_file() else "not started"
+    return "finished" if "after" in sampled else "not finished" if (run / run_files.FILE).is_file() else "not started"
 
 
 def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
@@ -283,7 +283,7 @@ def _read_sweep(found: ReportData, folder: Path, taken: set[str]) -> None:
         return
     for point in points:
         label = unique_label(point.folder, taken)
-        if any((point.folder / name).is_file() for name in (*CONFIGS, metrics.FILE, FILE)):
+        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.FILE, FILE)):
             _read_run(found, point.folder, label, name=True, state=point.state)
         else:
             found.settings[label] = Settings()

@@ -16,8 +16,9 @@ from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_
 from nlgrpo.objectives.registry import Objective, linearize_present, per_completion, present, value_present
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.metrics import Sample, rollout_metrics
 from nlgrpo.training.reference_rewards import CalibratedReward
+from nlgrpo.training.tracking.rollout_metrics import rollout_metrics
+from nlgrpo.training.tracking.terminal import Sample
 
 RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # reserved metric names that not every run or step logs
 

@@ -34,13 +34,16 @@ from nlgrpo.runtime import atomic_files, checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
-from nlgrpo.training import critic, metrics, offline, run_folder
+from nlgrpo.training import critic, offline, run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.training.losses.kl import AdaptiveBeta
 from nlgrpo.training.reference_rewards import ReferenceRewards
+from nlgrpo.training.tracking import terminal, trackers
+from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
+from nlgrpo.training.tracking.logger import MetricsLogger
 
 # Keys that may change when a run resumes: its length, and what it saves and shows.
-FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", "train.tensorboard",
+FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
         "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
@@ -53,9 +56,7 @@ WRITTEN = (
         "model",
         "adapter",
         "engine",
-        "tensorboard",
-        metrics.FILE,
-        metrics.SAMPLES_FILE,
+        *LOGGED,
         evaluation_samples.FILE,
         "report.html",
     ),
@@ -210,14 +211,14 @@ class Run:
             return beta
         return AdaptiveBeta(beta, target).step(kl)
 
-    def logger(self) -> metrics.MetricsLogger:
-        return metrics.MetricsLogger(
+    def logger(self) -> MetricsLogger:
+        return MetricsLogger(
             self.folder,
             total_steps=self.config.train.steps,
             enabled=self.ranks.first,
-            tensorboard=self.config.train.tensorboard,
+            tracked=trackers.TrackedRun.of(self.config, self.folder),
             resume_step=self.progress.step,
-            shown=metrics.SHOWN if self.samples is None else offline.SHOWN,
+            shown=terminal.SHOWN if self.samples is None else offline.SHOWN,
         )
 
     def learner(self) -> Learner:

@@ -235,7 +235,7 @@ def test_evaluation_of_a_run_uses_its_configuration_and_repeats_its_samples(work
         "blank", "--model.path", work / "base", "--model.dtype", "float64", "--data.source", work / "prompts.jsonl",
         "--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--train.steps", "2",
         "--optim.lr", "0.01", "--evaluation.prompts", "3", "--evaluation.samples", "4", "--train.out", work / "run",
-        "--rewards.short.function", f"{work / 'rewards.py'}:short", "--train.tensorboard", "False",
+        "--rewards.short.function", f"{work / 'rewards.py'}:short",
     ]  # fmt: skip
     assert train.main([str(part) for part in options]) == 0
     assert cli.main(["evaluate", str(work / "run"), "--n", "6", "--ns", "1,4", "--out", str(work / "of-run")]) == 0

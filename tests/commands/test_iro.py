@@ -58,7 +58,6 @@ def arguments(work, out, *more, **changes):
         "evaluation.prompts": 2,
         "rewards.low.function": f"{work / 'rewards.py'}:low",
         "rewards.low.weight": 2.0,
-        "train.tensorboard": "False",
         "out": work / out,
         "iterations": 2,
         "samples": 16,

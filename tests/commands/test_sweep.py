@@ -654,7 +654,6 @@ def command(work):
         "optim.lr": 0.01,
         "objective": "bon:2",
         "train.steps": 3,
-        "train.tensorboard": "False",
         "evaluation.prompts": 4,
         "evaluation.samples": 3,
         "evaluation.ns": "[1,2]",

@@ -17,10 +17,10 @@ from test_sweep import EVALUATION, FAKE
 
 from nlgrpo import cli
 from nlgrpo.commands import sweep
-from nlgrpo.training.metrics import read_jsonl
 from nlgrpo.training.sweeps import launchers
 from nlgrpo.training.sweeps.launchers import SlurmOptions
 from nlgrpo.training.sweeps.state import FILE, read_sweep_state
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (the extra nlgrpo[slurm])")
 

@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_created_ends_with_a_message(tmp_path, capsys):
         ("[train]\nsteps = '3'", "train.steps = '3': expected int"),
         ("[train]\nsteps = 3.0", "train.steps = 3.0: expected int"),
         ("[train]\nsteps = true", "train.steps = True: expected int"),
-        ("[train]\ntensorboard = 1", "train.tensorboard = 1: expected bool or none"),
+        ("[data]\nadd_bos = 1", "data.add_bos = 1: expected bool or none"),
         ("[optim]\nlr = '1e-3'", "optim.lr = '1e-3': expected float"),
         ("[optim]\nalgorithm = 'sgd'", "optim.algorithm = 'sgd': expected 'adamw' or 'muon'"),
         ("[optim]\nlr = true", "optim.lr = True: expected float"),
@@ -377,12 +377,12 @@ def test_numbers_lists_and_none(dash):
     def key(name):
         return "--" + name.replace("_", dash)
 
-    arguments = [key("data.first_words"), "3", key("rollout.stop_ids"), "1", "2", "--train.tensorboard", "False"]
+    arguments = [key("data.first_words"), "3", key("rollout.stop_ids"), "1", "2"]
     cfg = read(*arguments, key("data.add_bos"), "True", "--optim.betas", "0.5", "0.6", key("loss.target_kl=0.1"))
-    assert (cfg.data.first_words, cfg.rollout.stop_ids, cfg.train.tensorboard) == (3, (1, 2), False)
+    assert (cfg.data.first_words, cfg.rollout.stop_ids) == (3, (1, 2))
     assert (cfg.data.add_bos, cfg.optim.betas, cfg.loss.target_kl) == (True, (0.5, 0.6), 0.1)
-    cfg = read(key("data.first_words"), "None", key("rollout.stop_ids"), "--train.tensorboard", "None")
-    assert (cfg.data.first_words, cfg.rollout.stop_ids, cfg.train.tensorboard) == (None, (), None)
+    cfg = read(key("data.first_words"), "None", key("rollout.stop_ids"), key("data.add_bos"), "None")
+    assert (cfg.data.first_words, cfg.rollout.stop_ids, cfg.data.add_bos) == (None, (), None)
 
 
 def test_switches():
@@ -486,7 +486,7 @@ def documented(kind):
 
 
 TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--data.limit", "4",
-        "--train.steps", "2", "--optim.lr", "1e-2", "--evaluation.prompts", "0", "--train.tensorboard", "False",
+        "--train.steps", "2", "--optim.lr", "1e-2", "--evaluation.prompts", "0",
         "--data.source", "story-prompts")  # fmt: skip
 
 

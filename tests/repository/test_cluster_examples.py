@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helpers import REPOSITORY, environment
 
-from nlgrpo.training.metrics import read_jsonl
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 SCRIPTS = sorted((REPOSITORY / "examples" / "slurm").glob("*.sbatch"))
 TASKS = sorted((REPOSITORY / "examples" / "skypilot").glob("*.yaml"))

@@ -18,7 +18,7 @@ from test_report import make_run
 from nlgrpo import cli
 from nlgrpo.evaluation import figures
 from nlgrpo.runtime.atomic_files import atomic_write, into
-from nlgrpo.training.metrics import read_jsonl
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 TOO_LARGE = os.strerror(errno.EFBIG)
 MAIN = {
@@ -29,8 +29,8 @@ MAIN = {
 # function in which the disk is full, number of the call, maximum size of files in bytes; folder in the message
 FULL = {
     ("train", "configuration"): ("nlgrpo.training.run_folder:_claim", 1, 10, ""),
-    ("train", "metrics"): ("nlgrpo.training.metrics:MetricsLogger.log", 3, 50, ""),
-    ("train", "samples"): ("nlgrpo.training.metrics:MetricsLogger.table", 3, 50, ""),
+    ("train", "metrics"): ("nlgrpo.training.tracking.logger:MetricsLogger.log", 3, 50, ""),
+    ("train", "samples"): ("nlgrpo.training.tracking.logger:MetricsLogger.table", 3, 50, ""),
     ("train", "half of the tensors"): ("torch.distributed.checkpoint:save", 2, 30_000, "checkpoints"),
     ("train", "manifest"): ("nlgrpo.runtime.checkpoint:_write_manifest", 3, 100, "checkpoints"),
     ("train", "weights"): ("nlgrpo.model.safetensors_writer:_write_tensor", 3, 8000, "model"),
@@ -59,7 +59,7 @@ def work(tmp_path_factory):
 def arguments(work, command, out):
     shared = {"model.path": work / "model", "model.dtype": "float64"}
     reward = {"rewards.short.function": "length(target=3, scale=10)"}
-    trained = {"train.out": work / out, "train.checkpoint_every": 1, "train.tensorboard": False, "optim.lr": 0.01}
+    trained = {"train.out": work / out, "train.checkpoint_every": 1, "optim.lr": 0.01}
     prompts = {"data.source": work / "prompts.jsonl", "rollout.max_new_tokens": 8}
     options = {
         "train": shared | reward | trained | prompts

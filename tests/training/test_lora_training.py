@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from nlgrpo import cli, train
 from nlgrpo.model import decoder, lora, reward_model
-from nlgrpo.training.metrics import read_jsonl
 from nlgrpo.training.run import Run
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -51,7 +51,6 @@ def run_of(work: Path, out: str, **changes) -> list[str]:
         "loss.beta": 0.05,
         "train.steps": 4,
         "train.checkpoint_every": 2,
-        "train.tensorboard": "False",
         "evaluation.prompts": 0,
         "train.out": work / out,
     }
@@ -210,7 +209,7 @@ def test_reward_models(model, work):
     folder = work / f"reward-{model}"
     options = {
         "model.path": work / model, "model.dtype": "float64", "data.source": work / "pairs.jsonl", "optim.lr": 0.02,
-        "evaluation.pairs": 0, "train.pairs": 4, "train.out": folder, "train.tensorboard": "False", **ADAPTERS,
+        "evaluation.pairs": 0, "train.pairs": 4, "train.out": folder, **ADAPTERS,
     }  # fmt: skip
     arguments = ["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
     assert cli.main(["reward-model", *arguments]) == 0
@@ -272,7 +271,7 @@ def test_a_reward_model_starts_from_a_run_and_is_merged_into_it(work):
     def trained(start, out, **changes):
         options = {
             "model.path": start, "model.dtype": "float64", "data.source": work / "pairs.jsonl", "optim.lr": 0.02,
-            "evaluation.pairs": 0, "train.pairs": 8, "train.out": work / out, "train.tensorboard": "False", **changes,
+            "evaluation.pairs": 0, "train.pairs": 8, "train.out": work / out, **changes,
         }  # fmt: skip
         arguments = ["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
         assert cli.main(["reward-model", *arguments]) == 0

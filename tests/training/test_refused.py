@@ -19,7 +19,7 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.runtime import checkpoint
 from nlgrpo.training.learner import make_optimizer
-from nlgrpo.training.metrics import read_jsonl
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -60,7 +60,7 @@ def options(*more: str) -> list[str]:
     return [
         "blank", "--model.path=model", "--data.source=prompts.jsonl", "--rewards.x.function=rewards.py:short",
         "--rollout.prompts=2", "--rollout.samples=2", "--rollout.max-new-tokens=4", "--train.steps=3",
-        "--evaluation.prompts=0", "--train.tensorboard=False", "--train.samples-every=0", "--train.out=run", *more,
+        "--evaluation.prompts=0", "--train.samples-every=0", "--train.out=run", *more,
     ]  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_the_folder_of_a_run_in_place_of_its_model(folder, capsys):
 def test_a_configuration_with_a_byte_order_mark_and_a_tilde(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "home"))
     text = 'model.path = "model"\n'
-    text += '[data]\nsource = "prompts.jsonl"\n[train]\nout = "~/run"\nsteps = 1\ntensorboard = false\n'
+    text += '[data]\nsource = "prompts.jsonl"\n[train]\nout = "~/run"\nsteps = 1\n'
     text += '[rewards.x]\nfunction = "~/rewards.py:short"\n[evaluation]\nprompts = 0\n'
     (folder / "home").mkdir()
     shutil.copy("rewards.py", folder / "home")

@@ -16,11 +16,11 @@ from nlgrpo import cli
 from nlgrpo.commands import reward_model as reward_model_command
 from nlgrpo.config.reward_model_config import RewardModelConfig, check, from_arguments
 from nlgrpo.model import reward_model
-from nlgrpo.rewards.reward_functions import load as load_reward
+from nlgrpo.rewards.specs import load as load_reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
-from nlgrpo.training.metrics import read_jsonl
 from nlgrpo.training.scalar_heads import reward_model_training as training
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -52,7 +52,6 @@ def arguments(work: Path, out: str, *more: str, model: str = "llama", **changes)
         "train.pairs": 6,
         "train.epochs": 2.3,
         "train.out": work / out,
-        "train.tensorboard": "False",
         "optim.lr": 0.01,
         "optim.eps": 1e-3,
     }
@@ -255,7 +254,6 @@ def test_from_a_checkpoint_of_the_main_job(work):
         "optim.lr": 0.1,
         "train.steps": 1,
         "train.out": work / "rl",
-        "train.tensorboard": "False",
         "evaluation.prompts": 0,
     }
     assert train.main(["blank", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
@@ -351,7 +349,7 @@ def test_columns_need_three_names():
         (["--data.max-length", "65"], "has a context of 64 tokens"),
         (["--model.path", "/nowhere/model"], "neither a directory, nor embedded"),
         (["--data.evaluation", "SOURCE"], "all 26 pairs of .* have a prompt that is held out; set another"),
-        (["--train.tensorboard", "maybe"], ""),
+        (["--train.restart", "maybe"], ""),
     ],
 )
 def test_invalid_input_ends_in_a_message(work, capsys, more, message):

@@ -31,7 +31,7 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import learner, run_folder
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.metrics import read_jsonl
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -108,7 +108,6 @@ def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None
         "loss.beta": 0.05,
         "train.steps": 5,
         "train.samples_every": 1,
-        "train.tensorboard": "False",
         "evaluation.prompts": 0,
         "train.out": work / out,
     }
@@ -162,7 +161,7 @@ KILLS = {
     "before the manifest": ("nlgrpo.runtime.checkpoint:_write_manifest", 2),
     "before the rename": ("nlgrpo.runtime.checkpoint:_publish", 2),
     "before an old one goes": ("nlgrpo.runtime.checkpoint:_prune", 3),
-    "in the log of step 6": ("nlgrpo.training.metrics:_line", 32),
+    "in the log of step 6": ("nlgrpo.training.tracking.run_files:_line", 32),
     "before the export": ("nlgrpo.train:finish", 1),
     "in the export": ("nlgrpo.model.safetensors_writer:_write_tensor", 3),
 }

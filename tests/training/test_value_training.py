@@ -17,9 +17,9 @@ from nlgrpo.model import reward_model
 from nlgrpo.model.value_model import kind_of
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.gae import lambda_returns
-from nlgrpo.training.metrics import read_jsonl
 from nlgrpo.training.scalar_heads import value_dataset
 from nlgrpo.training.scalar_heads import value_training as training
+from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -76,7 +76,6 @@ def arguments(work, out, mode="train", *more, **changes):
         "train.completions": 9,
         "train.epochs": 2,
         "train.out": work / out,
-        "train.tensorboard": "False",
         "optim.lr": 0.01,
         "optim.eps": 1e-3,
     }

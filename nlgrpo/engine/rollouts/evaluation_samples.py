@@ -98,7 +98,9 @@ def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
     """Read ``evaluation.json`` of a run: ``{"before": ..., "after": ...}``. Raises ValueError if missing or damaged."""
     path = run / FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing: the run was stopped before its evaluation; resume it to finish")
+        raise ValueError(
+            f"{path} is missing: the run is training, or was stopped before its evaluation; resume it to finish"
+        )
     try:
         return {name: EvaluationSamples.from_json(data) for name, data in json.loads(path.read_text("utf-8")).items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -40,11 +40,13 @@ from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, 
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation
-from nlgrpo.training import metrics, run_folder
+from nlgrpo.training import run_folder
 from nlgrpo.training.learner import learning_rate, make_optimizer
+from nlgrpo.training.tracking import trackers
+from nlgrpo.training.tracking.logger import WRITTEN, MetricsLogger
 
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
-FREE = ("train.checkpoint_every", "train.keep_checkpoints", "train.tensorboard", "train.restart", "train.out",
+FREE = ("train.checkpoint_every", "train.keep_checkpoints", *trackers.KEYS, "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload")  # fmt: skip
 
@@ -243,12 +245,12 @@ class Trainer(ABC):
         if self.ranks.first:
             atomic_files.atomic_write(self.folder / self.RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
-    def logger(self) -> metrics.MetricsLogger:
-        return metrics.MetricsLogger(
+    def logger(self) -> MetricsLogger:
+        return MetricsLogger(
             self.folder,
             total_steps=self.steps,
             enabled=self.ranks.first,
-            tensorboard=self.config.train.tensorboard,
+            tracked=trackers.TrackedRun.of(self.config, self.folder),
             resume_step=self.progress.step,
             shown=tuple(self.SHOWN),
         )
@@ -293,7 +295,7 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def train(run: Trainer, stop: StopSignal, log: metrics.MetricsLogger) -> bool:
+def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg, ranks, progress = run.config.train, run.ranks, run.progress
     parameters = sum(p.numel() for p in run.model.parameters())
@@ -354,7 +356,7 @@ def fit(
     console.print(run.plan())
     if dry_run:
         return True
-    written = ("checkpoints", "model", "adapter", "tensorboard", metrics.FILE, metrics.SAMPLES_FILE, run.RESULTS)
+    written = ("checkpoints", "model", "adapter", *WRITTEN, run.RESULTS)
     run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
     before = evaluate_before(run)
     if run.restore():

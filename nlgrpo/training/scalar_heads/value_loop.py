@@ -250,7 +250,9 @@ class Loop:
                 micro_batch_tokens=train.micro_batch_tokens,
                 checkpoint_every=train.checkpoint_every,
                 keep_checkpoints=train.keep_checkpoints,
-                tensorboard=train.tensorboard,
+                track=train.track,
+                project=train.project,
+                run_name=train.run_name and f"{train.run_name}-{folder.name}",
             ),
             evaluation=ValueEvaluationConfig(prompts=self._held_out(prompts)),
         )

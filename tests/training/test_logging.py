@@ -12,7 +12,10 @@ import torch
 from rich.console import Console
 
 from nlgrpo.runtime.atomic_files import atomic_write
-from nlgrpo.training.metrics import MetricsLogger, Sample, read_jsonl, rollout_metrics, samples_table
+from nlgrpo.training.tracking.logger import MetricsLogger
+from nlgrpo.training.tracking.rollout_metrics import rollout_metrics
+from nlgrpo.training.tracking.run_files import read_jsonl
+from nlgrpo.training.tracking.terminal import Sample, phase_shares, samples_table
 
 
 def rollouts(prompts=5, samples=4, abstain=0.0, seed=0):
@@ -110,7 +113,7 @@ def test_inconsistent_shapes_and_names_are_refused(change):
 
 
 def logger(run, **options):
-    options = {"total_steps": 10, "enabled": True, "tensorboard": False, **options}
+    options = {"total_steps": 10, "enabled": True, **options}
     return MetricsLogger(run, **{"console": Console(file=io.StringIO(), width=120), **options})
 
 
@@ -218,20 +221,20 @@ def test_samples_table_on_an_ascii_terminal():
     assert b"?" in raw.getvalue()
 
 
-def test_tensorboard_has_the_finite_scalars(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with logger(tmp_path, tensorboard=None) as log:
-        log.log(0, {"rewards/short/mean": 1.5, "kl": math.nan})
-        log.log(1, {"rewards/short/mean": 2.5})
-    read = events.EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-    assert [(event.step, event.value) for event in read.Scalars("rewards/short/mean")] == [(0, 1.5), (1, 2.5)]
-    assert read.Tags()["scalars"] == ["rewards/short/mean"]
-
-
-def test_missing_tensorboard_is_an_error_only_if_requested(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with logger(tmp_path, tensorboard=None) as log:
-        log.log(0, {"loss": 1.0})
-    with pytest.raises(ValueError, match="pip install tensorboard"):
-        logger(tmp_path, tensorboard=True)
+def test_the_live_display_has_the_phases_in_a_wide_terminal(tmp_path):
+    times = {
+        "time/update": 0.5,
+        "time/generate": 0.375,
+        "time/reference": 0.124,
+        "time/rewards": 0.001,
+        "step_time": 1.0,
+    }
+    assert phase_shares(times) == "update 50%  generate 38%  reference 12%"
+    assert phase_shares({"loss": 1.0}) == ""
+    for width in (120, 80):
+        file = io.StringIO()
+        console = Console(file=file, width=width, force_terminal=True, _environ={"TERM": "xterm-256color"})
+        with logger(tmp_path / str(width), console=console) as log:
+            log.log(0, {"reward": -0.5, **times})
+        assert ("update 50%  generate 38%" in file.getvalue()) == (width == 120)
+        assert "1/10" in file.getvalue()

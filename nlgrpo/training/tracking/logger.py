@@ -1,0 +1,85 @@
+"""What a training loop calls to log: metrics and samples go to the run's files, its trackers and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from nlgrpo.runtime import atomic_files
+from nlgrpo.training.tracking import run_files, trackers
+from nlgrpo.training.tracking.terminal import SHOWN, ProgressLine, Sample, samples_table
+
+# What logging writes into the folder of a run.
+WRITTEN = (run_files.FILE, run_files.SAMPLES_FILE, trackers.FILE, "tensorboard", "wandb")
+
+
+class MetricsLogger:
+    """Logs a run; does nothing if ``enabled`` is false (other ranks).
+
+    Steps count from 0. ``resume_step`` is the first step that this process runs; logged entries from that step on are
+    removed from the files. ``tracked``: the run as trackers see it; None: no trackers. ``shown``: metrics on the
+    progress line, with formats.
+
+    Raises ValueError if a file cannot be written. A tracker never raises: see `trackers.BackgroundTracker`.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        total_steps: int,
+        enabled: bool,
+        tracked: trackers.TrackedRun | None = None,
+        resume_step: int = 0,
+        console: Console | None = None,
+        shown: Sequence[tuple[str, str]] = SHOWN,
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        self._run = run
+        with atomic_files.into(run):
+            run.mkdir(parents=True, exist_ok=True)
+            for name in (run_files.FILE, run_files.SAMPLES_FILE):
+                run_files.trim(run / name, resume_step)
+        self._trackers = [] if tracked is None else trackers.start(tracked, run, resume_step)
+        self._progress = ProgressLine(total_steps, resume_step, shown, console)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step's metrics: numbers or one-element tensors. NaN and infinities are written as null."""
+        if not self.enabled:
+            return
+        values = {name: float(value) for name, value in metrics.items()}
+        with atomic_files.into(self._run):
+            run_files.append(self._run / run_files.FILE, [{"step": step, **values}])
+        for tracker in self._trackers:
+            tracker.log(step, values)
+        self._progress.update(step, values)
+
+    def table(self, step: int, rows: Sequence[Sample]) -> None:
+        """Print sampled completions, their rewards and advantages, and append them to ``samples.jsonl``."""
+        if not self.enabled or not rows:
+            return
+        with atomic_files.into(self._run):
+            run_files.append(self._run / run_files.SAMPLES_FILE, [{"step": step, **asdict(row)} for row in rows])
+        for tracker in self._trackers:
+            tracker.table(step, rows)
+        self._progress.console.print(samples_table(step, rows, self._progress.console.encoding))
+
+    def close(self) -> None:
+        """Stop the live line and close the trackers; a second call does nothing."""
+        if not self.enabled:
+            return
+        self._progress.stop()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,52 @@
+"""The JSON-lines files of a run: ``metrics.jsonl``, one line per step, and ``samples.jsonl``, one per completion."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nlgrpo.runtime import atomic_files
+
+FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read the objects with an integer ``step`` from a JSON-lines file; skip lines that a kill left incomplete."""
+    if not path.is_file():
+        return []
+    entries = []
+    for line in path.read_text("utf-8", errors="replace").split("\n"):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+    return entries
+
+
+def trim(path: Path, resume_step: int) -> None:
+    """Remove the entries from ``resume_step`` on. These steps run again and would be logged twice."""
+    kept = [entry for entry in read_jsonl(path) if entry["step"] < resume_step]
+    atomic_files.atomic_write(path, "".join(_line(entry) for entry in kept))
+
+
+def append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines. Closes the file, so that no part of a line stays in a buffer if a write fails."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(_line(entry) for entry in entries)
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(entry), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON lacks, by None."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,343 @@
+"""Trackers: the real libraries read back, and every way in which one can fail without stopping a run."""
+
+import importlib
+import importlib.util
+import json
+import math
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from nlgrpo import train
+from nlgrpo.training.tracking import trackers
+from nlgrpo.training.tracking.logger import MetricsLogger
+from nlgrpo.training.tracking.run_files import read_jsonl
+from nlgrpo.training.tracking.terminal import Sample
+from nlgrpo.training.tracking.trackers import BackgroundTracker, Memory, TrackedRun, as_table, flat
+
+CONFIG = {"rollout": {"samples": 8, "stop_ids": [1, 2]}, "optim": {"lr": 1e-5}, "recipe": "length-bon"}
+SAMPLES = [
+    Sample("Once", " a | b\nc", {"short": 0.5, "long": math.nan}, {"short": 0.25, "long": 0.0}, -1.5, {"n": 3}),
+    Sample("Two", " words", {"short": -0.5, "long": 1.0}, {"short": 0.0, "long": 0.5}, 1.5, {"n": 4}),
+]
+
+
+class Recorder:
+    """A tracker that remembers its calls, fails in one method, or waits for a gate."""
+
+    def __init__(self, fails_in="", gate=None):
+        self.calls, self.fails_in, self.gate = [], fails_in, gate
+
+    def _call(self, name, *values):
+        if self.gate is not None:
+            self.gate.wait(30)
+        if name == self.fails_in:
+            raise ConnectionError("the server\nis gone")
+        self.calls.append((name, *values))
+
+    def log(self, step, metrics):
+        self._call("log", step, dict(metrics))
+
+    def table(self, step, columns, rows):
+        self._call("table", step, columns, rows)
+
+    def close(self):
+        self._call("close")
+
+
+def test_calls_arrive_in_order_and_without_what_is_not_finite():
+    recorder = Recorder()
+    tracker = BackgroundTracker("fake", lambda: recorder)
+    for step in range(3):
+        tracker.log(step, {"loss": float(step), "kl": math.nan, "grad_norm": math.inf})
+    tracker.table(2, SAMPLES)
+    tracker.close()
+    tracker.close()
+    columns, rows = as_table(2, SAMPLES)
+    logged = [("log", step, {"loss": float(step)}) for step in range(3)]
+    assert recorder.calls == [*logged, ("table", 2, columns, rows), ("close",)]
+
+
+def test_the_table_has_trl_s_columns():
+    columns, rows = as_table(7, SAMPLES)
+    assert columns == ["step", "prompt", "completion", "short", "long", "linearized/short", "linearized/long",
+                       "advantage", "n"]  # fmt: skip
+    assert rows[0] == [7, "Once", " a | b\nc", 0.5, None, 0.25, 0.0, -1.5, "3"]
+    assert as_table(7, []) == ([], [])
+
+
+@pytest.mark.parametrize("where", ["begin", "log", "table", "close"])
+def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(tmp_path, monkeypatch, capsys, where):
+    recorder = Recorder(where)
+
+    def begin(run, memory):
+        if where == "begin":
+            raise SystemExit("no network")
+        return recorder
+
+    monkeypatch.setitem(sys.modules, "nlgrpo.training.tracking.fake_tracker", types.SimpleNamespace(begin=begin))
+    run = TrackedRun(trackers=("fake",), project="p", name="n", config={})
+    with MetricsLogger(tmp_path, total_steps=5, enabled=True, tracked=run) as log:
+        for step in range(5):
+            log.log(step, {"loss": 1.0})
+            log.table(step, SAMPLES)
+            time.sleep(0.02)
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(5))
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line]
+    reason = "SystemExit: no network" if where == "begin" else "ConnectionError: the server"
+    assert warnings == [
+        f"warning: train.track: fake gets nothing more: {reason}. The run goes on; metrics.jsonl is complete."
+    ]
+
+
+def test_a_tracker_that_hangs_does_not_delay_training(monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "LAST_CALLS", 0.3)
+    gate = threading.Event()
+    tracker = BackgroundTracker("fake", lambda: Recorder(gate=gate))
+    start = time.monotonic()
+    for step in range(trackers.WAITING + 50):
+        tracker.log(step, {"loss": 1.0})
+    assert time.monotonic() - start < 2
+    tracker.close()
+    assert time.monotonic() - start < 5
+    gate.set()
+    warnings = capsys.readouterr().err
+    assert warnings.count("is 1000 calls behind; what does not fit is left out") == 1
+    assert warnings.count("did not take everything within 0.3 s of the end of the run") == 1
+
+
+def test_what_trackers_remember_survives_a_kill_and_not_a_restart(tmp_path):
+    memory = Memory.read(tmp_path, 0)
+    assert memory.get("wandb") is None
+    memory.set("wandb", "abc")
+    memory.set("mlflow", "def")
+    assert Memory.read(tmp_path, 3).values == {"wandb": "abc", "mlflow": "def"}
+    assert Memory.read(tmp_path, 0).values == {}
+    for content in ("{", "[]", '"x"', "null", '{"wandb": 3}'):
+        (tmp_path / trackers.FILE).write_text(content)
+        assert Memory.read(tmp_path, 3).values == {}
+
+
+def test_flat():
+    expected = {"rollout.samples": 8, "rollout.stop_ids": [1, 2], "optim.lr": 1e-5, "recipe": "length-bon"}
+    assert flat(CONFIG) == expected
+
+
+# --- the libraries ----------------------------------------------------------------------------------------------------
+
+
+def tracked(name):
+    return TrackedRun(trackers=(name,), project="best-of-n", name="first", config=CONFIG)
+
+
+def log_run(folder, name, steps, resume_step=0):
+    with MetricsLogger(folder, total_steps=10, enabled=True, tracked=tracked(name), resume_step=resume_step) as log:
+        for step in range(resume_step, resume_step + steps):
+            log.log(step, {"reward": step / 2, "rewards/short/mean": -1.0 * step, "kl": math.nan})
+            if step == resume_step:
+                log.table(step, SAMPLES)
+
+
+@pytest.fixture
+def no_warnings(capsys):
+    yield
+    assert "warning: train.track" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_tensorboard(tmp_path):
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    log_run(tmp_path, "tensorboard", 5)
+    log_run(tmp_path, "tensorboard", 3, resume_step=3)  # step 3 and 4 ran again after a kill
+    read = events.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("train/reward")] == [(s, s / 2) for s in range(6)]
+    assert read.Tags()["scalars"] == ["train/reward", "train/rewards/short/mean"]
+    texts = {tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
+    assert "| rollout.samples | 8 |" in texts["config/text_summary"]
+    table = texts["completions/text_summary"].splitlines()
+    assert table[0].startswith("| step | prompt | completion | short | long |")
+    assert table[2].startswith("| 0 | Once | a \\| b c | 0.5 | None |")
+
+
+@pytest.fixture
+def wandb():
+    """W&B without the settings of another test."""
+    found = pytest.importorskip("wandb")
+    found.teardown()
+    yield found
+    found.teardown()
+
+
+@pytest.mark.usefixtures("no_warnings", "wandb")
+def test_wandb_offline(tmp_path, monkeypatch):
+    """What would be uploaded: the records of both offline runs, which have one id."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log_run(tmp_path, "wandb", 5)
+    log_run(tmp_path, "wandb", 3, resume_step=5)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    runs = [records(next(folder.glob("*.wandb"))) for folder in folders]
+    ids = {run["run"].run_id for run in runs}
+    assert ids == {json.loads((tmp_path / trackers.FILE).read_text())["wandb"]}
+    first = runs[0]
+    assert (first["run"].project, first["run"].display_name) == ("best-of-n", "first")
+    config = {item.key: json.loads(item.value_json) for item in first["run"].config.update}
+    assert config["rollout"] == CONFIG["rollout"]
+    for run, steps in zip(runs, (range(5), range(5, 8)), strict=True):
+        logged = [(row["_step"], row["train/global_step"], row["train/reward"]) for row in run["history"]]
+        assert logged == [(s, s, s / 2) for s in steps]
+        assert not any("train/kl" in row for row in run["history"])
+    content = json.loads((folders[0] / "files" / first["history"][0]["completions/path"]).read_text())
+    assert content["columns"][:4] == ["step", "prompt", "completion", "short"]
+    assert content["data"][1] == [0, "Two", " words", -0.5, 1.0, 0.0, 0.5, 1.5, "4"]
+    assert first["stats"]  # system metrics
+
+
+def blocks(content, size=32768):
+    """Records of a LevelDB log after a header of 7 bytes, W&B's file for uploads. Large ones are in several pieces."""
+    place, whole = 7, b""
+    while place + 7 <= len(content):
+        if size - place % size < 7:  # no room for a header: zeros up to the next block
+            place += size - place % size
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        whole += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # full, or the last piece
+            yield whole
+            whole = b""
+
+
+def records(path):
+    """The run, the rows of its history, and the number of its system metrics."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = {"history": [], "stats": 0, "run": None}
+    for block in blocks(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(block)
+        kind = record.WhichOneof("record_type")
+        if kind == "run" and found["run"] is None:
+            found["run"] = record.run
+        elif kind == "history":
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            found["history"].append(row)
+        found["stats"] += kind in ("stats", "environment")
+    return found
+
+
+@pytest.mark.usefixtures("wandb")
+def test_wandb_without_a_key_does_not_ask_for_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    log_run(tmp_path / "run", "wandb", 2)
+    warning = "wandb gets nothing more: ValueError: no API key; run wandb login, or set WANDB_MODE=offline"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    log_run(tmp_path / "run", "mlflow", 5)
+    log_run(tmp_path / "run", "mlflow", 3, resume_step=5)
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("best-of-n").experiment_id])
+    assert run.info.run_name == "first"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["rollout.samples"] == "8"
+    history = client.get_metric_history(run.info.run_id, "reward")
+    assert [(one.step, one.value) for one in history] == [(s, s / 2) for s in range(8)]
+    assert "kl" not in run.data.metrics
+    mlflow.set_experiment("best-of-n")
+    table = mlflow.load_table("completions.json", run_ids=[run.info.run_id])
+    assert table["completion"].tolist() == [" a | b\nc", " words"] * 2
+    assert table["advantage"].tolist() == [-1.5, 1.5] * 2
+
+
+@pytest.fixture
+def trackio(tmp_path, monkeypatch):
+    """Trackio with its database in a folder of the test."""
+    found = pytest.importorskip("trackio")
+    from trackio import context_vars, sqlite_storage, utils
+
+    for module in (found, sqlite_storage, utils):
+        if hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    yield found
+    context_vars.current_run.set(None)
+    context_vars.current_project.set(None)
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_trackio(tmp_path, trackio):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    log_run(tmp_path / "run", "trackio", 5)
+    log_run(tmp_path / "run", "trackio", 3, resume_step=5)
+    log_run(tmp_path / "other", "trackio", 1)  # another run of the same name
+    records = SQLiteStorage.get_run_records("best-of-n")
+    assert [record["name"] for record in records] == ["first", "first"]
+    own = json.loads((tmp_path / "run" / trackers.FILE).read_text())["trackio"]
+    logs = [row for row in SQLiteStorage.get_logs("best-of-n", run_id=own) if "train/reward" in row]
+    assert [(row["step"], row["train/reward"]) for row in logs] == [(s, s / 2) for s in range(8)]
+    [first, second] = [row for row in SQLiteStorage.get_logs("best-of-n", run_id=own) if "completions" in row]
+    assert (first["step"], second["step"]) == (0, 5)
+    assert first["completions"]["_value"][1]["completion"] == " words"
+    assert SQLiteStorage.get_run_config("best-of-n", run_id=own)["rollout"] == CONFIG["rollout"]
+
+
+def test_trackio_does_not_continue_another_run_of_the_same_name(tmp_path, trackio, capsys):
+    log_run(tmp_path / "run", "trackio", 2)
+    log_run(tmp_path / "other", "trackio", 2)
+    log_run(tmp_path / "run", "trackio", 2, resume_step=2)
+    warning = "another run of the project 'best-of-n' has the name 'first' by now"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--data.limit", "4",
+        "--optim.lr", "1e-2", "--evaluation.prompts", "0", "--data.source", "story-prompts",
+        "--train.samples-every", "2")  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_warnings", "one_thread", "no_figures")
+def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for steps in (2, 4):
+        more = ("--train.steps", str(steps), "--train.out", str(tmp_path / "run"))
+        assert train.main([*TINY, *more, "--train.track", "tensorboard", "mlflow", "--train.project", "tiny"]) == 0
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    read = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
+    read.Reload()
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert run.info.run_name == "run"
+    assert run.data.params["train.track"] == "('tensorboard', 'mlflow')"
+    for name in ("reward", "objective/aggregate", "kl", "completions/mean_length", "time/update"):
+        logged = [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+        assert [(e.step, e.value) for e in read.Scalars(f"train/{name}")] == logged
+        assert [(e.step, e.value) for e in client.get_metric_history(run.info.run_id, name)] == logged
+    assert [event.step for event in read.Tensors("completions/text_summary")] == [0, 2]
+
+
+def test_unknown_and_missing_trackers_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):
+    assert train.main([*TINY, "--train.track", "wandb", "wnb", "--train.out", str(tmp_path / "run")]) == 1
+    allowed = "allowed are 'wandb', 'trackio', 'mlflow', 'tensorboard'"
+    assert f"train.track = ['wandb', 'wnb']: {allowed}" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert train.main([*TINY, "--train.track", "wandb", "--train.out", str(tmp_path / "run")]) == 1
+    assert "train.track has 'wandb', which is not installed: run pip install nlgrpo[wandb]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
