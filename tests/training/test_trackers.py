@@ -4,11 +4,15 @@ import importlib
 import importlib.util
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 import threading
 import time
 import types
 
+import browser
 import pytest
 
 from nlgrpo import train
@@ -341,3 +345,32 @@ def test_unknown_and_missing_trackers_are_named_before_anything_starts(tmp_path,
     assert train.main([*TINY, "--train.track", "wandb", "--train.out", str(tmp_path / "run")]) == 1
     assert "train.track has 'wandb', which is not installed: run pip install nlgrpo[wandb]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
+def test_trackio_s_page_in_a_browser(tmp_path):
+    pytest.importorskip("trackio")
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "nlgrpo.cli", "train", *TINY, "--train.steps", "4", "--train.out",
+               str(tmp_path / "run"), "--train.track", "trackio", "--train.project", "tiny"]  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "warning: train.track" not in done.stderr
+    show = "import trackio; trackio.show('tiny', open_browser=False, block_thread=True, share=False)"
+    page = subprocess.Popen([sys.executable, "-u", "-c", show], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        lines = iter(page.stdout.readline, "")
+        launched = next(line for line in lines if "launched at" in line)
+        url = re.search(r"http://127\.0\.0\.1:\d+/\?project=tiny", launched)[0]
+        with browser.Browser(tmp_path / "home") as opened:
+            opened.visit(url)
+            deadline = time.monotonic() + 60
+            while opened.run("document.querySelectorAll('canvas').length") < 3:
+                assert time.monotonic() < deadline, opened.run("document.body.innerText")
+                time.sleep(0.2)
+            text = opened.run("document.body.innerText")
+    finally:
+        page.kill()
+        page.communicate()
+    for shown in ("run", "kl", "reward", "objective", "completions"):
+        assert shown in text
