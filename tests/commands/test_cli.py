@@ -159,6 +159,19 @@ def test_version(call):
     assert call("--version") == (0, f"{nlgrpo.__version__}\n", "")
 
 
+def test_python_m_nlgrpo_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "nlgrpo", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{nlgrpo.__version__}\n", "")
+    assert subprocess.run([sys.executable, "-m", "nlgrpo", "trian"], capture_output=True).returncode == 2
+
+
+def test_the_list_of_commands_is_fast():
+    """Nothing heavy is imported: torch and transformers take seconds."""
+    code = "import sys; from nlgrpo import cli; cli.main([]); print(len({'torch', 'rich', 'numpy'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0"
+
+
 def test_an_unknown_command(call):
     assert call("trian") == (2, "", "error: unknown command 'trian'; did you mean 'train'?\n")
     status, _, err = call("zzz")
