@@ -62,7 +62,7 @@ COMMANDS = {
         "Train a value model on rollouts, or merge several: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "merge": (
-        "nlgrpo.commands.merge:main",
+        "nlgrpo.commands.conversion.merge:main",
         "Merge an adapter (LoRA) into its model: nlgrpo merge runs/NAME/adapter --out DIR",
     ),
     "iro": (
@@ -80,6 +80,10 @@ COMMANDS = {
     "plan": (
         "nlgrpo.commands.machine.plan:main",
         "Estimate memory and time on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
+    ),
+    "from-trl": (
+        "nlgrpo.commands.conversion.from_trl:main",
+        "Convert a configuration of TRL's GRPOTrainer: nlgrpo from-trl grpo.yaml --out my.toml",
     ),
     "doctor": (
         "nlgrpo.commands.machine.doctor:main",
