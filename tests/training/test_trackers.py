@@ -93,7 +93,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(tmp_path, monke
     warnings = [line for line in capsys.readouterr().err.splitlines() if line]
     reason = "SystemExit: no network" if where == "begin" else "ConnectionError: the server"
     assert warnings == [
-        f"warning: train.track: fake gets nothing more: {reason}. The run goes on; metrics.jsonl is complete."
+        f"warning: train.track: fake gets nothing more: {reason}. Training continues; metrics.jsonl is complete."
     ]
 
 

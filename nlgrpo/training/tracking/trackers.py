@@ -157,7 +157,7 @@ class BackgroundTracker:
             self._warn(f"gets nothing more: {type(error).__name__}: {_first_line(error)}")
 
     def _warn(self, text: str) -> None:
-        print(f"warning: train.track: {self.name} {text}. The run goes on; metrics.jsonl is complete.",
+        print(f"warning: train.track: {self.name} {text}. Training continues; metrics.jsonl is complete.",
               file=sys.stderr, flush=True)  # fmt: skip
 
 
