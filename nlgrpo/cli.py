@@ -81,6 +81,10 @@ COMMANDS = {
         "nlgrpo.commands.machine.plan:main",
         "Estimate memory and time on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
     ),
+    "push": (
+        "nlgrpo.commands.conversion.push:main",
+        "Upload the model of a run to the Hugging Face Hub: nlgrpo push runs/my --repo USER/NAME",
+    ),
     "from-trl": (
         "nlgrpo.commands.conversion.from_trl:main",
         "Convert a configuration of TRL's GRPOTrainer: nlgrpo from-trl grpo.yaml --out my.toml",

@@ -179,10 +179,13 @@ def finish(
         if run.ranks.first:
             console.print(results.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
-        from nlgrpo.evaluation import report  # imports matplotlib, which takes a second
+        from nlgrpo.evaluation import report  # matplotlib takes a second
+        from nlgrpo.evaluation.sharing import hub
 
         page = report.write_report(run.folder)
         console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
+        if run.config.train.push:
+            console.print(f"pushed  {hub.push(run.folder, run.config.train.push)}", highlight=False, soft_wrap=True)
 
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:

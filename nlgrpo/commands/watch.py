@@ -31,7 +31,7 @@ class Watch:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C."""
-    from nlgrpo.evaluation import live_report  # imports matplotlib, which is slow
+    from nlgrpo.evaluation.sharing import live_report  # imports matplotlib, which is slow
 
     options = tyro.cli(Watch, args=list(arguments), prog="nlgrpo watch")
     if not options.folders:

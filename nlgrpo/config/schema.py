@@ -292,6 +292,8 @@ class TrainConfig(LoopConfig):
     """Steps between checkpoints. 0: only at the end."""
     samples_every: int = 50
     """Steps between tables of sampled completions. 0: never."""
+    push: str = ""
+    """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
     check_memory: bool = True
     """Refuse a run whose plan needs more memory than the machine has."""
 

@@ -10,6 +10,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from huggingface_hub.utils import validate_repo_id
+
 from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
@@ -74,6 +76,16 @@ def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> li
     ]
 
 
+def push_faults(repository: str) -> list[str]:
+    """List the fault of a repository's name on the Hugging Face Hub; none for an empty one."""
+    try:
+        if repository:
+            validate_repo_id(repository)
+    except ValueError as error:
+        return [f"train.push = {repository!r}: {error}"]
+    return []
+
+
 def tracker_faults(names: Sequence[str]) -> list[str]:
     """List the trackers that are unknown or not installed."""
     unknown = [name for name in names if name not in TRACKERS]
@@ -125,6 +137,7 @@ def _faults(config: Config, world: int) -> list[str]:
         *optim_faults(optim, need),
         need("train.steps", ">= 0", train.steps >= 0),
         *train_faults(train, need),
+        *push_faults(train.push),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
         need(
             "evaluation.prompts",

@@ -158,7 +158,7 @@ def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state:
     """Add the run in ``folder``; with ``name``, its notes begin with its label."""
     notes: list[str] = []
     logged = _read_curves(folder / run_files.FILE)
-    found.settings[label] = Settings(read_config(folder, notes), _versions(folder))
+    found.settings[label] = Settings(read_config(folder, notes), versions(folder))
     if not logged:
         notes.append(f"{run_files.FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
@@ -198,12 +198,12 @@ def read_config(run: Path, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _versions(run: Path) -> dict[str, str]:
+def versions(run: Path) -> dict[str, str]:
     """Library versions of the newest checkpoint."""
     known = sorted(run.glob("checkpoints/*/manifest.json"), key=lambda path: path.stat().st_mtime)
     try:
-        versions = json.loads(known[-1].read_text("utf-8"))["versions"] if known else {}
-        return {str(name): str(version) for name, version in versions.items()}
+        found = json.loads(known[-1].read_text("utf-8"))["versions"] if known else {}
+        return {str(name): str(version) for name, version in found.items()}
     except (
         OSError,
         ValueError,

@@ -44,7 +44,7 @@ from nlgrpo.training.tracking.logger import MetricsLogger
 
 # Keys that may change when a run resumes: its length, and what it saves and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
-        "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
+        "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip

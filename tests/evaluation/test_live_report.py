@@ -14,7 +14,7 @@ import urllib.request
 import browser
 import pytest
 
-from nlgrpo.evaluation.live_report import LiveReport, server
+from nlgrpo.evaluation.sharing.live_report import LiveReport, server
 
 needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
 pytestmark = pytest.mark.usefixtures("one_thread")

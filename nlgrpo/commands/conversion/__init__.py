@@ -1,4 +1,4 @@
-"""Commands that convert: adapters into whole models (`merge`), configurations of TRL into nlgrpo's (`from_trl`).
+"""Commands that convert and publish: adapters to models (`merge`), TRL's configurations (`from_trl`), the Hub (`push`).
 
 May import what `commands` may. Read `from_trl.convert` first.
 """

@@ -6,12 +6,14 @@ import ast
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tyro
 from tyro.conf import Positional
+
+from nlgrpo.config import toml_file
 
 # Defaults of TRL 1.16.0 for the options that are converted.
 DEFAULTS: dict[str, Any] = {
@@ -36,6 +38,7 @@ OTHERS = (
     "project", "model_name_or_path", "model", "dtype", "torch_dtype", "dataset_name", "dataset_train_split",
     "reward_funcs", "reward_model_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "lora_modules_to_save", "use_rslora", "num_processes", "activation_checkpointing",
+    "push_to_hub", "hub_model_id",
 )  # fmt: skip
 
 # Options that change nothing in what is trained, or that nlgrpo does by itself.
@@ -69,20 +72,16 @@ class Converted:
         lines = []
         for title, texts in (("Check", self.notes), ("Without an equivalent", self.missing)):
             lines += [f"# {title}: {text}" for text in texts]
+        return "\n".join([*lines, "", toml_file.text(self.sections())]).strip() + "\n"
+
+    def sections(self) -> dict[str, Any]:
+        """Return the keys by section, those of a reward below the section rewards."""
+        found: dict[str, Any] = {}
         for section, keys in self.keys.items():
-            lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in keys.items())]
-        return "\n".join(lines).strip() + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{quoted}"'
-    return repr(value)
+            name, _, part = section.partition(".")
+            target = found.setdefault(name, {})
+            target.update({part: keys} if part else keys)
+        return found
 
 
 # --- reading TRL's configurations -------------------------------------------------------------------------------------
@@ -167,27 +166,15 @@ def _literal(text: str) -> Any:
 
 def convert(options: Mapping[str, Any], world: int = 1) -> Converted:
     """Convert options of ``GRPOConfig``; those that are absent have TRL's defaults. ``world``: number of processes."""
-    from nlgrpo.config.schema import Config
-
     out, given = Converted(), {**DEFAULTS, **options}
     _batches(given, out, world)
     for part in (_model, _optimizer, _loss, _sampling, _saving, _rewards, _lora):
         part(given, out)
-    defaults = asdict(Config())
-    for section in list(out.keys):
-        own = defaults.get(section)
-        if own is not None and not section.startswith("rewards"):
-            kept = {k: v for k, v in out.keys[section].items() if k not in own or _plain(own[k]) != _plain(v)}
-            out.keys[section] = kept
-        if not out.keys[section]:
-            del out.keys[section]
+    kept = toml_file.without_defaults({name: keys for name, keys in out.sections().items() if name != "rewards"})
+    out.keys = {name: kept.get(name, keys) for name, keys in out.keys.items() if name in kept or "." in name}
     known = {*DEFAULTS, *OTHERS, *NOT_NEEDED}
     out.missing += [f"{key} = {value!r}" for key, value in options.items() if key not in known]
     return out
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _batches(given: Mapping[str, Any], out: Converted, world: int) -> None:
@@ -325,6 +312,10 @@ def _saving(given: Mapping[str, Any], out: Converted) -> None:
     out.set("train.track", [name for name in names if name in supported])
     if names:
         out.set("train.project", given.get("project") or PROJECT)
+    if given.get("push_to_hub") and given.get("hub_model_id"):
+        out.set("train.push", given["hub_model_id"])
+    elif given.get("push_to_hub"):
+        out.notes.append("train.push: USER/NAME on the Hub")
     if given["run_name"]:
         out.set("train.run_name", given["run_name"])
 

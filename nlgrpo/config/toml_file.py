@@ -1,0 +1,60 @@
+"""Writing a configuration as a TOML file, which ``nlgrpo train FILE`` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nlgrpo.config.schema import Config, RewardConfig, to_dict
+
+
+def text(config: Mapping[str, Any]) -> str:
+    """Return a configuration (sections by name, keys by name) as TOML. Keys that are None are left out."""
+    top = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    lines = _lines(top)
+    for name, section in config.items():
+        if isinstance(section, Mapping):
+            tables = {key: value for key, value in section.items() if isinstance(value, Mapping)}
+            if own := _lines({key: value for key, value in section.items() if key not in tables}):
+                lines += ["", f"[{name}]", *own]
+            for key, table in tables.items():
+                lines += ["", f"[{name}.{key}]", *_lines(table)]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _lines(keys: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {_value(value)}" for name, value in keys.items() if value is not None]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a `Config`, as a dictionary, that differ from the defaults; rewards have all that differ."""
+    defaults, kept = to_dict(Config()), dict[str, Any]()
+    for name, value in config.items():
+        if name == "rewards":
+            own = to_dict(Config(rewards={"x": RewardConfig(function="")}))["rewards"]["x"]
+            kept[name] = {reward: _different(keys, own) for reward, keys in value.items()}
+        elif isinstance(value, Mapping):
+            if different := _different(value, defaults.get(name, {})):
+                kept[name] = different
+        elif value != defaults.get(name):
+            kept[name] = value
+    return kept
+
+
+def _different(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in defaults or _plain(value) != _plain(defaults[key])}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
