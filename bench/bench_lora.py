@@ -56,7 +56,6 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         "train.steps": args.steps,
         "train.checkpoint_every": 0,
         "train.samples_every": 0,
-        "train.tensorboard": False,
         "evaluation.prompts": 0,
         "train.out": args.folder / args.child,
     }

@@ -116,7 +116,6 @@ def measure(name: str, work: Path, threads: int) -> dict[str, Any]:
         "optim.lr": 1e-5,
         "train.steps": 2,
         "train.samples_every": 0,
-        "train.tensorboard": False,
         "evaluation.prompts": 0,
         "train.out": folder / "out",
     }

@@ -166,7 +166,6 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
             "restart": True,
             "checkpoint_every": 0,
             "samples_every": 0,
-            "tensorboard": False,
         },
         "evaluation": {"prompts": 0},
     }
