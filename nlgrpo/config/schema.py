@@ -428,19 +428,3 @@ def _hint(key: str, known: Mapping[str, Any], prefix: str, root: type) -> str:
 def dashed(name: str) -> str:
     """Spell a name as on the command line."""
     return name.replace("_", "-")
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """List the differences of two configurations (as dictionaries) as lines ``section.key: old -> new``."""
-    lines = []
-    for key in dict.fromkeys([*old, *new]):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.")
-        elif _plain(a) != _plain(b):
-            lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
-    return lines
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nlgrpo.config.schema import Config, RewardConfig, to_dict
-
 
 def text(config: Mapping[str, Any]) -> str:
     """Return a configuration (sections by name, keys by name) as TOML. Keys that are None are left out."""
@@ -35,26 +33,3 @@ def _value(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
         return f'"{escaped}"'
     return repr(value)
-
-
-def without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `Config`, as a dictionary, that differ from the defaults; rewards have all that differ."""
-    defaults, kept = to_dict(Config()), dict[str, Any]()
-    for name, value in config.items():
-        if name == "rewards":
-            own = to_dict(Config(rewards={"x": RewardConfig(function="")}))["rewards"]["x"]
-            kept[name] = {reward: _different(keys, own) for reward, keys in value.items()}
-        elif isinstance(value, Mapping):
-            if different := _different(value, defaults.get(name, {})):
-                kept[name] = different
-        elif value != defaults.get(name):
-            kept[name] = value
-    return kept
-
-
-def _different(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if key not in defaults or _plain(value) != _plain(defaults[key])}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

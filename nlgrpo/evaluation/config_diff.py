@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nlgrpo.config.comparing import flat
 from nlgrpo.evaluation.evaluation_figures import Place
 
 IGNORED = ("train.out", "recipe")  # keys that do not affect the result
@@ -16,14 +17,6 @@ OBJECTIVE = re.compile(r"rewards\..+\.objective")
 WEIGHT = re.compile(r"rewards\..+\.weight")
 
 Flat = Mapping[str, Any]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"loss": {"beta": 0.1}}`` -> ``{"loss.beta": 0.1}``."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.config import schema
+from nlgrpo.config import comparing
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
@@ -67,7 +67,7 @@ def _claim(
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
-        changed = schema.differences(completed(saved, current, type(cfg)), current)
+        changed = comparing.differences(completed(saved, current, type(cfg)), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
             return "\n".join(

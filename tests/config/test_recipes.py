@@ -6,7 +6,7 @@ import time
 import pytest
 
 from nlgrpo import train
-from nlgrpo.config import schema, validate
+from nlgrpo.config import comparing, schema, validate
 from nlgrpo.config.recipes import DEFAULT, RECIPES, from_arguments, recipe
 from nlgrpo.config.schema import Config
 from nlgrpo.objectives import registry
@@ -52,7 +52,7 @@ def test_the_default_recipe_is_best_of_4_with_two_length_rewards():
 
 
 def test_length_mean_differs_only_in_the_objective():
-    lines = schema.differences(schema.to_dict(recipe("length-bon")), schema.to_dict(recipe("length-mean")))
+    lines = comparing.differences(schema.to_dict(recipe("length-bon")), schema.to_dict(recipe("length-mean")))
     assert lines == [
         "recipe: 'length-bon' -> 'length-mean'",
         "rewards.short.objective: 'bon:4' -> 'mean'",
@@ -83,7 +83,7 @@ def test_length_iama_has_the_settings_of_the_paper():
     ],
 )
 def test_variants_differ_only_in_the_objective(variant, of, objective):
-    lines = schema.differences(schema.to_dict(recipe(of)), schema.to_dict(recipe(variant)))
+    lines = comparing.differences(schema.to_dict(recipe(of)), schema.to_dict(recipe(variant)))
     rewards = [f"rewards.{name}.objective: 'bon:4' -> {objective!r}" for name in recipe(of).rewards]
     assert lines == [f"recipe: {of!r} -> {variant!r}", *rewards]
     assert registry.parse(objective).name == objective

@@ -14,7 +14,7 @@ from rich.console import Console
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.rollout_metrics import rollout_metrics
-from nlgrpo.training.tracking.run_files import read_jsonl
+from nlgrpo.training.tracking.run_files import TAIL, last_step, read_jsonl
 from nlgrpo.training.tracking.terminal import Sample, phase_shares, samples_table
 
 
@@ -238,3 +238,15 @@ def test_the_live_display_has_the_phases_in_a_wide_terminal(tmp_path):
             log.log(0, {"reward": -0.5, **times})
         assert ("update 50%  generate 38%" in file.getvalue()) == (width == 120)
         assert "1/10" in file.getvalue()
+
+
+def test_the_last_step_is_read_from_the_end_of_a_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    assert last_step(path) is None
+    path.write_text("".join(json.dumps({"step": step, "x": "y" * 2000}) + "\n" for step in range(200)))
+    assert path.stat().st_size > 2 * TAIL
+    assert last_step(path) == 199
+    with path.open("a") as file:
+        file.write('{"step": 200, "x"')  # a kill, or a line that is being written
+    assert last_step(path) == 199

@@ -16,11 +16,12 @@ import browser
 import pytest
 
 from nlgrpo import train
+from nlgrpo.config.comparing import flat
 from nlgrpo.training.tracking import trackers
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import read_jsonl
 from nlgrpo.training.tracking.terminal import Sample
-from nlgrpo.training.tracking.trackers import BackgroundTracker, Memory, TrackedRun, as_table, flat
+from nlgrpo.training.tracking.trackers import BackgroundTracker, Memory, TrackedRun, as_table
 
 CONFIG = {"rollout": {"samples": 8, "stop_ids": [1, 2]}, "optim": {"lr": 1e-5}, "recipe": "length-bon"}
 SAMPLES = [

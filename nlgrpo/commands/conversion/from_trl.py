@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 from tyro.conf import Positional
 
-from nlgrpo.config import toml_file
+from nlgrpo.config import comparing, toml_file, validate
 
 # Defaults of TRL 1.16.0 for the options that are converted.
 DEFAULTS: dict[str, Any] = {
@@ -170,7 +170,7 @@ def convert(options: Mapping[str, Any], world: int = 1) -> Converted:
     _batches(given, out, world)
     for part in (_model, _optimizer, _loss, _sampling, _saving, _rewards, _lora):
         part(given, out)
-    kept = toml_file.without_defaults({name: keys for name, keys in out.sections().items() if name != "rewards"})
+    kept = comparing.without_defaults({name: keys for name, keys in out.sections().items() if name != "rewards"})
     out.keys = {name: kept.get(name, keys) for name, keys in out.keys.items() if name in kept or "." in name}
     known = {*DEFAULTS, *OTHERS, *NOT_NEEDED}
     out.missing += [f"{key} = {value!r}" for key, value in options.items() if key not in known]
@@ -306,7 +306,7 @@ def _saving(given: Mapping[str, Any], out: Converted) -> None:
         out.set("train.keep_checkpoints", given["save_total_limit"])
     to = given["report_to"]
     names = [to] if isinstance(to, str) else list(to or [])
-    supported = ("wandb", "trackio", "mlflow", "tensorboard")
+    supported = validate.TRACKERS
     names = list(supported) if names == ["all"] else [name for name in names if name != "none"]
     out.missing += [f"report_to = {name!r}" for name in names if name not in supported]
     out.set("train.track", [name for name in names if name in supported])

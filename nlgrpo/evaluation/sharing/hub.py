@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
 
 from nlgrpo import __version__
-from nlgrpo.config import toml_file
+from nlgrpo.config import comparing, toml_file
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
 from nlgrpo.evaluation import report, run_loader
 from nlgrpo.evaluation.results import format_change, format_interval, summarize
@@ -131,7 +131,7 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
     files |= {f"nlgrpo/{name}": run / name for name in ATTACHED if (run / name).is_file()}
     operations = [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
     operations.append(CommitOperationAdd("README.md", card.encode()))
-    keys = toml_file.without_defaults(run_loader.read_config(run, []))
+    keys = comparing.without_defaults(run_loader.read_config(run, []))
     operations.append(CommitOperationAdd(f"nlgrpo/{TOML}", toml_file.text(keys).encode()))
     api = HfApi(library_name="nlgrpo", library_version=__version__)
     try:

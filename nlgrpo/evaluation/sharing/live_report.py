@@ -13,11 +13,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nlgrpo.evaluation import html_page, report
+from nlgrpo.engine.rollouts import evaluation_samples
+from nlgrpo.evaluation import html_page, report, results, run_loader
 from nlgrpo.runtime.timing import as_clock
+from nlgrpo.training.sweeps import state
 from nlgrpo.training.tracking import run_files
 
-FOLLOWED = (run_files.FILE, run_files.SAMPLES_FILE, "config.json", "evaluation.json", "results.json", "sweep.json")
+FOLLOWED = (
+    *run_loader.CONFIGS,
+    run_files.FILE,
+    run_files.SAMPLES_FILE,
+    evaluation_samples.FILE,
+    results.FILE,
+    state.FILE,
+)
 REST = 5.0  # pause after building a report, in units of the time that it took
 
 # The page around the report. It asks for the state every two seconds and reloads the report when it has changed.
@@ -119,13 +128,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _state(path: Path, now: float) -> str:
-    entries = run_files.read_jsonl(path)
+    step = run_files.last_step(path)
     try:
         total = json.loads((path.parent / "config.json").read_text("utf-8"))["train"]["steps"]
     except (OSError, ValueError, KeyError, TypeError):
         total = "?"
     ago = as_clock(max(0.0, now - path.stat().st_mtime))
-    return f"{entries[-1]['step'] + 1 if entries else 0}/{total}, logged {ago} ago"
+    return f"{0 if step is None else step + 1}/{total}, logged {ago} ago"
 
 
 def server(live: LiveReport, host: str, port: int) -> ThreadingHTTPServer:

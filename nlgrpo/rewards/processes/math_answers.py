@@ -36,6 +36,7 @@ class Math:
             raise ValueError(f"workers must be a whole number of at least 0, got {workers!r}")
         self.column, self.boxed = column, boxed
         self.data_columns = (column,)
+        self._known: dict[str, str] = {}  # answers of the completions of the last call, for `answer`
         self.workers = Workers(SCRIPT, workers or max(1, min(8, (os.cpu_count() or 1) // 2)), seconds)
 
     def __call__(
@@ -48,6 +49,7 @@ class Math:
         golds = [str(gold) for gold in columns[self.column]]
         texts = [text_of(completion) for completion in completions]
         answers = self._check(list(zip(golds, texts, strict=True)))
+        self._known = {text: x["answer"] for text, x in zip(texts, answers, strict=True) if x is not None and x["gold"]}
         if log_metric is not None:
             log_metric("math/timeouts", float(sum(answer is None for answer in answers)))
         if log_extra is not None:
@@ -56,8 +58,10 @@ class Math:
 
     def answer(self, text: str) -> str | None:
         """Return the answer of a completion for majority voting, as the text of its normal form."""
-        [found] = self._check([("1", text)])
-        return found["answer"] or None if found else None
+        if text not in self._known:
+            [found] = self._check([("1", text)])
+            return found["answer"] or None if found else None
+        return self._known[text] or None
 
     def _check(self, pairs: Sequence[tuple[str, str]]) -> list[Any | None]:
         """Answers of the workers; equal pairs are checked once."""

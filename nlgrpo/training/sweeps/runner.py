@@ -18,8 +18,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from nlgrpo.config import grid
+from nlgrpo.config.comparing import differences
 from nlgrpo.config.grid import Setting
-from nlgrpo.config.schema import Config, differences, to_dict
+from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.timing import StopSignal
 from nlgrpo.training.run_folder import completed

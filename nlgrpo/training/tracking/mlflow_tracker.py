@@ -12,7 +12,8 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-from nlgrpo.training.tracking.trackers import Memory, TrackedRun, flat
+from nlgrpo.config.comparing import flat
+from nlgrpo.training.tracking.trackers import Memory, TrackedRun
 
 AT_ONCE = 100  # parameters of one request
 LONGEST = 6000  # characters of a parameter

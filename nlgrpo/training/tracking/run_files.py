@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from nlgrpo.runtime import atomic_files
 
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+TAIL = 2**16  # bytes; more than two lines of metrics
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -27,6 +30,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append(entry)
     return entries
+
+
+def last_step(path: Path) -> int | None:
+    """Return the step of the last complete line of a file, read from its end; None if there is none."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["step"])
+    return None
 
 
 def trim(path: Path, resume_step: int) -> None:

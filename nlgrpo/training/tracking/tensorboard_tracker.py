@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from nlgrpo.training.tracking.trackers import Memory, TrackedRun, flat, in_trl
+from nlgrpo.config.comparing import flat
+from nlgrpo.training.tracking.trackers import Memory, TrackedRun, in_trl
 
 
 @dataclass

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -127,12 +129,11 @@ class BackgroundTracker:
         if self.closed:
             return
         self.closed = True
+        deadline = time.monotonic() + LAST_CALLS
         if not self.failed.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 self.calls.put(None, timeout=LAST_CALLS)
-                self.thread.join(LAST_CALLS)
-            except queue.Full:
-                pass
+            self.thread.join(max(0.0, deadline - time.monotonic()))
         if self.thread.is_alive() and not self.failed.is_set():
             self._warn(f"did not take everything within {LAST_CALLS:g} s of the end of the run")
 
@@ -197,14 +198,6 @@ def as_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list
 def in_trl(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under the names of TRL's runs in W&B, trackio and TensorBoard, which begin with "train/"."""
     return {f"train/{name}": value for name, value in metrics.items()}
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections: {"rollout": {"samples": 8}} is {"rollout.samples": 8}."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _first_line(error: BaseException) -> str:
