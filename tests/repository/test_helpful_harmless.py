@@ -13,7 +13,7 @@ import transformers
 from helpers import REPOSITORY, tiny_config, tiny_model
 
 from nlgrpo import train
-from nlgrpo.config import schema
+from nlgrpo.config import comparing, schema
 from nlgrpo.config.recipes import from_arguments, recipe
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import build
@@ -118,7 +118,7 @@ def test_the_cpu_version_differs_in_size_only():
     path = REPOSITORY / "examples" / "helpful_harmless.toml"
     small, _ = from_arguments([str(path)])
     large = recipe("helpful-harmless")
-    changed = {line.split(":")[0] for line in schema.differences(schema.to_dict(large), schema.to_dict(small))}
+    changed = {line.split(":")[0] for line in comparing.differences(schema.to_dict(large), schema.to_dict(small))}
     written = tomllib.loads(path.read_text())
     in_toml = {f"{name}.{key}" for name, section in written.items() if isinstance(section, dict) for key in section}
     sections = {".".join(name.split(".")[:2]) for name in changed}
