@@ -4,7 +4,7 @@ import re
 import zlib
 from typing import Any
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.builtin import Lexicon
 from nlgrpo.rewards.classifiers import Classifier
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nlgrpo.calibration import ecdf
 from nlgrpo.config.schema import Config
-from nlgrpo.data.prompt_dataset import plain_text
+from nlgrpo.data.conversations import plain_text
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.rollouts.inputs import load_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts

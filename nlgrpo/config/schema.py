@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
+from nlgrpo.config.data_config import DataConfig
 from nlgrpo.config.optim_config import OptimConfig
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.model.lora import LoraConfig
@@ -35,36 +36,6 @@ class ModelConfig:
     compile: bool = False
     """Compile the blocks with torch.compile, except their attention. On a CPU it saves no time: its ops are compiled
     already."""
-
-
-@dataclass
-class DataConfig:
-    source: str = "story-prompts"
-    """A .jsonl, .json, .parquet, .csv or .txt file (.gz too), a `datasets` name, or the embedded "story-prompts"."""
-    evaluation: str = ""
-    """Evaluation prompts, in the same formats as `source`. Empty: the last prompts of `source` are held out."""
-    split: str = "train"
-    """Split of a `datasets` name or folder."""
-    evaluation_split: str = ""
-    """Split of `evaluation`. Empty: the same as `split`."""
-    prompt_column: str = "prompt"
-    """Column with a text, or with a conversation for the model's chat template."""
-    template: str = "{prompt}"
-    """Template that builds the prompt from columns, such as "Question: {question}\\nAnswer:"."""
-    cut_after: str | None = None
-    """Cut the prompt after the last occurrence of this text, such as "\\n\\nAssistant:"."""
-    separator: str | None = None
-    """Text that separates documents in a plain text file. None: one document per line."""
-    first_words: int | None = None
-    """Keep only this many words of the prompt column."""
-    limit: int | None = None
-    """Read only this many examples."""
-    max_prompt_tokens: int | None = None
-    """Drop longer prompts. None: drop prompts that leave no room for a completion in the context."""
-    shuffle: bool = True
-    """Shuffle the prompts in every epoch."""
-    add_bos: bool | None = None
-    """Start each prompt with BOS. None: as the tokenizer does."""
 
 
 @dataclass
@@ -376,11 +347,13 @@ def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root
         if key not in hints:
             raise ValueError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix, root)}")
         current = getattr(base, key)
-        if dataclasses.is_dataclass(current) or hints[key] == dict[str, RewardConfig]:
+        if dataclasses.is_dataclass(current) or typing.get_origin(hints[key]) is dict:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{where}: {name} must be a table, got {value!r}")
             if dataclasses.is_dataclass(current):
                 changes[key] = _overlay(current, value, where, f"{name}.", root)
+            elif hints[key] == dict[str, Any]:
+                changes[key] = dict(value)
             else:
                 tables = {k: v if isinstance(v, Mapping) else {"function": v} for k, v in value.items()}
                 changes[key] = {k: _overlay(RewardConfig(), v, where, f"{name}.{k}.", root) for k, v in tables.items()}

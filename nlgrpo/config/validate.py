@@ -95,18 +95,32 @@ def tracker_faults(names: Sequence[str]) -> list[str]:
     return [f"train.track has {name!r}, which is not installed: run pip install nlgrpo[{name}]" for name in absent]
 
 
+def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+    data, loss = config.data, config.loss
+    words, limit, longest = data.first_words, data.limit, data.max_prompt_tokens
+    faults = [
+        need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
+        need("data.cut_after", "a text or none", data.cut_after != ""),
+        need("data.separator", "a text or none", data.separator != ""),
+        need("data.evaluation_split", SPLIT, bool(data.evaluation or not data.evaluation_split)),
+        need("data.limit", ">= 1 or none", limit is None or limit >= 1),
+        need("data.max_prompt_tokens", ">= 1 or none", longest is None or longest >= 1),
+        need("data.shuffle_buffer", ">= 1", data.shuffle_buffer >= 1),
+    ]
+    if data.mixture and loss.offline:
+        faults.append(f"data.mixture: {loss.algorithm} visits all prompts equally often; use one data.source")
+    drawn = config.calibration.missing == "draw" and not config.calibration.rollouts
+    if data.streaming and (loss.offline or (any(r.transform for r in config.rewards.values()) and not drawn)):
+        faults.append("data.streaming: rollouts of the reference need prompts that are known in advance")
+    return faults
+
+
 def _faults(config: Config, world: int) -> list[str]:
     rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
 
     need = partial(need_of, config)
-    words, limit, longest = config.data.first_words, config.data.limit, config.data.max_prompt_tokens
     faults = [
-        need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
-        need("data.cut_after", "a text or none", config.data.cut_after != ""),
-        need("data.separator", "a text or none", config.data.separator != ""),
-        need("data.evaluation_split", SPLIT, bool(config.data.evaluation or not config.data.evaluation_split)),
-        need("data.limit", ">= 1 or none", limit is None or limit >= 1),
-        need("data.max_prompt_tokens", ">= 1 or none", longest is None or longest >= 1),
+        *_data_faults(config, need),
         need("rollout.prompts", ">= 1", rollout.prompts >= 1),
         need(
             "rollout.samples",

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from nlgrpo.data.conversations import brief, text_of
 from nlgrpo.data.encoding import ids_to_score
-from nlgrpo.data.prompt_dataset import brief, text_of
 from nlgrpo.data.sources import Row, nearest, read
 
 if TYPE_CHECKING:

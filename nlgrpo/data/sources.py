@@ -39,14 +39,49 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
 
     Raises ValueError for a missing or unreadable source.
     """
+    path = _local(source, separator)
+    return _read_file(path, separator) if path.is_file() else iter(_load_datasets(source, path, split))
+
+
+def _local(source: str, separator: str | None) -> Path:
+    """Return the path of a source, which need not exist if it can be the name of a data set."""
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path) and not _is_hub_name(source):
         raise ValueError(_missing(path))
     if separator is not None and _kind(path) != ".txt":
         raise ValueError(f"separator = {separator!r} is for the documents of a text file (.txt); {source} is not one.")
-    if os.path.isfile(path):
-        return _read_file(path, separator)
-    return _read_datasets(source, path, split)
+    return path
+
+
+def stream(
+    source: str,
+    split: str = "train",
+    separator: str | None = None,
+    *,
+    limit: int | None = None,
+    skip: int = 0,
+    buffer: int = 0,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Iterable[Row]:
+    """Iterate over the rows of ``source`` without loading it: the first ``limit`` ones but the first ``skip``.
+
+    With ``buffer`` > 0 each row is drawn at random from the next ``buffer`` rows, and the shards of a data set are
+    shuffled (`datasets.IterableDataset.shuffle`), by ``seed`` and ``epoch``. Raises ValueError as `read`.
+    """
+    import datasets
+
+    if (path := _local(source, separator)).is_file():
+        options = {"source": source, "split": split, "separator": separator}
+        data = datasets.IterableDataset.from_generator(read, gen_kwargs=options)
+    else:
+        data = _load_datasets(source, path, split, streaming=True)
+    data = data if limit is None else data.take(limit)
+    data = data.skip(skip) if skip else data
+    if buffer:
+        data = data.shuffle(seed=seed, buffer_size=buffer)
+        data.set_epoch(epoch)
+    return data
 
 
 def _kind(path: Path) -> str | None:
@@ -198,15 +233,18 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not readable as Parquet ({error}).") from error
 
 
-def _read_datasets(source: str, path: Path, split: str) -> Iterator[Row]:
-    """Read a folder or a data set of the hub. ``save_to_disk`` writes one of two files that mark its folders."""
+def _load_datasets(source: str, path: Path, split: str, *, streaming: bool = False) -> Any:
+    """Open a folder or a data set of the hub. ``save_to_disk`` writes one of two files that mark its folders."""
     import datasets
 
     local = os.path.isdir(path)
     saved = local and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file())
     name, _, config = (str(path), "", "") if local else source.partition(":")
     try:
-        data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config or None, split=split)
+        if saved:
+            data = datasets.load_from_disk(name)
+        else:
+            data = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         hint = "" if local else f"\n  There is no local file or folder {source} either."
         raise ValueError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{hint}") from error
@@ -214,4 +252,4 @@ def _read_datasets(source: str, path: Path, split: str) -> Iterator[Row]:
         if split not in data:
             raise ValueError(f"{source} has no split {split!r}. It has {', '.join(data)}.{nearest(split, data)}")
         data = data[split]
-    return iter(data)
+    return data.to_iterable_dataset() if saved and streaming else data

@@ -289,7 +289,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     search = dataclasses.replace(search, chunk=options.chunk or search.chunk)
     value_paths = [*paths, *([compressed] if compressed else [])]
     _refuse_learned(options.gold, value_paths)
-    unseen = held_out.distinct() if held_out is training else _unseen(held_out, training, value_paths)
+    unseen = held_out.distinct() if held_out is training else _unseen(held_out, training.all(), value_paths)
     sampling = sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
     return Comparison(

@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import Tensor
 
 from nlgrpo.config.schema import Config
-from nlgrpo.data.prompt_dataset import Batch, plain_text
+from nlgrpo.data.conversations import plain_text
+from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples

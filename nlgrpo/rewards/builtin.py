@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 
 
 def path_of(value: object) -> Path:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nlgrpo.data.conversations import text_of
 from nlgrpo.data.encoding import ids_to_score
-from nlgrpo.data.prompt_dataset import text_of
 from nlgrpo.rewards.builtin import path_of
 
 

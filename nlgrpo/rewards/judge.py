@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 
 RUBRIC = """Grade the response to the prompt.
 

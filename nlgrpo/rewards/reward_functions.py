@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.calling import PROVIDED, Log, Outcome, TimedOut, call_all, parameters
 from nlgrpo.rewards.outputs import Fault, similarities_of, values_of

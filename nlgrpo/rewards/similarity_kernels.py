@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.builtin import Length
 
 

@@ -38,8 +38,9 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     rows, seed = cfg.rollout.max_rows, cfg.train.seed
     sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards)
     origin = partial(Provenance.of, source, tokenizer, compute, sampling)
-    critic.check(cfg, shape, longest=max(map(len, prompts.ids), default=0) + cfg.rollout.max_new_tokens)
-    samples = offline.make(cfg, rewards, objectives, prompts, origin)
+    critic.check(cfg, shape, longest=prompts.longest + cfg.rollout.max_new_tokens)
+    known = prompts.all()
+    samples = offline.make(cfg, rewards, objectives, known, origin)
     return Run(
         config=cfg,
         ranks=ranks,
@@ -51,7 +52,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         sampler=sampler,
         objectives=objectives,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        references=reference_rewards.make(cfg, sampler, objectives, prompts, origin, ranks),
+        references=reference_rewards.make(cfg, sampler, objectives, known, origin, ranks),
         samples=samples,
         compute=compute,
         adapter=adapters.resolve(cfg.lora, shape),

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nlgrpo.data.prompt_dataset import Batch, plain_text
+from nlgrpo.data.conversations import plain_text
+from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_size
 from nlgrpo.objectives.registry import Objective, linearize_present, per_completion, present, value_present

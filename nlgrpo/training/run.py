@@ -88,7 +88,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     shape: Shape
     source: Path  # directory of the initial model
-    prompts: prompt_dataset.PromptSet
+    prompts: prompt_dataset.Prompts
     held_out: prompt_dataset.PromptSet
     sampler: Sampler
     objectives: dict[str, registry.Objective]
@@ -169,7 +169,7 @@ class Run:
             return
         if self.ranks.first and not self.config.vllm.folder:
             atomic_files.remove(self.folder / "engine")  # what a killed trainer left
-        prompts = max(len(ids) for prompts in (self.prompts, self.held_out) for ids in [[], *prompts.ids])
+        prompts = max(self.prompts.longest, self.held_out.longest)
         engine = backends.of_policy(
             self.source,
             self.shape,

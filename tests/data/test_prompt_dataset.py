@@ -12,8 +12,10 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.encoding import decode
-from nlgrpo.data.prompt_dataset import encode, load, plain_text, visits
+from nlgrpo.data.prompt_dataset import load, visits
+from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.data.sources import read
 from nlgrpo.model.hf_weights import locate
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,8 +15,11 @@ import tyro
 from tyro.conf import Positional
 
 from nlgrpo import __version__
+from nlgrpo.config.data_config import Table
 from nlgrpo.data import prompt_dataset
-from nlgrpo.data.prompt_dataset import Batch, plain_text
+from nlgrpo.data.conversations import ChatOptions, plain_text
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine.guided_search import Cost, Search
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.inference.options import ResponderOptions
@@ -29,6 +32,7 @@ from nlgrpo.engine.rollouts.store import (
     digest_of_text,
     digests_of_columns,
 )
+from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.model import hf_weights
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.line_file import LineFile
@@ -50,6 +54,14 @@ class Generate(ResponderOptions):
     """Text with columns in braces: "Question: {question}\\nAnswer:"."""
     limit: int | None = None
     """Maximum number of prompts of the source."""
+    chat: bool = False
+    """Make a conversation of one user message from each prompt that is a text."""
+    system_prompt: str | None = None
+    """System message of conversations that have none. Prompts that are texts become user messages after it."""
+    chat_template_kwargs: Table = field(default_factory=dict)
+    """Arguments of the chat template: '{"enable_thinking": false}'."""
+    tools: tuple[str, ...] = ()
+    """Tools in the chat template: .json files of schemas, or functions, `file.py:function`."""
     samples: int | None = None
     """Completions per prompt, 1 by default. With --choose, or a procedure without a number: the number of candidates
     of which one is printed."""
@@ -110,16 +122,17 @@ def generate(arguments: Sequence[str]) -> int:
 def _prompts(options: Generate, responder: Responder) -> Batch:
     """Return all prompts, those of the source in its order. A note counts those that are too long."""
     tokenizer, limit = responder.tokenizer, responder.model.shape.context - responder.sampling.max_new_tokens
+    chat = ChatOptions(options.system_prompt, options.chat, options.chat_template_kwargs, load_tools(options.tools))
     if options.source is None:
-        ids = prompt_dataset.encode(tokenizer, options.prompts)  # the engine refuses prompts that are too long
-        return Batch(list(range(len(ids))), ids, list(options.prompts), {})
+        ids = encode(tokenizer, options.prompts, chat)  # the engine refuses prompts that are too long
+        return Batch(list(range(len(ids))), ids, list(map(chat.conversation, options.prompts)), {})
     if limit < 1:
         raise ValueError(
             f"max_new_tokens = {options.max_new_tokens} leaves no room for a prompt in the model's context"
         )
     prompts = prompt_dataset.load(
         embedded(options.source), tokenizer, max_prompt_tokens=limit, split=options.split, shuffle=False,
-        prompt_column=options.prompt_column, template=options.template, limit=options.limit,
+        prompt_column=options.prompt_column, template=options.template, limit=options.limit, chat=chat,
     )  # fmt: skip
     if prompts.dropped:
         print(f"{options.source}: {prompts.dropped:,} prompts of more than {limit} tokens left out", file=sys.stderr)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.encoding import as_answer
-from nlgrpo.data.prompt_dataset import Prompt
 from nlgrpo.engine.guided_search import Candidate
 from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote

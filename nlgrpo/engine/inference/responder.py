@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.calibration.rewind import RewindAndRepeat
+from nlgrpo.data.conversations import Prompt, plain_text
 from nlgrpo.data.encoding import decode
-from nlgrpo.data.prompt_dataset import Batch, Prompt, encode, plain_text
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.backends import Engine, engine_of
 from nlgrpo.engine.guided_search import CHOICE, Candidate, Cost, Search, Value

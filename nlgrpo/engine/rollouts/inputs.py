@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.config import schema
+from nlgrpo.config.data_config import DataConfig
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
+from nlgrpo.data.conversations import ChatOptions
+from nlgrpo.data.mixtures import MixedPrompts, merge, shares_of
+from nlgrpo.data.prompt_dataset import PromptSet, Reader, SourceOptions, read_all
+from nlgrpo.data.streams import PromptStream
 from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model.tokenizer import stop_ids_of
 from nlgrpo.objectives import registry
@@ -25,7 +34,7 @@ def embedded(source: str) -> str:
     return str(files("nlgrpo.data") / "assets" / EMBEDDED_DATA[source]) if source in EMBEDDED_DATA else source
 
 
-def _room_for_prompts(cfg: Config, limits: Limits) -> int:
+def _room_for_prompts(cfg: Config, data: DataConfig, limits: Limits) -> int:
     """Return the maximum prompt length in tokens: data.max_prompt_tokens, at most context - rollout.max_new_tokens.
 
     Raises ValueError if no token is left for prompts.
@@ -36,54 +45,88 @@ def _room_for_prompts(cfg: Config, limits: Limits) -> int:
             f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
             f"{limits.context} tokens of {cfg.model.path}"
         )
-    return min(room, cfg.data.max_prompt_tokens or room)
+    return min(room, data.max_prompt_tokens or room)
 
 
 def load_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
-) -> tuple[prompt_dataset.PromptSet, prompt_dataset.PromptSet]:
-    """Load training and evaluation prompts. Without data.evaluation, training prompts are held out for evaluation."""
-    prompts = prompts_of(cfg, cfg.data.source, cfg.data.split, tokenizer, limits)
-    if cfg.data.evaluation:
-        split = cfg.data.evaluation_split or cfg.data.split
-        return prompts, prompts_of(cfg, cfg.data.evaluation, split, tokenizer, limits)
+) -> tuple[prompt_dataset.Prompts, PromptSet]:
+    """Load training and evaluation prompts. Without data.evaluation, training prompts are held out for evaluation.
+
+    Raises ValueError as `prompt_dataset.load`, for a mixture that is not one, and if the context has no room for
+    prompts.
+    """
+    d = cfg.data
+    if d.mixture:
+        weights, parts = zip(*(_part(d, name, value) for name, value in d.mixture.items()), strict=True)
+        sources = [_source(cfg, part, tokenizer, limits, seed=cfg.train.seed + s) for s, part in enumerate(parts)]
+        try:
+            prompts: prompt_dataset.Prompts = MixedPrompts(sources, shares_of(weights))
+        except ValueError as error:
+            raise ValueError(f"data.mixture: {error}") from error
+    else:
+        prompts = _source(cfg, d, tokenizer, limits, seed=cfg.train.seed)
+    if d.evaluation:
+        return prompts, prompts_of(cfg, d.evaluation, d.evaluation_split or d.split, tokenizer, limits)
     return prompts.split(cfg.evaluation.prompts)
 
 
-def prompts_of(
-    cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits
-) -> prompt_dataset.PromptSet:
+def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
+    """Load all training prompts, those of a mixture source by source, in their order; data.streaming is ignored."""
+    d = dataclasses.replace(cfg.data, streaming=False, shuffle=False)
+    parts = [_part(d, name, value)[1] for name, value in d.mixture.items()] or [d]
+    return merge([read_all(reader_of(cfg, part, tokenizer, limits), shuffle=False) for part in parts])
+
+
+def prompts_of(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
     """Load all prompts of the source ``name`` with the options of [data], for a model with these limits.
 
-    Raises the errors of `prompt_dataset.load`, and ValueError if the context has no room for prompts or a token is
-    outside the model's vocabulary.
+    Raises ValueError as `load_prompts`.
     """
-    if not name:
+    reader = reader_of(cfg, dataclasses.replace(cfg.data, source=name, split=split), tokenizer, limits)
+    return read_all(reader, seed=cfg.train.seed, shuffle=cfg.data.shuffle)
+
+
+def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Reader:
+    """Return the reader of data.source. Raises ValueError if it is empty, or for tools that cannot be loaded."""
+    if not data.source:
         raise ValueError("data.source is empty: set a file of prompts, a data set, or the embedded 'story-prompts'")
-    d = cfg.data
-    prompts = prompt_dataset.load(
-        embedded(name),
-        tokenizer,
-        max_prompt_tokens=_room_for_prompts(cfg, limits),
-        split=split,
-        prompt_column=d.prompt_column,
-        template=d.template,
-        cut_after=d.cut_after,
-        separator=d.separator,
-        first_words=d.first_words,
-        seed=cfg.train.seed,
-        shuffle=d.shuffle,
-        limit=d.limit,
-        add_bos=d.add_bos,
+    chat = ChatOptions(data.system_prompt, data.chat, data.chat_template_kwargs, load_tools(data.tools))
+    options = SourceOptions(
+        split=data.split,
+        prompt_column=data.prompt_column,
+        template=data.template,
+        cut_after=data.cut_after,
+        separator=data.separator,
+        first_words=data.first_words,
+        limit=data.limit,
+        add_bos=data.add_bos,
+        chat=chat,
     )
-    for ids, prompt in zip(prompts.ids, prompts.prompts, strict=True):
-        if max(ids) >= limits.vocab:
-            raise ValueError(
-                f"{name}: the tokenizer of {cfg.model.path} returns the token id {max(ids)} "
-                f"({tokenizer.convert_ids_to_tokens(max(ids))!r}), outside the model's vocabulary of {limits.vocab}, "
-                f"for the prompt {prompt_dataset.brief(prompt)}"
-            )
-    return prompts
+    room = _room_for_prompts(cfg, data, limits)
+    return Reader(embedded(data.source), tokenizer, options, room, limits.vocab)
+
+
+def _source(
+    cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits, *, seed: int
+) -> PromptSet | PromptStream:
+    reader = reader_of(cfg, data, tokenizer, limits)
+    if data.streaming:
+        return PromptStream(reader, seed=seed, shuffle_buffer=data.shuffle_buffer if data.shuffle else 0)
+    return read_all(reader, seed=seed, shuffle=data.shuffle)
+
+
+def _part(data: DataConfig, name: str, value: object) -> tuple[float, DataConfig]:
+    """Return the weight and the options of a source of data.mixture."""
+    table = dict(value) if isinstance(value, Mapping) else {"weight": value}
+    weight = table.pop("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise ValueError(f"data.mixture: the weight of {name!r} is {weight!r} instead of a number")
+    for key in ("mixture", "evaluation", "evaluation_split"):
+        if key in table:
+            raise ValueError(f"data.mixture: {name!r} sets {key!r}, which is not an option of a source")
+    part = schema.overlay(dataclasses.replace(data, source=name, mixture={}), table, f"data.mixture, {name!r}")
+    return float(weight), part
 
 
 def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:

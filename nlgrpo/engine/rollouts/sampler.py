@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.data.conversations import Prompt, plain_text
 from nlgrpo.data.encoding import as_answer, decode
-from nlgrpo.data.prompt_dataset import Batch, Prompt, plain_text
+from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples

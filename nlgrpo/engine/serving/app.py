@@ -24,7 +24,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nlgrpo import __version__
-from nlgrpo.data.prompt_dataset import Prompt, encode
+from nlgrpo.data.conversations import ChatOptions, Prompt
+from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine.generation import check_prompts
 from nlgrpo.engine.inference.choosing import VALUE
 from nlgrpo.engine.inference.responder import Responder
@@ -80,7 +81,8 @@ class Service:
         """Respond to a conversation."""
         self._check(request, 1)
         messages: Prompt = [message.plain() for message in request.messages]
-        return await self._respond(request, [messages], await self._encode([messages]), http, chat=True)
+        ids = await self._encode([messages], ChatOptions(template_kwargs=request.chat_template_kwargs or {}))
+        return await self._respond(request, [messages], ids, http, chat=True)
 
     async def text(self, request: TextRequest, http: HttpRequest) -> Response:
         """Continue texts."""
@@ -118,11 +120,11 @@ class Service:
         given = {name: value for name, value in asked.items() if value is not None}
         return replace(default, **given, max_new_tokens=tokens or default.max_new_tokens)
 
-    async def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def _encode(self, prompts: Sequence[Prompt], chat: ChatOptions | None = None) -> list[list[int]]:
         """Tokenize in a thread: a body of the largest size takes seconds, in which the loop has to respond."""
         try:
             async with self.encoding:
-                return await asyncio.to_thread(encode, self.responder.tokenizer, prompts)
+                return await asyncio.to_thread(encode, self.responder.tokenizer, prompts, chat)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_prompt") from error
 

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from nlgrpo.data.prompt_dataset import Batch, Prompt
+from nlgrpo.data.conversations import Prompt
+from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.inference.responder import Responder, Response
 from nlgrpo.engine.sampling import Sampling
 

@@ -116,6 +116,8 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template, as in vLLM: ``{"enable_thinking": false}``."""
     logprobs: bool | None = None
 
     @property

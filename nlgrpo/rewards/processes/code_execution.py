@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.processes.sandbox import NOT_ISOLATED
 
 SCRIPT = Path(__file__).with_name("sandbox.py")

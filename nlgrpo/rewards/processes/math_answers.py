@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.data.prompt_dataset import text_of
+from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.processes.workers import Workers
 
 SCRIPT = Path(__file__).with_name("math_worker.py")

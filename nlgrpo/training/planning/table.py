@@ -36,7 +36,7 @@ def workload(run: Run) -> Workload:
         compute=run.compute,
         device=run.ranks.device.type,
         world=run.ranks.world,
-        prompt=max(map(len, run.prompts.ids)),
+        prompt=run.prompts.longest,
         critic=critic.own_shape(cfg, run.shape) if own_critic else None,
         reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         process=host_memory.of_process() if cpu else CONTEXT,
@@ -51,7 +51,9 @@ def _gpu_memory(device: torch.device) -> float:
 def show(run: Run) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, ranks = run.config, run.ranks
-    epochs = cfg.train.steps * cfg.rollout.prompts / len(run.prompts)
+    steps = f"{cfg.train.steps} steps"
+    if known := len(run.prompts.all()):
+        steps += f", {cfg.train.steps * cfg.rollout.prompts / known:.1f} epochs"
     work = workload(run)
     plan = memory.estimate(work)
     rows = {
@@ -65,7 +67,7 @@ def show(run: Run) -> Table:
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
-        "training": f"{cfg.train.steps} steps, {epochs:.1f} epochs; {cfg.optim.description}",
+        "training": f"{steps}; {cfg.optim.description}",
         "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
         "before and after training",
         "memory per rank": memory_lines(plan),

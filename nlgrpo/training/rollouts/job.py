@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends import Engine, frozen
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
-from nlgrpo.engine.rollouts.inputs import load_rewards, prompts_of, sampling_of
+from nlgrpo.engine.rollouts.inputs import all_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
@@ -57,9 +56,8 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
     """
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
-    in_order = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, shuffle=False))
     limits = transformers_backend.limits_of(decoder.read_config(source))
-    available = prompts_of(in_order, cfg.data.source, cfg.data.split, tokenizer, limits)
+    available = all_prompts(cfg, tokenizer, limits)
     objectives, loaded = load_rewards(cfg, queue.ranks.device)
     reward_functions.check_columns(loaded, available.names)
     dtype = compute_dtype(cfg.model.dtype, queue.ranks.device)

@@ -1,0 +1,122 @@
+"""Mixtures: prompts of several sources, visited with weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from nlgrpo.data.prompt_dataset import Batch, Prompts, PromptSet
+
+BLOCK = 1000  # prompts; each block has the shares of the weights
+
+
+@dataclass(frozen=True)
+class MixedPrompts:
+    """Prompts of several sources, evenly interleaved: a run visits them as often as their weights say.
+
+    Of every 1,000 prompts, ``shares[s]`` come from source s. Each source keeps its own order and starts its next epoch
+    when it is used up, so a small source with a large weight repeats more often. The order is a pure function of the
+    cursor, like that of each source.
+    """
+
+    sources: Sequence[Prompts]
+    shares: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for source in self.sources for name in source.names))
+
+    @property
+    def longest(self) -> int:
+        return max(source.longest for source in self.sources)
+
+    def __repr__(self) -> str:
+        parts = (f"{share / BLOCK:.1%} {source}" for share, source in zip(self.shares, self.sources, strict=True))
+        return f"MixedPrompts({', '.join(parts)})"
+
+    def all(self) -> PromptSet:
+        """Return the prompts of all sources but streams, source by source."""
+        return merge([source.all() for source in self.sources])
+
+    def take(self, cursor: int, count: int) -> Batch:
+        """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run."""
+        places = [self._place(number) for number in range(cursor, cursor + count)]
+        taken = [self.sources[s].take(k, 1) for s, k in places]
+        columns = {
+            name: [part.columns[name][0] if name in part.columns else None for part in taken] for name in self.names
+        }
+        return Batch(
+            list(range(cursor, cursor + count)),
+            [part.ids[0] for part in taken],
+            [part.prompts[0] for part in taken],
+            columns,
+        )
+
+    def split(self, count: int) -> tuple[MixedPrompts, PromptSet]:
+        """Split ``count`` prompts off by the weights, at most half of each source; return the rest and them."""
+        if count == 0:
+            return self, PromptSet([], [], [])
+        counts = largest_remainders([count * share / BLOCK for share in self.shares], count)
+        parts = [source.split(n) if n else (source, None) for source, n in zip(self.sources, counts, strict=True)]
+        held_out = merge([held for _, held in parts if held is not None])
+        return MixedPrompts([rest for rest, _ in parts], self.shares), held_out
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the source of a prompt, and its number among the prompts of that source."""
+        block, position = divmod(number, BLOCK)
+        source, before = _slots(self.shares)[position]
+        return source, block * self.shares[source] + before
+
+
+def merge(sets: Sequence[PromptSet]) -> PromptSet:
+    """Concatenate sets of prompts into one, with the order of a single source."""
+    first = sets[0]
+    return PromptSet(
+        [ids for part in sets for ids in part.ids],
+        [prompt for part in sets for prompt in part.prompts],
+        [row for part in sets for row in part.rows],
+        seed=first.seed,
+        shuffle=first.shuffle,
+        dropped=sum(part.dropped for part in sets),
+        unmatched=sum(part.unmatched for part in sets),
+    )
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Convert weights, whose sum is arbitrary, to numbers of prompts per block of 1,000.
+
+    Raises ValueError for a weight that is not positive and finite, or too small for one prompt per block.
+    """
+    if not weights or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(f"weights {', '.join(f'{w:g}' for w in weights)}: expected positive numbers")
+    total = math.fsum(weights)
+    shares = largest_remainders([BLOCK * w / total for w in weights], BLOCK)
+    if 0 in shares:
+        raise ValueError(f"the weight {min(weights):g} is less than 1/{BLOCK} of their sum {total:g}; remove it")
+    return tuple(shares)
+
+
+def largest_remainders(wanted: Sequence[float], total: int) -> list[int]:
+    """Round ``wanted``, whose sum is ``total``, to integers with this sum (method of the largest remainders)."""
+    rounded = [math.floor(x) for x in wanted]
+    by_remainder = sorted(range(len(wanted)), key=lambda i: (rounded[i] - wanted[i], i))
+    for i in by_remainder[: total - sum(rounded)]:
+        rounded[i] += 1
+    return rounded
+
+
+@lru_cache(maxsize=4)
+def _slots(shares: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Source of each position of a block, evenly interleaved, and how many of its prompts come before."""
+    sources = np.repeat(np.arange(len(shares)), shares)
+    fractions = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
+    ordered = sources[np.argsort(fractions, kind="stable")].tolist()
+    seen, slots = [0] * len(shares), []
+    for source in ordered:
+        slots.append((source, seen[source]))
+        seen[source] += 1
+    return slots

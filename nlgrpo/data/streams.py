@@ -1,0 +1,123 @@
+"""Streams: prompts of a source that is too large for memory, read while a run visits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from nlgrpo.data.conversations import Prompt
+from nlgrpo.data.prompt_dataset import RESERVED, Batch, PromptSet, Reader
+from nlgrpo.data.sources import Row, stream
+
+CHUNK = 64  # rows that are tokenized together
+
+
+class _Read(NamedTuple):
+    ids: list[int]
+    prompt: Prompt
+    row: Row
+
+
+class PromptStream:
+    """Prompts of a source, read and tokenized while a run visits them.
+
+    ``shuffle_buffer``: number of rows among which the next one is drawn at random (the approximate shuffle of
+    `datasets`); 0 reads in order. Each epoch reads the source again, in another order. The order is a pure function of
+    the seed and the source, so a run resumes from its cursor: it reads the source up to there again.
+
+    ``skip``: number of rows at the beginning that are left out, for evaluation.
+    """
+
+    def __init__(self, reader: Reader, *, seed: int = 0, shuffle_buffer: int = 0, skip: int = 0) -> None:
+        self.reader, self.seed, self.shuffle_buffer, self.skip = reader, seed, shuffle_buffer, skip
+        self._next: int = 0  # number of the prompt that `_prompts` gives next
+        self._prompts: Iterator[_Read] = self._all_epochs()
+        first = list(islice(stream(reader.source, reader.options.split, reader.options.separator), CHUNK))
+        self._maker = reader.maker(first)
+        self.names = [name for name in dict.fromkeys(name for row in first for name in row) if name not in RESERVED]
+
+    def __repr__(self) -> str:
+        return f"PromptStream({self.reader.source})"
+
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens that a prompt may have."""
+        return self.reader.max_prompt_tokens
+
+    def all(self) -> PromptSet:
+        """Return an empty set: the prompts are not known before they are read."""
+        return PromptSet([], [], [])
+
+    def take(self, cursor: int, count: int) -> Batch:
+        """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run.
+
+        It reads on from the end of the last call, or from the beginning if that is behind ``cursor``.
+        """
+        if cursor < 0 or count < 0:
+            raise ValueError(f"take(cursor={cursor}, count={count}): both must be 0 or more.")
+        if cursor < self._next:
+            self._next, self._prompts = 0, self._all_epochs()
+        for _ in range(self._next, cursor):
+            next(self._prompts)
+        taken = [next(self._prompts) for _ in range(count)]
+        self._next = cursor + count
+        columns = {name: [part.row.get(name) for part in taken] for name in self.names}
+        return Batch(
+            list(range(cursor, cursor + count)), [part.ids for part in taken], [part.prompt for part in taken], columns
+        )
+
+    def split(self, count: int) -> tuple[PromptStream, PromptSet]:
+        """Return a stream without the first ``count`` prompts of the source, and them."""
+        if count == 0:
+            return self, PromptSet([], [], [])
+        taken, rows = list[_Read](), 0
+        for read, after in self._epoch(self._rows(0, shuffled=False)):
+            taken.append(read)
+            rows = after
+            if len(taken) == count:
+                break
+        held_out = PromptSet(*map(list, zip(*taken, strict=True)), seed=self.seed, shuffle=False)
+        rest = PromptStream(self.reader, seed=self.seed, shuffle_buffer=self.shuffle_buffer, skip=self.skip + rows)
+        return rest, held_out
+
+    def _all_epochs(self) -> Iterator[_Read]:
+        epoch = 0
+        while True:
+            found = False
+            for read, _ in self._epoch(self._rows(epoch, shuffled=self.shuffle_buffer > 0)):
+                found = True
+                yield read
+            if not found:
+                raise ValueError(
+                    f"{self.reader.source}: no prompt is left: all are too long (more than "
+                    f"{self.reader.max_prompt_tokens} tokens), have no cut_after, or are held out for evaluation."
+                )
+            epoch += 1
+
+    def _rows(self, epoch: int, *, shuffled: bool) -> Iterator[Row]:
+        o = self.reader.options
+        buffer = self.shuffle_buffer if shuffled else 0
+        return iter(
+            stream(
+                self.reader.source,
+                o.split,
+                o.separator,
+                limit=o.limit,
+                skip=self.skip,
+                buffer=buffer,
+                seed=self.seed,
+                epoch=epoch,
+            )
+        )
+
+    def _epoch(self, rows: Iterator[Row]) -> Iterator[tuple[_Read, int]]:
+        """Yield the prompts of rows, and the number of rows read up to each."""
+        done = 0
+        while chunk := list(islice(rows, CHUNK)):
+            examples = self.reader.examples(chunk, self._maker, first=self.skip + done + 1)
+            numbers = {id(row): i for i, row in enumerate(chunk, done + 1)}
+            for example, ids in zip(examples, self.reader.encode(examples), strict=True):
+                if len(ids) <= self.reader.max_prompt_tokens:
+                    yield _Read(ids, example.prompt, example.row), numbers[id(example.row)]
+            done += len(chunk)
