@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # one token each, but not special
+PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]  # one token each, but not special
 
 
 def template(name: str = "qwen3") -> str:

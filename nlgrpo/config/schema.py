@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from nlgrpo.config.data_config import DataConfig
+from nlgrpo.config.environment_config import EnvironmentConfig
 from nlgrpo.config.optim_config import OptimConfig
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.model.lora import LoraConfig
@@ -289,6 +290,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)

@@ -115,12 +115,32 @@ def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[
     return faults
 
 
+def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+    environment, data = config.environment, config.data
+    limit, answer = environment.max_tokens, config.rollout.max_new_tokens
+    faults = [
+        need("environment.max_tokens", "> rollout.max_new_tokens or none", limit is None or limit > answer),
+        need("environment.retries", ">= 0", environment.retries >= 0),
+        need("environment.timeout", "> 0", environment.timeout > 0),
+    ]
+    if not environment.id:
+        return faults
+    if data.mixture or data.evaluation or data.streaming:
+        faults.append("data: the environment gives the prompts, those of evaluation too; remove data.mixture, "
+                      "data.evaluation and data.streaming")  # fmt: skip
+    if config.loss.offline or config.loss.jeffreys or any(reward.transform for reward in config.rewards.values()):
+        faults.append("environment.id: conversations of an environment are not sampled from the reference, which "
+                      f"{config.loss.algorithm!r} or a transform needs")  # fmt: skip
+    return faults
+
+
 def _faults(config: Config, world: int) -> list[str]:
     rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
 
     need = partial(need_of, config)
     faults = [
         *_data_faults(config, need),
+        *_environment_faults(config, need),
         need("rollout.prompts", ">= 1", rollout.prompts >= 1),
         need(
             "rollout.samples",

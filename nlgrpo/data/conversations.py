@@ -34,6 +34,16 @@ def text_of(message: str | Iterable[dict[str, Any]]) -> str:
     return "\n".join(_content(part.get("content")) for part in message)
 
 
+def transcript(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return a conversation for display: the assistant's messages as they are, others after their role."""
+    parts = []
+    for message in messages:
+        said = _content(message.get("content"))
+        said += "".join(f"\n[calls {json.dumps(call)}]" for call in message.get("tool_calls") or ())
+        parts.append(said if message["role"] == "assistant" else f"[{message['role']}] {said}")
+    return "\n".join(parts)
+
+
 def _content(content: object) -> str:
     """Return the content of a message as text: the string, or its text parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -86,7 +96,7 @@ class ChatOptions:
             raise ValueError(f"{where}: column 'tools' holds {brief(tools)} instead of a list of tool schemas.")
         # Arrow gives all rows of a column the same keys, and None to those that a row does not have.
         given = {name: value for name, value in (kwargs or {}).items() if value is not None}
-        added = [cast(Mapping[str, Any], _without_none(tool)) for tool in tools or ()]
+        added = [cast(Mapping[str, Any], without_none(tool)) for tool in tools or ()]
         return ChatOptions(self.system_prompt, self.from_text, {**self.template_kwargs, **given}, [*self.tools, *added])
 
     def encode(
@@ -206,8 +216,8 @@ def _from_json(value: object, where: str, column: str) -> object:
         raise ValueError(f"{where}: column {column!r} is not JSON ({error}): {value[:60]!r}") from error
 
 
-def _without_none(value: object) -> object:
-    """Remove the keys that Arrow added to nested objects."""
+def without_none(value: Any) -> Any:
+    """Remove keys without a value from nested objects: Arrow gives all objects of a column the same keys."""
     if isinstance(value, Mapping):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list | tuple) else value

@@ -7,8 +7,8 @@ depends only on (seed, prompt, sample, position), not on the batch or the number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,18 @@ FIRST_COLUMNS = 32  # of the cache of a row; it doubles when it is full, because
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """What an environment made of a completion of several turns."""
+
+    messages: list[dict[str, Any]]
+    """The messages after the prompt: those of the assistant, the user and tools."""
+    outcome: dict[str, Any]
+    """``reward``, ``metrics`` (by name), and ``error``, a text or None."""
+    inserted: dict[int, list[int]] = field(default_factory=dict)
+    """{k: tokens that come before the sampled token k}, which are read but not trained on."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """M completions for each of P prompts, padded with 0 to the longest. A completion includes its stop id."""
 
@@ -33,6 +45,17 @@ class Rollout:
     lengths: Tensor  # (P, M) int64
     finished: Tensor  # (P, M) bool: ended by a stop id, not by max_new_tokens
     version: int | None = None  # of the policy's weights: training steps finished; None for a frozen model
+    conversations: list[Conversation] | None = None  # P*M, of an environment; ``tokens`` are those of the policy
+
+    @property
+    def inserted(self) -> list[dict[int, list[int]]] | None:
+        """Tokens of an environment between those of the policy, for each of the P*M completions."""
+        return None if self.conversations is None else [c.inserted for c in self.conversations]
+
+    @property
+    def inserted_tokens(self) -> int:
+        """Number of tokens of an environment."""
+        return sum(len(ids) for part in self.inserted or () for ids in part.values())
 
     def completion_ids(self) -> list[list[int]]:
         """Token ids of the P*M completions, prompt by prompt."""
@@ -52,14 +75,14 @@ def generate(
     seed: int = 0,
     index: Sequence[int] | None = None,
     max_rows: int = 256,
-    first_sample: int = 0,
+    first_sample: int | Sequence[int] = 0,
 ) -> Rollout:
     """Sample ``samples`` completions of each prompt.
 
     ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
     same completions. ``first_sample``: number of the first one; 2 with ``samples=3`` returns the samples 2, 3, 4 of
-    each prompt. ``max_rows`` limits the rows that are decoded together, and thus the size of the cache; the
-    samples of one prompt are never divided. A sharded model must be gathered (``fsdp.gathered``).
+    each prompt; or one number per prompt. ``max_rows`` limits the rows that are decoded together, and thus the size of
+    the cache; the samples of one prompt are never divided. A sharded model must be gathered (``fsdp.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context.
@@ -68,13 +91,19 @@ def generate(
         raise ValueError(f"samples = {samples}: expected at least 1")
     check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
+    first = firsts(first_sample, len(prompts))
     chunk = max(1, max_rows // samples)
     with torch.inference_mode():
         parts = [
-            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk], first_sample)
+            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk], first[i : i + chunk])
             for i in range(0, len(prompts), chunk)
         ]
     return rollout_of(prompts, parts, samples, sampling, model.head_weight.device)
+
+
+def firsts(first_sample: int | Sequence[int], prompts: int) -> list[int]:
+    """Return the number of the first sample of each prompt."""
+    return [first_sample] * prompts if isinstance(first_sample, int) else list(first_sample)
 
 
 class Limits(Protocol):
@@ -241,14 +270,14 @@ def _decode(
     sampling: Sampling,
     seed: int,
     index: Sequence[int],
-    first_sample: int,
+    first: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens with their log-probs, (R, L), for the R = P * samples rows; undefined after a stop id."""
     device, limit = model.head_weight.device, sampling.max_new_tokens
     prompt = torch.arange(len(prompts), device=device).repeat_interleave(samples)
     keys = torch.tensor(list(index), device=device)[prompt]
-    sample = torch.arange(first_sample, first_sample + samples, device=device)
-    noise = uniform_noise(seed, keys, sample.repeat(len(prompts)), torch.arange(limit, device=device))
+    sample = torch.tensor(list(first), device=device)[:, None] + torch.arange(samples, device=device)
+    noise = uniform_noise(seed, keys, sample.flatten(), torch.arange(limit, device=device))
     decoder, rows = CachedDecoder(model), _Rows(noise)
     logits = decoder.begin(prompts)[prompt]
     decoder.branch(prompt, min(limit, FIRST_COLUMNS))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers import logging as transformers_logging
 
 from nlgrpo.engine import generation
-from nlgrpo.engine.generation import Rollout, check_prompts, rollout_of
+from nlgrpo.engine.generation import Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.model import decoder
 from nlgrpo.model.architectures import UnknownModel, shape_of
@@ -111,18 +111,19 @@ class TransformersModel(nn.Module):
         seed: int = 0,
         index: Sequence[int] | None = None,
         max_rows: int = 256,
-        first_sample: int = 0,
+        first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         """Sample completions; arguments, result and errors as in `engine.generate`."""
         check_prompts(self.shape, prompts, sampling)
         if samples < 1:
             raise ValueError(f"samples = {samples}: expected at least 1")
         index, limit, parts = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
+        first = firsts(first_sample, len(prompts))
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
         for start in range(0, len(keys), max_rows):
             batch = keys[start : start + max_rows]
             key = torch.tensor([index[p] for p, _ in batch], device=self.device)
-            sample = torch.tensor([first_sample + m for _, m in batch], device=self.device)
+            sample = torch.tensor([first[p] + m for p, m in batch], device=self.device)
             noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
             parts.append(self.extend([prompts[p] for p, _ in batch], noise, sampling))
         return rollout_of(prompts, parts, samples, sampling, self.device)

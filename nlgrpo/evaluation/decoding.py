@@ -27,7 +27,7 @@ from nlgrpo.engine.inference.choosing import Chooser
 from nlgrpo.engine.inference.implicit_reward import TextImplicitReward
 from nlgrpo.engine.rollouts import convert
 from nlgrpo.engine.rollouts.collect import Provenance, Scorer, refuse_pairwise, scorers
-from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
+from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, refuse_environment, sampling_of
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -263,6 +263,7 @@ def _pair(options: ComparisonOptions) -> implicit_reward.Pair | None:
 
 def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
     """Load tokenizer, prompts and rewards. Raises ValueError for a configuration that cannot be run."""
+    refuse_environment(cfg, "nlgrpo decode")
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
     limits = transformers_backend.limits_of(decoder.read_config(source))

@@ -18,7 +18,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
+from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, refuse_environment, sampling_of
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
@@ -106,6 +106,7 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
 
 
 def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, ranks: Ranks) -> RolloutCollector:
+    refuse_environment(cfg, "nlgrpo evaluate")
     path = path_of(name) if label != REFERENCE else Path(name)
     source = hf_weights.locate(path / "model" if is_run(path) else str(path))
     tokenizer = load_tokenizer(source)

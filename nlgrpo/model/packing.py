@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nlgrpo.kernels import Segments
+
+Inserted = Sequence[Mapping[int, Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ def pack(
     device: torch.device | str = "cpu",
     *,
     group_tokens: int = 0,
+    inserted: Inserted | None = None,
 ) -> list[MicroBatch]:
     """Pack the completions ``rows`` with their prompts into micro-batches of at most ``max_tokens`` tokens.
 
@@ -45,9 +49,11 @@ def pack(
     equal prompts share a micro-batch if they fit, or if they have at most ``group_tokens`` tokens; otherwise they are
     split, and each part repeats the prompt. Parts go into the first micro-batch with room, longest first. A part or a
     completion that does not fit gets its own.
+
+    ``inserted``: for each completion, tokens that come before its token k and are no targets, {k: ids}.
     """
     sets = [[r] for r in sorted(rows)]
-    return pack_sets(prompt_ids, completion_ids, sets, max_tokens, device, group_tokens=group_tokens)
+    return pack_sets(prompt_ids, completion_ids, sets, max_tokens, device, group_tokens=group_tokens, inserted=inserted)
 
 
 def pack_sets(
@@ -58,24 +64,45 @@ def pack_sets(
     device: torch.device | str = "cpu",
     *,
     group_tokens: int = 0,
+    inserted: Inserted | None = None,
 ) -> list[MicroBatch]:
     """Like `pack`, but keep the completions of a set in one micro-batch, because their loss needs all of them.
 
     ``sets``: lists of rows. A set of more than ``max_tokens`` tokens gets its own micro-batch.
     """
-    prompts = _number(prompt_ids)
+    prompts, suffixes = _number(prompt_ids), dict[int, _Suffix]()
+    for r in (r for rows in sets for r in rows):
+        suffixes[r] = _Suffix.of(completion_ids[r], inserted[r] if inserted else {})
     by_prompts: dict[tuple[int, ...], list[int]] = {}
     for i, rows in enumerate(sets):
         by_prompts.setdefault(tuple(sorted({prompts[r] for r in rows})), []).append(i)
     units, unit_sizes = list[list[int]](), list[int]()
     for members in by_prompts.values():
         shared = sum(len(prompt_ids[r]) for r in {prompts[r]: r for r in sets[members[0]]}.values())
-        sizes = {i: sum(max(len(completion_ids[r]) - 1, 0) for r in sets[i]) for i in members}
+        sizes = {i: sum(len(suffixes[r].tokens) for r in sets[i]) for i in members}
         for part in bins(sizes, max(max_tokens, group_tokens) - shared):
             units.append([r for i in part for r in sets[i]])
             unit_sizes.append(shared + sum(sizes[i] for i in part))
     parts = [[r for unit in part for r in units[unit]] for part in bins(dict(enumerate(unit_sizes)), max_tokens)]
-    return [_micro_batch(prompt_ids, completion_ids, prompts, part, device) for part in parts]
+    return [_micro_batch(prompt_ids, completion_ids, suffixes, prompts, part, device) for part in parts]
+
+
+class _Suffix(NamedTuple):
+    """The tokens that follow a prompt, without the last sampled one, which predicts nothing."""
+
+    tokens: Sequence[int]
+    before: Sequence[int]  # for each sampled token, the index of the one before it; -1 is the prompt's last
+
+    @classmethod
+    def of(cls, completion: Sequence[int], inserted: Mapping[int, Sequence[int]]) -> _Suffix:
+        if not inserted:
+            return cls(completion[:-1], range(-1, len(completion) - 1))
+        tokens, before = list[int](), list[int]()
+        for k, token in enumerate(completion):
+            tokens += inserted.get(k, ())
+            before.append(len(tokens) - 1)
+            tokens.append(token)
+        return cls(tokens[:-1], before)
 
 
 def _number(sequences: Sequence[Sequence[int]]) -> list[int]:
@@ -143,6 +170,7 @@ def _on(device: torch.device | str, *columns: Sequence[int]) -> list[Tensor]:
 def _micro_batch(
     prompt_ids: Sequence[Sequence[int]],
     completion_ids: Sequence[Sequence[int]],
+    suffixes: Mapping[int, _Suffix],
     prompts: Sequence[int],
     rows: Sequence[int],
     device: torch.device | str,
@@ -154,12 +182,15 @@ def _micro_batch(
     packed = _Tokens()
     select, targets, row, offset = list[int](), list[int](), list[int](), list[int]()
     for group in groups.values():
-        # The last token of a completion predicts nothing, and the last token of the prompt predicts its first.
-        _, starts = packed.add(prompt_ids[group[0]], [completion_ids[r][:-1] for r in group])
+        _, starts = packed.add(prompt_ids[group[0]], [suffixes[r].tokens for r in group])
         last = starts[0] - 1
         for r, start in zip(group, starts, strict=True):
             completion = completion_ids[r]
-            select += [last, *range(start, start + len(completion) - 1)][: len(completion)]
+            before = suffixes[r].before
+            if isinstance(before, range):  # nothing was inserted
+                select += [last, *range(start, start + len(completion) - 1)][: len(completion)]
+            else:
+                select += [last if i < 0 else start + i for i in before]
             targets += completion
             row += [r] * len(completion)
             offset += range(len(completion))

@@ -17,6 +17,7 @@ from nlgrpo.rewards.builtin import Gsm8k, Length, Lexicon, Overlong, Regex
 from nlgrpo.rewards.calling import parameters
 from nlgrpo.rewards.classifiers import Classifier, Ensemble
 from nlgrpo.rewards.composite import Gated, Weighted
+from nlgrpo.rewards.environment import EnvironmentReward
 from nlgrpo.rewards.judge import Judge
 from nlgrpo.rewards.processes.code_execution import Code
 from nlgrpo.rewards.processes.math_answers import Math
@@ -28,7 +29,8 @@ from nlgrpo.runtime.user_code import nearest
 COMPOSITE: dict[str, type[Weighted | Gated]] = {"weighted": Weighted, "gated": Gated}
 REWARDS: dict[str, type] = {
     "length": Length, "overlong": Overlong, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "math": Math,
-    "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge, **COMPOSITE,
+    "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge,
+    "environment": EnvironmentReward, **COMPOSITE,
 }  # fmt: skip
 
 
@@ -45,8 +47,8 @@ def load(
 ) -> Reward:
     """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
-    Targets: a built-in (``length overlong lexicon regex gsm8k math code classifier ensemble judge weighted
-    gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function ``package.module:function`` or
+    Targets: a built-in (``length overlong lexicon regex gsm8k math code classifier ensemble judge environment
+    weighted gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function ``package.module:function`` or
     ``path/to/file.py:function`` (relative to the current folder), or a model folder, which means
     ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of the same
     name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.

@@ -7,8 +7,8 @@ from functools import partial
 from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.collect import Provenance
-from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, sampling_of
-from nlgrpo.engine.rollouts.sampler import Sampler
+from nlgrpo.engine.rollouts.inputs import load_environment, load_prompts, load_rewards, sampling_of
+from nlgrpo.engine.rollouts.sampler import ENVIRONMENT, Sampler
 from nlgrpo.model import adapters, decoder, hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.tokenizer import load_tokenizer
@@ -29,19 +29,19 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     source = hf_weights.locate(cfg.model.path)
     shape = shape_of(decoder.read_config(source))
     tokenizer = load_tokenizer(source)
-    prompts, held_out = load_prompts(cfg, tokenizer, shape)
+    environment = load_environment(cfg, tokenizer, shape, ranks)
+    prompts, held_out = load_prompts(cfg, tokenizer, shape, environment)
     objectives, rewards = load_rewards(cfg, ranks.device)
     for scored in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
-        reward_functions.check_columns(rewards, scored.names)
+        reward_functions.check_columns(rewards, [*scored.names, *([ENVIRONMENT] if environment else [])])
     sampling = sampling_of(cfg, tokenizer, source)
     compute = compute_dtype(cfg.model.dtype, ranks.device)
     rows, seed = cfg.rollout.max_rows, cfg.train.seed
-    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards)
+    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards, environment)
     origin = partial(Provenance.of, source, tokenizer, compute, sampling)
-    critic.check(cfg, shape, longest=prompts.longest + cfg.rollout.max_new_tokens)
     known = prompts.all()
     samples = offline.make(cfg, rewards, objectives, known, origin)
-    return Run(
+    run = Run(
         config=cfg,
         ranks=ranks,
         tokenizer=tokenizer,
@@ -58,3 +58,5 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         adapter=adapters.resolve(cfg.lora, shape),
         progress=Progress(beta=cfg.loss.beta),
     )
+    critic.check(cfg, shape, longest=run.longest)
+    return run

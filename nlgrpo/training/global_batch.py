@@ -60,7 +60,8 @@ class GlobalBatch:
         ``weights`` (P, M): importance weights of this rank's completions, if another policy sampled them.
         """
         device, count = ranks.device, len(rollout.lengths)
-        prompts, completions = sum(map(len, rollout.prompt_ids)), rollout.lengths.sum()
+        prompts = sum(map(len, rollout.prompt_ids))
+        completions = rollout.lengths.sum() + rollout.inserted_tokens
         counts = [completions + prompts * rollout.lengths.shape[1], completions + prompts]
         tokens, packed_tokens = ranks.sum(torch.stack(counts)).tolist()
 

@@ -94,7 +94,9 @@ class Learner:
         samples = rollout.tokens.shape[1]
         prompts = [prompt for prompt in rollout.prompt_ids for _ in range(samples)]
         completions, (tokens, group) = rollout.completion_ids(), self.micro_batch_limit
-        packed = pack(prompts, completions, rows, tokens, self.ranks.device, group_tokens=group)
+        packed = pack(
+            prompts, completions, rows, tokens, self.ranks.device, group_tokens=group, inserted=rollout.inserted
+        )
         return self.pad_micro_batches(packed)
 
     def pad_micro_batches(self, packed: list[MicroBatch]) -> list[MicroBatch]:

@@ -126,6 +126,14 @@ class Run:
             self.progress.averages = point.tolist()
         return self.aggregate.value(values), self.aggregate.gradient(point)
 
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens of a prompt with its completion."""
+        environment = self.config.environment
+        if environment.id:
+            return min(self.shape.context, environment.max_tokens or self.shape.context)
+        return max(self.prompts.longest, self.held_out.longest) + self.config.rollout.max_new_tokens
+
     def evaluator(self) -> Sampler:
         """Build the sampler for evaluation, with evaluation.samples and a seed that training never uses."""
         return replace(self.sampler, samples=self.config.evaluation.samples, seed=self.config.train.seed ^ (1 << 62))
@@ -169,14 +177,13 @@ class Run:
             return
         if self.ranks.first and not self.config.vllm.folder:
             atomic_files.remove(self.folder / "engine")  # what a killed trainer left
-        prompts = max(self.prompts.longest, self.held_out.longest)
         engine = backends.of_policy(
             self.source,
             self.shape,
             ranks=self.ranks,
             compute=self.compute,
             options=self.config.vllm,
-            context=prompts + self.config.rollout.max_new_tokens,
+            context=self.longest,
             max_rows=self.config.rollout.max_rows,
             adapter=self.adapter,
             folder=Path(self.config.vllm.folder or self.folder / "engine"),

@@ -26,7 +26,7 @@ class Engine(Protocol):
         seed: int = 0,
         index: Sequence[int] | None = None,
         max_rows: int = 256,
-        first_sample: int = 0,
+        first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         """Sample completions with their log-probs; arguments as in `nlgrpo.engine.generate`.
 

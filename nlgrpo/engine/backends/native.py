@@ -39,7 +39,7 @@ class NativeEngine:
         seed: int = 0,
         index: Sequence[int] | None = None,
         max_rows: int = 256,
-        first_sample: int = 0,
+        first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         with gathered(self.model, by_block=self.by_block):
             rollout = generation.generate(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nlgrpo.engine.backends.returned import Completion, EngineError
-from nlgrpo.engine.generation import Limits, Rollout, check_prompts, rollout_of
+from nlgrpo.engine.generation import Limits, Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
@@ -45,13 +45,14 @@ class VLLMEngine(ABC):
         seed: int = 0,
         index: Sequence[int] | None = None,
         max_rows: int = 256,
-        first_sample: int = 0,
+        first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         """Sample completions; see `Engine.generate`. Raises EngineError as `rollout_from`, and for other weights."""
         if samples < 1:
             raise ValueError(f"samples = {samples}: expected at least 1")
         check_prompts(self.shape, prompts, sampling)
-        seeds = request_seeds(seed, range(len(prompts)) if index is None else index, first_sample)
+        index, first = range(len(prompts)) if index is None else index, firsts(first_sample, len(prompts))
+        seeds = request_seeds(seed, index, first)
         requests = [(list(ids), request_of(sampling, samples, own)) for ids, own in zip(prompts, seeds, strict=True)]
         found = self._sample(requests, max(1, max_rows // samples))
         rollout = rollout_from(prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device)
@@ -105,10 +106,10 @@ def request_of(sampling: Sampling, samples: int, seed: int) -> dict[str, Any]:
     }
 
 
-def request_seeds(seed: int, index: Sequence[int], first_sample: int) -> list[int]:
+def request_seeds(seed: int, index: Sequence[int], first: Sequence[int]) -> list[int]:
     """Return a seed for each prompt, of 53 bits: a hash. vLLM adds the number of the sample to it."""
     prompts = torch.tensor(list(index), dtype=torch.int64)
-    noise = uniform_noise(seed, prompts, torch.full_like(prompts, first_sample), torch.tensor([-1]))
+    noise = uniform_noise(seed, prompts, torch.tensor(list(first), dtype=torch.int64), torch.tensor([-1]))
     return [int(u * 2**53) for u in noise[:, 0].tolist()]
 
 

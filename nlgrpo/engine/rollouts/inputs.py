@@ -18,6 +18,7 @@ from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.data.mixtures import MixedPrompts, merge, shares_of
 from nlgrpo.data.prompt_dataset import PromptSet, Reader, SourceOptions, read_all
 from nlgrpo.data.streams import PromptStream
+from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Limits
 from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
@@ -25,6 +26,7 @@ from nlgrpo.model.tokenizer import stop_ids_of
 from nlgrpo.objectives import registry
 from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.runtime import user_code
+from nlgrpo.runtime.distributed import Ranks
 
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 
@@ -48,15 +50,43 @@ def _room_for_prompts(cfg: Config, data: DataConfig, limits: Limits) -> int:
     return min(room, data.max_prompt_tokens or room)
 
 
+def load_environment(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, ranks: Ranks
+) -> Environment | None:
+    """Load the environment of a configuration; None if it has none. Raises ValueError if that fails."""
+    if not cfg.environment.id:
+        return None
+    from nlgrpo.engine.environments.verifiers_environment import VerifiersEnvironment
+
+    return VerifiersEnvironment(
+        cfg.environment, tokenizer, cfg.model.path, limits, cfg.data.chat_template_kwargs, ranks,
+        together=cfg.rollout.ahead == 0,
+    )  # fmt: skip
+
+
+def refuse_environment(cfg: Config, command: str) -> None:
+    """Raise ValueError if a configuration has an environment, whose conversations ``command`` cannot store."""
+    if cfg.environment.id:
+        raise ValueError(f"environment.id = {cfg.environment.id!r}: {command} has no environments")
+
+
 def load_prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, environment: Environment | None = None
 ) -> tuple[prompt_dataset.Prompts, PromptSet]:
-    """Load training and evaluation prompts. Without data.evaluation, training prompts are held out for evaluation.
+    """Load training and evaluation prompts: those of the environment, if there is one, else those of [data].
+
+    Without evaluation prompts of their own, training prompts are held out for evaluation.
 
     Raises ValueError as `prompt_dataset.load`, for a mixture that is not one, and if the context has no room for
     prompts.
     """
     d = cfg.data
+    if environment is not None:
+        own = environment.prompts(
+            max_new_tokens=cfg.rollout.max_new_tokens, seed=cfg.train.seed, shuffle=d.shuffle, limit=d.limit
+        )
+        held_out = environment.prompts(evaluation=True, max_new_tokens=cfg.rollout.max_new_tokens)
+        return own.split(cfg.evaluation.prompts) if held_out is None else (own, held_out)
     if d.mixture:
         weights, parts = zip(*(_part(d, name, value) for name, value in d.mixture.items()), strict=True)
         sources = [_source(cfg, part, tokenizer, limits, seed=cfg.train.seed + s) for s, part in enumerate(parts)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.conversations import Prompt, plain_text
+from nlgrpo.data.conversations import Prompt, plain_text, transcript
 from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
@@ -20,6 +21,8 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
+
+ENVIRONMENT = "environment"  # column of the outcomes of conversations, for rewards
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,17 @@ class Sampler:
     max_rows: int
     seed: int
     rewards: Sequence[reward_functions.Reward]
+    environment: Environment | None = None
 
     def draw(self, engine: Engine, batch: Batch) -> Rollout:
-        """Sample completions of the prompts in ``batch``. Collective if the engine's model is sharded."""
+        """Sample completions of the prompts in ``batch``, or conversations of the environment.
+
+        Collective if the engine's model is sharded, or with an environment.
+        """
+        if self.environment is not None:
+            return self.environment.draw(
+                engine, batch, self.samples, self.sampling, seed=self.seed, max_rows=self.max_rows
+            )
         rollout = engine.generate(
             batch.ids,
             self.samples,
@@ -47,7 +58,12 @@ class Sampler:
         return rollout
 
     def texts(self, prompts: Sequence[Prompt], rollout: Rollout) -> list[str]:
-        """Decode the P*M completions without special tokens: as continuations of texts, or as assistant messages."""
+        """Decode the P*M completions without special tokens: as continuations of texts, or as assistant messages.
+
+        Conversations of an environment have the roles of their other messages.
+        """
+        if rollout.conversations is not None:
+            return [transcript(conversation.messages) for conversation in rollout.conversations]
         before = [ids if isinstance(p, str) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
         repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
         return decode(self.tokenizer, repeated, rollout.completion_ids())
@@ -63,13 +79,19 @@ class Sampler:
     ) -> Scores:
         """Score ``rollout`` with all rewards. Raises the errors of `nlgrpo.rewards.reward_functions.score`."""
         repeated = [prompt for prompt in batch.prompts for _ in range(self.samples)]
-        texts = self.texts(batch.prompts, rollout)
+        columns = {k: [v for v in values for _ in range(self.samples)] for k, values in batch.columns.items()}
+        if rollout.conversations is None:
+            texts = self.texts(batch.prompts, rollout)
+            completions = [as_answer(p, text) for p, text in zip(repeated, texts, strict=True)]
+        else:
+            completions = [conversation.messages for conversation in rollout.conversations]
+            columns[ENVIRONMENT] = [conversation.outcome for conversation in rollout.conversations]
         return reward_functions.score(
             self.rewards,
             prompts=repeated,
-            completions=[as_answer(p, text) for p, text in zip(repeated, texts, strict=True)],
+            completions=completions,
             completion_ids=rollout.completion_ids(),
-            columns={k: [v for v in values for _ in range(self.samples)] for k, values in batch.columns.items()},
+            columns=columns,
             samples=self.samples,
             step=step,
             total_steps=total_steps,

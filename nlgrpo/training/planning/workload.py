@@ -117,7 +117,10 @@ class Workload:
     @property
     def columns(self) -> int:
         """Tokens of the longest completion: all ranks reserve for it, whether or not a stop id comes earlier."""
-        return min(self.config.rollout.max_new_tokens, max(1, self.shape.context - self.prompt))
+        environment, room = self.config.environment, max(1, self.shape.context - self.prompt)
+        if environment.id:  # a conversation of several turns
+            return max(1, min(room, (environment.max_tokens or self.shape.context) - self.prompt))
+        return min(self.config.rollout.max_new_tokens, room)
 
     @property
     def samples(self) -> int:

@@ -15,7 +15,7 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends import Engine, frozen
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
-from nlgrpo.engine.rollouts.inputs import all_prompts, load_rewards, sampling_of
+from nlgrpo.engine.rollouts.inputs import all_prompts, load_rewards, refuse_environment, sampling_of
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
@@ -54,6 +54,7 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
     ``samples``: K, completions per prompt. ``prompts``: number of prompts to use from the start of the source; None
     uses all. Raises ValueError for a configuration that cannot be run.
     """
+    refuse_environment(cfg, "nlgrpo rollout")
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
     limits = transformers_backend.limits_of(decoder.read_config(source))

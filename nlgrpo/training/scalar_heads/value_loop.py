@@ -100,7 +100,7 @@ class LoopOptions:
         return self.betas or (1.0,) * self.iterations
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GuidedSampler(Sampler):
     """Samples the U = K B final candidates of each search of a prompt; a candidate that ended early is repeated.
 
