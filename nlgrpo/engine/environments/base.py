@@ -13,6 +13,10 @@ from nlgrpo.engine.sampling import Sampling
 class Environment(Protocol):
     """Gives prompts, answers the policy's messages, and rates the conversations."""
 
+    @property
+    def description(self) -> str:
+        """Name and settings, for the plan of a run."""
+
     @overload
     def prompts(
         self, *, max_new_tokens: int, seed: int = 0, shuffle: bool = True, limit: int | None = None

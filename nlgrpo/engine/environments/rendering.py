@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,17 +51,22 @@ class Rendering:
         try:
             config = TypeAdapter[Any](RendererConfig).validate_python(fields)
             self.renderer: Any = create_renderer(tokenizer, config)
-        except (ValueError, TypeError, AssertionError) as error:
+        except Exception as error:  # renderers raise many kinds, such as AssertionError for a missing token
             causes = [part["msg"] for part in error.errors()] if isinstance(error, ValidationError) else [str(error)]
             found = f"the renderer {name!r} of environment.renderer cannot be used"
             raise ValueError(f"{found}: {'; '.join(causes)}") from error
+
+    @property
+    def description(self) -> str:
+        """What renders messages."""
+        return "the model's chat template" if self.by_template else f"renderer {self.renderer.config.name}"
 
     def begin(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the tokens of a conversation, up to the place where the policy answers."""
         if self.by_template:
             options = ChatOptions(template_kwargs=self.template_kwargs, tools=list(map(_function, tools)))
-            return options.encode(self.tokenizer, _wire(messages), "a conversation of the environment")
-        return list(self.renderer.render_ids(_wire(messages), tools=list(tools) or None, add_generation_prompt=True))
+            return options.encode(self.tokenizer, wire(messages), "a conversation of the environment")
+        return list(self.renderer.render_ids(wire(messages), tools=list(tools) or None, add_generation_prompt=True))
 
     def extend(
         self, ids: Sequence[int], answer: Sequence[int], messages: Sequence[Message], new: int, tools: Tools
@@ -77,7 +83,7 @@ class Rendering:
             )
         if self.by_template:
             return self._after(messages[: len(messages) - new - 1], tail, answer)
-        extended = self.renderer.bridge_to_next_turn(list(ids), list(answer), _wire(tail), tools=list(tools) or None)
+        extended = self.renderer.bridge_to_next_turn(list(ids), list(answer), wire(tail), tools=list(tools) or None)
         if extended is None:
             raise EngineError(
                 f"the renderer {self.renderer.config.name!r} cannot continue this conversation without tokenizing the "
@@ -87,9 +93,9 @@ class Rendering:
 
     def _after(self, before: Sequence[Message], tail: Sequence[Message], answer: Sequence[int]) -> list[int]:
         """Tokens that the chat template has after an answer, for a stand-in of the answer."""
-        answered = [*_wire(before), {"role": "assistant", "content": MARK}]
+        answered = [*wire(before), {"role": "assistant", "content": MARK}]
         options = ChatOptions(template_kwargs=self.template_kwargs)
-        text = options.text(self.tokenizer, [*answered, *_wire(tail)], "a conversation of the environment")
+        text = options.text(self.tokenizer, [*answered, *wire(tail)], "a conversation of the environment")
         _, found, after = text.rpartition(MARK)
         if not found:
             raise EngineError(
@@ -112,8 +118,11 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": dict(tool)}
 
 
-def _wire(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages for a chat template: text, and tool calls as OpenAI writes them."""
+def wire(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them: text, and tool calls as OpenAI writes them.
+
+    Raises EngineError for content other than text.
+    """
     return [_one(dict(message)) for message in messages]
 
 
@@ -130,7 +139,8 @@ def _one(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Mapping[str, Any] | str) -> dict[str, Any]:
+    call = json.loads(call) if isinstance(call, str) else call  # the output of `verifiers`
     if "function" in call:
         return dict(call)
     return {

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal, overload
 
+import datasets
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config.environment_config import EnvironmentConfig
@@ -22,7 +23,7 @@ from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.environments.dialogue import Dialogue, Turn, to_rollout
-from nlgrpo.engine.environments.rendering import Rendering
+from nlgrpo.engine.environments.rendering import Rendering, wire
 from nlgrpo.engine.environments.rounds import Job, Rounds
 from nlgrpo.engine.generation import Conversation, Limits, Rollout
 from nlgrpo.engine.sampling import Sampling
@@ -106,10 +107,19 @@ class VerifiersEnvironment:
         self.longest = min(limits.context, config.max_tokens or limits.context)
         self.rounds, self.together = Rounds(ranks, config.timeout), together
         try:
+            datasets.disable_progress_bars()
             with _own_signal_handlers():
                 self.environment = vf.load_environment(config.id, **config.args)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"environment.id = {config.id!r}: {error}") from error
+
+    @property
+    def description(self) -> str:
+        functions = ", ".join(self.environment.rubric._get_reward_func_names())
+        return (
+            f"{self.config.id} of verifiers {importlib.metadata.version('verifiers')}, conversations of up to "
+            f"{self.longest:,} tokens, {self.rendering.description}\nmetrics: {functions}"
+        )
 
     @overload
     def prompts(
@@ -347,7 +357,7 @@ def _conversation(output: Mapping[str, Any]) -> Conversation:
         error = str(error.get("error_chain_str") or error.get("message")) if isinstance(error, Mapping) else str(error)
     metrics = {name: float(value) for name, value in (output.get("metrics") or {}).items()}
     outcome = {"reward": float(output["reward"] or 0.0), "metrics": metrics, "error": error}
-    return Conversation(_plain(output.get("completion") or []), outcome)
+    return Conversation(wire(_plain(output.get("completion") or [])), outcome)
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

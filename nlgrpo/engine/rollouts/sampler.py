@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.environments import Environment
-from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.generation import Conversation, Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.objectives.registry import Objective, per_completion
@@ -86,7 +86,7 @@ class Sampler:
         else:
             completions = [conversation.messages for conversation in rollout.conversations]
             columns[ENVIRONMENT] = [conversation.outcome for conversation in rollout.conversations]
-        return reward_functions.score(
+        scores = reward_functions.score(
             self.rewards,
             prompts=repeated,
             completions=completions,
@@ -97,6 +97,7 @@ class Sampler:
             total_steps=total_steps,
             first_prompt=first_prompt,
         )
+        return replace(scores, metrics={**scores.metrics, **_metrics(rollout.conversations or [])})
 
     def evaluate(
         self,
@@ -126,3 +127,14 @@ class Sampler:
             prompts=[p for *_, prompts, _ in parts for p in prompts][:8],
             completions=[c for *_, completions in parts for c in completions][:8],
         )
+
+
+def _metrics(conversations: Sequence[Conversation]) -> dict[str, list[float]]:
+    """Metrics of an environment: one value per conversation without an error, and whether each ended with one."""
+    outcomes = [conversation.outcome for conversation in conversations]
+    found = {"environment/errors": [float(outcome["error"] is not None) for outcome in outcomes]} if outcomes else {}
+    for outcome in outcomes:
+        if outcome["error"] is None:
+            for name, value in outcome["metrics"].items():
+                found.setdefault(f"environment/{name}", []).append(value)
+    return found

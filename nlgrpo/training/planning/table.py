@@ -62,6 +62,7 @@ def show(run: Run) -> Table:
         **adapter_row(run.adapter, run.shape),
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         **engine_row(work),
+        **({"environment": run.sampler.environment.description} if run.sampler.environment else {}),
         "data": f"{run.prompts!r}",
         **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
@@ -178,8 +179,9 @@ def _step(cfg: Config, world: int) -> str:
         per_set = n * (n - 1) // 2 if cfg.loss.paired and cfg.offline.rejected == "all" else 1
         return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n) * per_set} {unit}"
     updates = cfg.loss.epochs * cfg.loss.minibatches
+    what = "conversations with answers" if cfg.environment.id else "completions"
     return (
-        f"{P} prompts x {M} samples = {P * M} completions of up to {cfg.rollout.max_new_tokens} tokens, "
+        f"{P} prompts x {M} samples = {P * M} {what} of up to {cfg.rollout.max_new_tokens} tokens, "
         f"{P * M // world} per rank; {updates} optimiser step{'s' * (updates > 1)}, {cfg.loss.surrogate} loss per "
         f"{cfg.loss.level}, {cfg.loss.normalization} normalization"
     )
