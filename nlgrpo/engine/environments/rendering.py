@@ -81,15 +81,17 @@ class Rendering:
             raise EngineError(
                 "the environment wrote a message of the assistant after the policy's, which is not supported"
             )
-        if self.by_template:
-            return self._after(messages[: len(messages) - new - 1], tail, answer)
-        extended = self.renderer.bridge_to_next_turn(list(ids), list(answer), wire(tail), tools=list(tools) or None)
-        if extended is None:
-            raise EngineError(
-                f"the renderer {self.renderer.config.name!r} cannot continue this conversation without tokenizing the "
-                "policy's answer again; set environment.renderer"
-            )
-        return list(extended.token_ids[len(ids) + len(answer) :])
+        if not self.by_template:
+            extended = self.renderer.bridge_to_next_turn(list(ids), list(answer), wire(tail), tools=list(tools) or None)
+            if extended is not None:
+                return list(extended.token_ids[len(ids) + len(answer) :])
+            if self.tokenizer.chat_template is None:
+                raise EngineError(
+                    f"the renderer {self.renderer.config.name!r} cannot continue a conversation without tokenizing the "
+                    "policy's answer again, and the model has no chat template"
+                )
+        # Renderers refuse answers that are not well-formed, such as reasoning without an end; a policy samples them.
+        return self._after(messages[: len(messages) - new - 1], tail, answer)
 
     def _after(self, before: Sequence[Message], tail: Sequence[Message], answer: Sequence[int]) -> list[int]:
         """Tokens that the chat template has after an answer, for a stand-in of the answer."""

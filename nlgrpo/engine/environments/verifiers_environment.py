@@ -182,10 +182,17 @@ class VerifiersEnvironment:
         pairs = [(model, output) for model, own in zip(models, outputs, strict=True) for output in own]
         dialogues = [model.dialogue(output["trajectory_id"]) for model, output in pairs]
         conversations = [_conversation(output) for _, output in pairs]
-        errors = [c.outcome["error"] for c in conversations]
-        if errors and all(errors):
-            raise EngineError(f"all conversations of the environment ended with an error; the first: {errors[0]}")
+        self._check([conversation.outcome["error"] for conversation in conversations])
         return to_rollout(dialogues, conversations, batch.ids, samples, self.ranks.device)
+
+    def _check(self, errors: Sequence[str | None]) -> None:
+        """Raise EngineError if all conversations, of all ranks, ended with an error."""
+        fine, drawn = any(error is None for error in errors), bool(errors)
+        if self.together:
+            fine, drawn = self.ranks.any(fine), self.ranks.any(drawn)
+        if drawn and not fine:
+            first = f"; the first: {errors[0]}" if errors else ""
+            raise EngineError(f"all conversations of the environment ended with an error{first}")
 
     async def _converse(self, model: _Policy, row: dict[str, Any], ask: Ask) -> list[Any]:
         """Have the conversations of ``model``, and return the outputs of the environment."""
