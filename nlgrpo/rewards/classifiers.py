@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,33 @@ from torch import Tensor
 from nlgrpo.data.conversations import text_of
 from nlgrpo.data.encoding import ids_to_score
 from nlgrpo.rewards.builtin import path_of
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Token ids of prompt + completion for a classifier.
+
+    Strings are concatenated; the chat template is applied to conversations, whose messages are joined by line breaks
+    without one. ``include_prompt=False``: the completion alone. ``append_eos``: end with EOS, except after a template.
+    """
+
+    tokenizer: Any
+    max_length: int | None
+    include_prompt: bool = True
+    append_eos: bool = True
+
+    def ids(self, prompt: Any, completion: Any) -> list[int]:
+        chat = self.include_prompt and not isinstance(prompt, str) and self.tokenizer.chat_template is not None
+        if chat:
+            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        else:
+            text = self._join(prompt, completion)
+        return ids_to_score(self.tokenizer, text, self.max_length, templated=chat, append_eos=self.append_eos)
+
+    def _join(self, prompt: Any, completion: Any) -> str:
+        if not self.include_prompt:
+            return text_of(completion)
+        return ("" if isinstance(prompt, str) else "\n").join((text_of(prompt), text_of(completion)))
 
 
 class Classifier:
@@ -53,8 +81,9 @@ class Classifier:
         self.model, self.tokenizer = _load_classifier(path_of(path), getattr(torch, dtype))
         self.model.to(device).eval()
         self.output = _output_index(self.model.config, label, path)
-        self.probability, self.include_prompt, self.append_eos = probability, include_prompt, append_eos
-        self.max_length = _length_limit(self.model, self.tokenizer, max_length)
+        self.probability = probability
+        limit = _length_limit(self.model, self.tokenizer, max_length)
+        self.encoder = TextEncoder(self.tokenizer, limit, include_prompt=include_prompt, append_eos=append_eos)
 
         config = self.model.config.get_text_config()
         if config.pad_token_id is None:
@@ -71,7 +100,7 @@ class Classifier:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
-        rows = [self._tokenize(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        rows = [self.encoder.ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         scores: list[float | None] = [None] * len(rows)
         order = sorted((i for i in range(len(rows)) if rows[i]), key=lambda i: len(rows[i]))
         for start in range(0, len(order), self.batch_size):
@@ -79,19 +108,6 @@ class Classifier:
             for i, value in zip(batch, self._score([rows[i] for i in batch]).tolist(), strict=True):
                 scores[i] = value
         return scores
-
-    def _tokenize(self, prompt: Any, completion: Any) -> list[int]:
-        chat = self.include_prompt and not isinstance(prompt, str) and self.tokenizer.chat_template is not None
-        if chat:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-        else:
-            text = self._join(prompt, completion)
-        return ids_to_score(self.tokenizer, text, self.max_length, templated=chat, append_eos=self.append_eos)
-
-    def _join(self, prompt: Any, completion: Any) -> str:
-        if not self.include_prompt:
-            return text_of(completion)
-        return ("" if isinstance(prompt, str) else "\n").join((text_of(prompt), text_of(completion)))
 
     def _score(self, rows: list[list[int]]) -> Tensor:
         """Scores (B,) of B rows of ids, padded on the right, in float32."""

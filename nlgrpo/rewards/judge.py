@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.rewards.http_endpoint import Endpoint, check_counts
 
 RUBRIC = """Grade the response to the prompt.
 
@@ -82,19 +82,10 @@ class Judge:
         prices: tuple[float, float] = (0.0, 0.0),
         label: str = "judge",
     ) -> None:
-        if importlib.util.find_spec("openai") is None:
-            raise ValueError("judge needs the package openai: run pip install nlgrpo[judge]")
+        self.endpoint = Endpoint("judge", base_url, key, concurrency=concurrency, retries=retries, timeout=timeout)
+        check_counts(max_tokens=(max_tokens, 1))
         if not low < high:
             raise ValueError(f"low must be below high, got {low} and {high}")
-        for name, value, least in (
-            ("concurrency", concurrency, 1),
-            ("retries", retries, 0),
-            ("max_tokens", max_tokens, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout must be above 0 s, got {timeout!r}")
         if len(prices) != 2:
             raise ValueError(f"prices must be two numbers, per million prompt and completion tokens, got {prices!r}")
         self.model, self.low, self.high, self.label = model, low, high, label
@@ -109,11 +100,9 @@ class Judge:
             raise ValueError(f"grade = {grade!r} is not a regular expression: {error}") from error
         if self.grade.groups != 1:
             raise ValueError(f"grade = {grade!r} must have one group, the number")
-        self.endpoint: dict[str, Any] = {"base_url": base_url or None, "max_retries": retries, "timeout": timeout}
-        self.key, self.concurrency, self.prices = key, concurrency, prices
+        self.prices = prices
         self.parameters = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self.cache = _Cache(Path(os.path.expanduser(cache)), base_url) if cache else None
-        self._client: tuple[asyncio.AbstractEventLoop, Any] | None = None
 
     async def __call__(
         self,
@@ -162,7 +151,7 @@ class Judge:
     async def _replies(self, requests: Sequence[str]) -> tuple[dict[str, Reply], set[str]]:
         """Replies by request, and the requests whose reply was in the cache."""
         stored = {} if self.cache is None else self.cache.read(self._keys(requests))
-        client, room = self._connected(), asyncio.Semaphore(self.concurrency)
+        client, room = self.endpoint.client(), asyncio.Semaphore(self.endpoint.concurrency)
 
         async def send(request: str) -> tuple[str, Reply]:
             async with room:
@@ -189,17 +178,6 @@ class Judge:
             return hashlib.sha256(json.dumps([self.parameters, request], sort_keys=True).encode()).hexdigest()
 
         return {request: key(request) for request in requests}
-
-    def _connected(self) -> Any:
-        """Return the client of the running event loop."""
-        from openai import AsyncOpenAI
-
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            # A server of one's own needs no key, and the client insists on one.
-            key = os.environ.get(self.key) or ("none" if self.endpoint["base_url"] else None)
-            self._client = loop, AsyncOpenAI(api_key=key, **self.endpoint)
-        return self._client[1]
 
 
 class _Cache:

@@ -22,6 +22,7 @@ from nlgrpo.rewards.judge import Judge
 from nlgrpo.rewards.processes.code_execution import Code
 from nlgrpo.rewards.processes.math_answers import Math
 from nlgrpo.rewards.reward_functions import Reward
+from nlgrpo.rewards.reward_server import RewardServer
 from nlgrpo.rewards.similarity_kernels import KERNELS
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.user_code import nearest
@@ -29,7 +30,7 @@ from nlgrpo.runtime.user_code import nearest
 COMPOSITE: dict[str, type[Weighted | Gated]] = {"weighted": Weighted, "gated": Gated}
 REWARDS: dict[str, type] = {
     "length": Length, "overlong": Overlong, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "math": Math,
-    "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge,
+    "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge, "reward_server": RewardServer,
     "environment": EnvironmentReward, **COMPOSITE,
 }  # fmt: skip
 
@@ -47,11 +48,11 @@ def load(
 ) -> Reward:
     """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
-    Targets: a built-in (``length overlong lexicon regex gsm8k math code classifier ensemble judge environment
-    weighted gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function ``package.module:function`` or
-    ``path/to/file.py:function`` (relative to the current folder), or a model folder, which means
-    ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of the same
-    name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.
+    Targets: a built-in (``length overlong lexicon regex gsm8k math code classifier ensemble judge reward_server
+    environment weighted gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function
+    ``package.module:function`` or ``path/to/file.py:function`` (relative to the current folder), or a model folder,
+    which means ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of
+    the same name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.
 
     Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
     """

@@ -256,8 +256,8 @@ def test_a_lexicon_path_may_start_with_a_tilde(tmp_path, monkeypatch):
 def test_rotary_positions_do_not_bound_the_length(classifier):
     folder, _ = classifier()
     reward = load("r", f"classifier(path={str(folder)!r})").function
-    longer = load("r", f"classifier(path={str(folder)!r}, max_length={2 * reward.max_length})").function
-    text = "b " * (reward.max_length + 5)
+    longer = load("r", f"classifier(path={str(folder)!r}, max_length={2 * reward.encoder.max_length})").function
+    text = "b " * (reward.encoder.max_length + 5)
     assert longer([""], [text]) != reward([""], [text])
 
 
@@ -271,7 +271,7 @@ def test_positions_after_the_padding_bound_the_length(tmp_path, classifier):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "roberta")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "roberta")
     reward = load("r", f"classifier(path={str(tmp_path / 'roberta')!r})").function
-    assert reward.max_length == 34 - 3 - 1
+    assert reward.encoder.max_length == 34 - 3 - 1
     long = reward(["a "], ["b " * 99])
     assert long == reward([""], ["b " * (30 - 1)])  # and the end token
     with pytest.raises(ValueError, match="max_length = 31, but the model has only 30 learned positions"):

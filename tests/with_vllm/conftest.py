@@ -34,8 +34,8 @@ def serve(tmp_path):
     """A function that starts a server; all are killed at the end."""
     started = []
 
-    def start(source: Path, *options: str, **environment: str) -> RealServer:
-        server = RealServer(source, tmp_path / f"server-{len(started)}.log", list(options), environment)
+    def start(source: Path, *options: str, samples: bool = True, **environment: str) -> RealServer:
+        server = RealServer(source, tmp_path / f"server-{len(started)}.log", list(options), environment, samples)
         server.start()
         started.append(server)
         return server

@@ -14,6 +14,10 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 STORY = Path(__file__).parents[1] / "assets" / "story-lm-32"
+SAMPLES = (
+    "--tokens-only", "--skip-tokenizer-init", "--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs",
+    "--worker-extension-cls", "nlgrpo.engine.backends.vllm_worker.Worker",
+)  # fmt: skip
 
 
 def write_model(folder: Path, kind: str, seed: int = 0) -> Path:
@@ -42,6 +46,8 @@ class RealServer:
     log: Path
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    samples: bool = True
+    """Whether it samples a policy, instead of pooling."""
     port: int = 0
 
     @property
@@ -55,10 +61,8 @@ class RealServer:
                 self.port = free.getsockname()[1]
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.source), "--port",
-            str(self.port), "--host", "127.0.0.1", "--tokens-only", "--skip-tokenizer-init", "--dtype", "float32",
-            "--enforce-eager", "--no-enable-chunked-prefill", "--max-model-len", "160",
-            "--logprobs-mode", "processed_logprobs",
-            "--worker-extension-cls", "nlgrpo.engine.backends.vllm_worker.Worker", *self.options,
+            str(self.port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "160",
+            *(SAMPLES if self.samples else ()), *self.options,
         ]  # fmt: skip
         wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("ab") as log:
