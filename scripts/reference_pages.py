@@ -39,7 +39,10 @@ PAGES = {
     "losses": ("Losses", ["nlgrpo.training.losses"]),
     "evaluation": ("Evaluation", ["nlgrpo.evaluation"]),
     "kernels": ("Kernels", ["nlgrpo.kernels"]),
-    "model-engine": ("Model and engine", ["nlgrpo.model", "nlgrpo.engine", "nlgrpo.engine.backends"]),
+    "model-engine": (
+        "Model and engine",
+        ["nlgrpo.model", "nlgrpo.engine", "nlgrpo.engine.backends", "nlgrpo.engine.environments"],
+    ),
     "inference": ("Inference-time procedures", ["nlgrpo.engine.inference", "nlgrpo.engine.serving"]),
     "rollouts-rewards": ("Rollouts, rewards, data", ["nlgrpo.engine.rollouts", "nlgrpo.rewards", "nlgrpo.data"]),
     "training": (

@@ -146,6 +146,12 @@ def test_losses_and_engines():
     assert keys({"warmup_steps": 0.1})["optim"].get("warmup_steps", 0) == 0
 
 
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+def test_data_of_chat_models(kwargs):
+    data = keys({"dataset_name": "d", "chat_template_kwargs": kwargs, "dataset_streaming": True})["data"]
+    assert data == {"source": "d", "streaming": True, "chat_template_kwargs": {"enable_thinking": False}}
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"use_vllm": True}, {"loss_type": "cispo", "epsilon_high": 5.0}, {"delta": 4.0}]
 )

@@ -196,6 +196,8 @@ def test_errors(run, tmp_path, capsys, fake):
 def test_toml_is_what_was_written():
     values = {"recipe": "length-bon", "train": {"steps": 3, "out": 'a"b\\c\nd', "track": ["wandb"], "push": None},
               "loss": {"eps_high": float("inf"), "kl_importance": True},
+              "data": {"mixture": {"a b.jsonl": 3, "data/c.jsonl": {"weight": 0.5, "limit": 7}}, "tools": []},
+              "environment": {"args": {"turns": 2, "names": ["x", "y"], "deep": {"is it": {"so": True}}}},
               "rewards": {"x": {"function": "length(target=1, scale=2)", "weight": 0.5}}}  # fmt: skip
     read = tomllib.loads(toml_file.text(values))
     del values["train"]["push"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ OTHERS = (
     "project", "model_name_or_path", "model", "dtype", "torch_dtype", "dataset_name", "dataset_train_split",
     "reward_funcs", "reward_model_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
     "lora_target_modules", "lora_modules_to_save", "use_rslora", "num_processes", "activation_checkpointing",
-    "push_to_hub", "hub_model_id",
+    "push_to_hub", "hub_model_id", "chat_template_kwargs", "dataset_streaming",
 )  # fmt: skip
 
 # Options that change nothing in what is trained, or that nlgrpo does by itself.
@@ -229,6 +230,9 @@ def _model(given: Mapping[str, Any], out: Converted) -> None:
     else:
         out.notes.append("data.source: a file or the name of a data set with a column prompt")
     out.set("data.shuffle", bool(given["shuffle_dataset"]))
+    out.set("data.streaming", bool(given.get("dataset_streaming")))
+    kwargs = given.get("chat_template_kwargs") or {}
+    out.set("data.chat_template_kwargs", json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs))
 
 
 def _optimizer(given: Mapping[str, Any], out: Converted) -> None:

@@ -73,7 +73,7 @@ class Rendering:
     ) -> list[int]:
         """Return the tokens that follow ``ids`` and the policy's ``answer`` before it answers again.
 
-        ``messages``: the whole conversation, of which the last ``new`` ones follow the answer. The tokens so far do not
+        ``messages``: the whole conversation; its last ``new`` messages follow the answer. The tokens so far do not
         change. Raises EngineError if the format of the model has no such continuation.
         """
         tail = messages[len(messages) - new :]

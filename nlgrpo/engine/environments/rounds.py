@@ -49,7 +49,7 @@ class Rounds:
         *,
         together: bool = True,
     ) -> list[Any]:
-        """Run the jobs to their ends and return their results; collective with ``together``.
+        """Run all jobs and return their results; collective with ``together``.
 
         ``answer`` gets the requests of one round. If a job fails on any rank, all ranks raise EngineError, and the
         other jobs are cancelled.
@@ -64,7 +64,7 @@ class Rounds:
                 if not (self.ranks.any(bool(waiting)) if together else waiting):
                     return [task.result() for task in run.tasks]
                 try:
-                    replies = answer([asked for asked, _ in waiting])
+                    replies = answer([request for request, _ in waiting])
                 except ValueError as error:  # all ranks raise before the next round
                     failed = error
                     continue
