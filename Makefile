@@ -24,7 +24,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
-.PHONY: train test test-slow test-vllm test-asan check docs clean
+.PHONY: train test test-slow test-vllm test-asan check docs wheels clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -63,6 +63,7 @@ check: $(VENV)/installed-check
 	$(RUN)ruff check .
 	$(RUN)mypy
 	$(RUN)lint-imports --no-cache --no-logo
+	$(RUN)hadolint Dockerfile
 	$(DOCS) --quiet --strict --site-dir build/site-check
 
 docs: $(VENV)/installed-check
@@ -92,6 +93,10 @@ $(VENV)/installed-test: $(VENV)/installed
 $(VENV)/installed-check: $(VENV)/installed
 	NLGRPO_BUILD_EXT=1 $(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,dev]"
 	touch $@
+
+# In containers (Docker or Podman); see [tool.cibuildwheel] in pyproject.toml.
+wheels: $(VENV)/installed-test
+	$(RUN)cibuildwheel --output-dir dist
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info

@@ -93,6 +93,10 @@ COMMANDS = {
         "nlgrpo.commands.machine.doctor:main",
         "Check this machine: versions, GPU, ranks, ops, kernels, a training step: nlgrpo doctor [--json FILE]",
     ),
+    "completion": (
+        "nlgrpo.commands.machine.completion:main",
+        "Print a script that completes commands and options: nlgrpo completion bash (zsh, fish, ..)",
+    ),
     "verify": (
         "nlgrpo.commands.verify:main",
         "Check the mathematics against exact results: nlgrpo verify [--out FOLDER] [--quick]",

@@ -1,0 +1,77 @@
+"""``nlgrpo completion``: completion of commands and options for a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import Annotated, Literal
+from unittest import mock
+
+import tyro
+
+# At the beginning of a line, or after the first spelling: "--list, --no-list", "--rollout.engine {nlgrpo,vllm}".
+OPTION = re.compile(r"(?:^[\s│]*(?:-\w, )?|(?<=\w), )(--[a-z][\w.-]*)(?: \{([\w,.:-]+)\})?", re.MULTILINE)
+ACTIONS = {"value": ("train", "compress"), "reward-model": ("train",)}  # commands with a word before their options
+
+
+@dataclass
+class Completion:
+    """Print a script that completes commands, options and their choices.
+
+    bash: nlgrpo completion bash > ~/.local/share/bash-completion/completions/nlgrpo
+    zsh:  nlgrpo completion zsh > ~/.zfunc/_nlgrpo, with fpath+=~/.zfunc before compinit
+    fish: nlgrpo completion fish > ~/.config/fish/completions/nlgrpo.fish
+    """
+
+    shell: Annotated[Literal["bash", "zsh", "fish", "tcsh", "powershell"], tyro.conf.Positional]
+    """The shell."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = tyro.cli(Completion, args=arguments, prog="nlgrpo completion")
+    import shtab
+
+    print(shtab.complete(parser(), shell=options.shell))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return a parser with all commands and the options that their ``--help`` names."""
+    import shtab
+
+    from nlgrpo.cli import COMMANDS
+
+    root = argparse.ArgumentParser(prog="nlgrpo")
+    root.add_argument("--version", action="store_true")
+    commands = root.add_subparsers()
+    for name, (target, about) in COMMANDS.items():
+        command = commands.add_parser(name, help=about.partition(":")[0])
+        places = [command]
+        if name in ACTIONS:
+            actions = command.add_subparsers()
+            places = [actions.add_parser(action, help=action) for action in ACTIONS[name]]
+        for place, action in zip(places, ACTIONS.get(name, ("",)), strict=True):
+            for option, choices in options_of(target, [action] if action else []).items():
+                place.add_argument(option, choices=choices or None)
+            files = place.add_argument("files", nargs="*")
+            files.complete = shtab.FILE  # type: ignore[attr-defined]
+    return root
+
+
+def options_of(target: str, arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return the options of a command, ``module:function``, with their choices, from its help."""
+    module, function = target.split(":")
+    shown = io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS="120"), redirect_stdout(shown), suppress(SystemExit):
+        getattr(importlib.import_module(module), function)([*arguments, "--help"])
+    found = dict[str, list[str]]()
+    for option, choices in OPTION.findall(shown.getvalue()):
+        if option != "--help" and not found.get(option):
+            found[option] = choices.split(",") if choices else []
+    return found
