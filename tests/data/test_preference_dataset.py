@@ -102,7 +102,7 @@ def test_ids_equal_those_of_the_classifier(file, tokenizer, tmp_path):
     classifier = load_reward("r", str(tmp_path / "rm")).function
     rows = [{"prompt": "w1 " * n, "chosen": "w2 " * c, "rejected": "w3"} for n, c in ((1, 2), (4, 3), (9, 1), (2, 12))]
     found = load(file(*rows), tokenizer, max_length=9)
-    assert found.chosen == [classifier._tokenize(row["prompt"], row["chosen"]) for row in rows]
+    assert found.chosen == [classifier.encoder.ids(row["prompt"], row["chosen"]) for row in rows]
     assert [len(x) for x in found.chosen] == [5, 9, 9, 9]
 
 

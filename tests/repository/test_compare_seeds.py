@@ -89,6 +89,7 @@ def spoil_setting(points):
     points[-1].overrides["train.seed"] = 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -106,6 +107,7 @@ def test_sweeps_that_cannot_be_compared(tmp_path, spoil, message):
     assert message in refused.stderr.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_options_that_are_refused(tmp_path):
     make_sweep(tmp_path / "sweep")
     for arguments, message in (

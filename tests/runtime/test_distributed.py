@@ -281,6 +281,7 @@ def four(root):
     return [torch.load(root / f"four-{rank}.pt", weights_only=False) for rank in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRID)
 def test_two_replicas_of_two_ranks_compute_the_update_of_one(root, four, name):
     truth, parameters, _ = updated(root, HYBRID[name][0], Ranks(0, 1, CPU))
@@ -288,6 +289,7 @@ def test_two_replicas_of_two_ranks_compute_the_update_of_one(root, four, name):
         assert_same(found[name], truth, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMS)
 def test_replicas_are_summed_once_per_optimizer_step(four, name):
     groups, sums = SUMS[name]
@@ -297,6 +299,7 @@ def test_replicas_are_summed_once_per_optimizer_step(four, name):
         assert counts["backward"] > sums  # several micro-batches
 
 
+@pytest.mark.slow
 def test_replicas_hold_half_of_the_rows_and_sample_the_same(root, four):
     model = decoder.load(root / "llama-policy", dtype=torch.float64)
     rows = len(model.embed.weight) // 2
@@ -305,6 +308,7 @@ def test_replicas_hold_half_of_the_rows_and_sample_the_same(root, four):
     assert [ids for found in four for ids in found["sampled"]] == truth
 
 
+@pytest.mark.slow
 def test_one_rank_resumes_what_two_replicas_saved(root, four):
     found = saved_and_resumed(root, Ranks(0, 1, CPU), ParallelConfig(), resume=True)
     for name, value in four[0]["saved"].items():
@@ -471,7 +475,7 @@ def work_by_block(rank: int, root, world: int) -> None:
     torch.save(results, root / f"by-block-{world}-{rank}.pt")
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.slow)))
 def ranks_by_block(root, request):
     """Results of two ranks, or of four in two replicas."""
     run_ranks(work_by_block, root, request.param, ranks=request.param)
