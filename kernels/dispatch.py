@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +41,7 @@ def choose(
         raise ValueError(f"impl={impl!r} is not known to {op}; expected {', '.join(map(repr, known))}.")
     if impl == "torch":
         return "torch"
-    on_cpu = all(x.is_cpu for x in tensors)
+    on_cpu = all(map(is_cpu, tensors))
     if cpp and (impl == "cpp" or (impl == "auto" and on_cpu)):
         problem = _no_cpp(tensors, cpp)
         if problem is None:
@@ -59,6 +60,25 @@ def choose(
     if impl != "auto":
         raise ValueError(f"impl={impl!r}: {op} cannot run {why}; use impl='auto' or 'torch'.")
     return "torch"
+
+
+_traced_as_cpu = False
+
+
+@contextmanager
+def traced_as_cpu() -> Iterator[None]:
+    """Context in which ops on "meta" tensors take the implementations of a CPU, to count their memory."""
+    global _traced_as_cpu
+    before, _traced_as_cpu = _traced_as_cpu, True
+    try:
+        yield
+    finally:
+        _traced_as_cpu = before
+
+
+def is_cpu(x: Tensor) -> bool:
+    """Whether the implementations of a CPU compute on ``x``."""
+    return x.is_cpu or (_traced_as_cpu and x.is_meta)
 
 
 def scalar(number: float) -> Tensor:
@@ -129,7 +149,7 @@ def use_cpp(
 
 def _no_cpp(tensors: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Return why a compiled op of ``dtypes`` cannot run on ``tensors``, or None if it can."""
-    if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
+    if not all(is_cpu(x) and x.dtype in dtypes for x in tensors):
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return f"for these tensors, as not all are {names} on a CPU"
     return None if extension.available() else "in this install, which has no compiled ops"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dispatch import is_cpu
 from .reference import split_and_rotate
 from .segments import Segments
 
@@ -19,7 +20,7 @@ def packed_attention(
 ) -> Tensor:
     """See `packed_attention.packed_attention`."""
     q, k, v = split_and_rotate(qkv, rope, heads)
-    if qkv.is_cpu:
+    if is_cpu(qkv):
         return cast(Tensor, _PartialAttention.apply(q, k, v, scale, _parts(segments, window, q)))
     index, sizes = segments.key_index(q.device), segments.key_lengths
     out = [q[:0]]

@@ -22,7 +22,6 @@ from nlgrpo.config.schema import Config
 from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.evaluation import results
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError, Scores
@@ -177,6 +176,8 @@ def finish(
         after = run.evaluate(engine)
         run.write_evaluation(before=before, after=after)
         if run.ranks.first:
+            from nlgrpo.evaluation import results  # SciPy
+
             console.print(results.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
         from nlgrpo.evaluation import report  # matplotlib takes a second

@@ -43,6 +43,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """An embedding without initial values, which are loaded: on "meta", `nn.init.normal_` would import the compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class Linear(nn.Linear):
     """Linear layer by `kernels.linear`."""
 
@@ -161,8 +166,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.config = shape, config
-        self.embed = nn.Embedding(shape.vocab, shape.width)
-        self.positions = nn.Embedding(shape.context, shape.width) if shape.rotary_dim == 0 else None
+        self.embed = _embedding(shape.vocab, shape.width)
+        self.positions = _embedding(shape.context, shape.width) if shape.rotary_dim == 0 else None
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = make_norm(shape)
         self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab, bias=False)

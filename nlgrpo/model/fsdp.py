@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from nlgrpo.model import lora, shards
 from nlgrpo.model.decoder import Block, Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 Batch = TypeVar("Batch")
 
@@ -44,6 +47,8 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype, parallel: Parallel
     stored, parallel = model.embed.weight.dtype, parallel or ParallelConfig()
     if ranks.world == 1 and compute == stored and not parallel.offload:
         return model
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # takes a second
+
     reduce = torch.float64 if stored == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     mesh = _mesh(ranks.device.type, parallel.replicate, ranks.world)
@@ -67,7 +72,8 @@ def prepare(
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if any module is sharded
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 @contextmanager
@@ -121,7 +127,7 @@ class _BlockPasses:
     @torch.no_grad()
     def _each(self) -> Iterator[Block]:
         """Yield the blocks; the next one is gathered while one computes, so at most two are gathered at a time."""
-        blocks = cast(Sequence[FSDPModule], self.model.blocks)
+        blocks = cast("Sequence[FSDPModule]", self.model.blocks)
         ahead = blocks[0].unshard(async_op=True)
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             assert ahead is not None
@@ -157,10 +163,10 @@ def each_full(
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     wanted = [(name, p.detach(), dtype or p.dtype) for name, p in model.named_parameters() if only(name)]
-    sizes = [value.numel() * kind.itemsize for _, value, kind in wanted if isinstance(value, DTensor)]
+    sizes = [value.numel() * kind.itemsize for _, value, kind in wanted if shards.is_sharded(value)]
     buffer = torch.empty(max(sizes, default=0) if first else 0, dtype=torch.uint8)
     for name, value, kind in wanted:
-        if isinstance(value, DTensor):
+        if shards.is_sharded(value):
             full = buffer[: value.numel() * kind.itemsize].view(kind).view(value.shape) if first else None
             _collect(value, full, kind)
         else:
@@ -177,7 +183,7 @@ def each_replicated(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tup
     """
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).to(dtype or value.dtype)
+        yield name, (value.full_tensor() if shards.is_sharded(value) else value).to(dtype or value.dtype)
 
 
 def _collect(value: DTensor, full: Tensor | None, dtype: torch.dtype) -> None:
@@ -243,7 +249,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     Raises ValueError if the norm is not finite.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
-    total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = float(norm.full_tensor() if shards.is_sharded(norm) else norm)
     if not math.isfinite(total):
         raise ValueError(
             f"the norm of the gradient is {total}: the rewards, the weights or the learning rate are too large for the "

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
+from nlgrpo.model import shards
 from nlgrpo.model.decoder import Block, Decoder
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
@@ -118,13 +118,15 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p.grad)
         momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
         update = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        whole = update.full_tensor() if shards.is_sharded(update) else update
         parts = [
             orthogonalize(part, group["ns_steps"]).to(p.dtype) * lr_factor(group["adjust_lr_fn"], *part.shape)
             for part in whole.split(list(group["parts"] or (len(whole),)))
         ]
         step = torch.cat(parts)
-        if isinstance(p, DTensor):  # keeps this rank's rows, without communication
+        if shards.is_sharded(p):  # keeps this rank's rows, without communication
+            from torch.distributed.tensor import distribute_tensor
+
             step = distribute_tensor(step, p.device_mesh, p.placements, src_data_rank=None)
         p.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"])
 

@@ -21,7 +21,6 @@ from nlgrpo.model import decoder, hf_weights, lora, shards
 from nlgrpo.model.architectures import Source, tensor_map
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import PairBatch
-from nlgrpo.runtime.checkpoint_model import read_model
 
 SCORE = "score.weight"  # transformers' name of the head
 # transformers' class for a reward model of each family.
@@ -113,6 +112,8 @@ def load(
         noise = torch.randn(1, model.shape.width, generator=generator, dtype=torch.float64)
         shards.fill(head_of(model).weight, noise / (model.shape.width + 1) ** 0.5)
     if saved is not None:
+        from nlgrpo.runtime.checkpoint_model import read_model  # takes a second
+
         trained = "head.weight" in read_model(saved, parameters, optional="head.weight")
     return model, trained
 

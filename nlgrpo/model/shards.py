@@ -6,19 +6,30 @@ none. Along the other dimension of a 2-D mesh (HSDP), every rank holds the same 
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor. Their module takes a second to import; before that, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's rows of a parameter; all rows if it is not sharded."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_sharded(parameter) else parameter
 
 
 def rows(parameter: Tensor) -> slice:
     """Return which rows of the full parameter this rank holds; all rows if it is not sharded."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return slice(0, len(parameter))
     mesh, dim = parameter.device_mesh, _sharded_dim(parameter)
     return slice(0, len(parameter)) if dim is None else _chunk(len(parameter), mesh.size(dim), mesh.get_local_rank(dim))

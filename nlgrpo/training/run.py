@@ -30,7 +30,7 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.rewards.reward_functions import Scores
-from nlgrpo.runtime import atomic_files, checkpoint
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.timing import Clock, flops_utilisation
@@ -270,6 +270,8 @@ class Run:
         return model
 
     def save(self, learner: Learner) -> None:
+        from nlgrpo.runtime import checkpoint  # takes a second
+
         check_finite(learner.trained, self.ranks, TOO_LARGE)
         state = vars(self.progress) | {"config": schema.to_dict(self.config)}
         folder = self.folder / "checkpoints"
@@ -286,6 +288,8 @@ class Run:
 
     def restore(self, learner: Learner) -> bool:
         """Load the newest complete checkpoint; returns False if there is none."""
+        from nlgrpo.runtime import checkpoint
+
         state = checkpoint.load(self.folder / "checkpoints", model=learner.trained, optimizer=learner.optimizer)
         if state is not None:
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})

@@ -1,7 +1,7 @@
 """Memory of one transformer block per token, measured on a block whose tensors have no memory.
 
-The block runs forward and backward on fake tensors, so the result follows the code: the family, adapters, the compiled
-ops and the kind of attention. A count of allocations replaces a formula per combination.
+The block runs forward and backward on tensors of the device "meta", so the result follows the code: the family,
+adapters, the compiled ops and the kind of attention. A count of allocations replaces a formula per combination.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nlgrpo.kernels import Segments
+from nlgrpo.kernels.dispatch import traced_as_cpu
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import PackedAttention, Rope
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 
-TOKENS = 2**16  # the trace is linear in the number of tokens, and costs the same for any
+TOKENS = 2**16  # the trace is linear in the number of tokens; without memory it costs the same for any
+FEW_TOKENS = 2**9  # of a trace with memory
+SMALL = 2**20  # parameters of a block that is traced with memory on a CPU; some ops without it import the compiler
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Allocated(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else PyTorch imports the compiler, which takes a second
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -76,12 +82,12 @@ def _trace(
     shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, kind: str, checkpointing: bool, tokens: int
 ) -> BlockBytes:
     """Bytes of all blocks of a model for one packed sequence, with those of the gradients of their parameters."""
-    with _without_memory(kind) as device:
+    with _device(kind, shape) as device:
         model = _model(shape, adapter, compute, device)
         model.activation_checkpointing = checkpointing
         x = torch.empty(tokens, shape.width, dtype=compute, device=device, requires_grad=True)
         segments = Segments([tokens])
-        attend = PackedAttention(segments, torch.device(device), compute, None if device == "cpu" else kind)
+        attend = PackedAttention(segments, torch.device(device), compute, None if kind == "cpu" else kind)
         rope = model.rope(segments.positions(torch.device(device)))
         with Allocated() as forward, torch.no_grad():
             _run(model, x, rope, attend)
@@ -114,11 +120,12 @@ def per_token(
         adapter = _Hashed(**vars(replace(adapter, modules_to_save=())))
     kind = "cpu" if kind == "cpu" else "varlen"
     trace = functools.partial(_trace, adapter=adapter, compute=compute, kind=kind, checkpointing=checkpointing)
-    short, long = trace(one, tokens=TOKENS), trace(one, tokens=2 * TOKENS)  # their difference has no parameters
+    tokens = FEW_TOKENS if _has_memory(kind, one) else TOKENS
+    short, long = trace(one, tokens=tokens), trace(one, tokens=2 * tokens)  # their difference has no parameters
     return BlockBytes(
-        saved=(trace(two, tokens=TOKENS).saved - short.saved) / TOKENS,
-        forward=(long.forward - short.forward) / TOKENS,
-        backward=(long.backward - short.backward) / TOKENS,
+        saved=(trace(two, tokens=tokens).saved - short.saved) / tokens,
+        forward=(long.forward - short.forward) / tokens,
+        backward=(long.backward - short.backward) / tokens,
     )
 
 
@@ -129,16 +136,15 @@ class _Hashed(LoraConfig):
         return hash(tuple(vars(self).values()))
 
 
-@contextmanager
-def _without_memory(kind: str) -> Iterator[str]:
-    """Context that yields a device whose tensors have no memory.
+def _has_memory(kind: str, shape: Shape) -> bool:
+    return kind == "cpu" and replace(shape, layers=1).parameters <= SMALL
 
-    On a CPU the compiled ops run, so tensors are fake ones of the device "cpu". Ops of a GPU are traced on "meta",
-    which needs no GPU.
-    """
-    fake: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True) if kind == "cpu" else nullcontext()
-    with fake:
-        yield "cpu" if kind == "cpu" else "meta"
+
+@contextmanager
+def _device(kind: str, shape: Shape) -> Iterator[str]:
+    """Context that yields the device of a trace; "meta" has no memory. Ops for ``kind`` "cpu" are those of a CPU."""
+    with traced_as_cpu() if kind == "cpu" else nullcontext():
+        yield "cpu" if _has_memory(kind, shape) else "meta"
 
 
 def _model(shape: Shape, adapter: LoraConfig | None, compute: torch.dtype, device: str) -> Decoder:
