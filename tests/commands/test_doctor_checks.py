@@ -267,6 +267,7 @@ def test_ranks_that_hang_are_stopped(monkeypatch, tmp_path):
             os.kill(int(path.name.removeprefix("pid")), 0)
 
 
+@pytest.mark.slow
 def test_an_all_reduce_of_one_rank_that_waits_for_another_ends(monkeypatch):
     """The real worker, where the other rank is missing: the group never forms."""
     monkeypatch.setattr(check_ranks, "TIMEOUT", 8.0)

@@ -132,6 +132,7 @@ def wait_for(condition, seconds=20):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_ctrl_c(tmp_path):
     write_run(tmp_path / "run", 3)
     command = [sys.executable, "-m", "nlgrpo.cli", "watch", str(tmp_path / "run"), "--port", "0"]
@@ -146,6 +147,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path):
     assert out == ""
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(tmp_path, serve):
     _, url = serve(tmp_path)
     port = url.rpartition(":")[2]
@@ -156,6 +158,7 @@ def test_a_port_in_use_is_named(tmp_path, serve):
     assert done.stderr.strip() == f"error: cannot serve on 127.0.0.1:{port}: Address already in use; try --port 0"
 
 
+@pytest.mark.slow
 def test_folders_are_needed():
     done = subprocess.run([sys.executable, "-m", "nlgrpo.cli", "watch"], capture_output=True, text=True)
     assert done.returncode == 1

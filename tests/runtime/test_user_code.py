@@ -9,6 +9,8 @@ REWARD = """
 import neighbour
 from {package}later import where
 
+import pytest
+
 def reward(completions, **_):
     return [neighbour.ONE] * len(completions)
 """
@@ -39,6 +41,7 @@ def test_modules_are_found_in_the_current_folder_and_next_to_a_file(tmp_path):
         assert run(tmp_path, [sys.executable, "-c", code, name]) == (0, "")
 
 
+@pytest.mark.slow
 def test_train_does_not_put_the_package_on_the_import_path(tmp_path):
     project(tmp_path)
     program = str(REPOSITORY / "nlgrpo" / "train.py")

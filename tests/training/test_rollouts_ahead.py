@@ -78,6 +78,7 @@ def test_a_rollout_is_at_most_that_many_steps_old(server, tmp_path, ahead):
     assert not (run / "engine").exists()
 
 
+@pytest.mark.slow
 def test_prompts_come_in_the_same_order(tmp_path):
     orders = []
     for ahead in (0, 1, 3):
@@ -90,6 +91,7 @@ def test_prompts_come_in_the_same_order(tmp_path):
     assert orders[1] == by_step
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_is_the_same(tmp_path):
     found = []
     for name in ("a", "b"):
@@ -124,6 +126,7 @@ async def judge(prompts, completions, completion_ids, step=None, **columns):
 """
 
 
+@pytest.mark.slow
 def test_rewards_that_wait_overlap_with_training_and_sampling(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     judged = ["--rewards.short.weight", "0", "--rewards.long.function", f"{tmp_path / 'slow.py'}:judge"]

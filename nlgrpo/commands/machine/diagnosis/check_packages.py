@@ -21,6 +21,7 @@ REQUIRED = {
     "pyarrow": ">=15",
     "scipy": ">=1.12",
     "tyro": ">=0.9",
+    "shtab": ">=1.7",
     "rich": ">=13.7",
     "matplotlib": ">=3.8",
 }
