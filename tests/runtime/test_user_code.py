@@ -3,13 +3,12 @@
 import subprocess
 import sys
 
+import pytest
 from helpers import REPOSITORY, environment
 
 REWARD = """
 import neighbour
 from {package}later import where
-
-import pytest
 
 def reward(completions, **_):
     return [neighbour.ONE] * len(completions)
