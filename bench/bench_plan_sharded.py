@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nlgrpo.config.recipes import recipe
@@ -35,7 +36,6 @@ from nlgrpo.kernels.head import BLOCK_BYTES, Gradients, block_logits
 from nlgrpo.model import fsdp
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.fsdp import FSDPModule
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import make_optimizer
