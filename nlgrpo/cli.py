@@ -10,7 +10,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nlgrpo import __version__
 
@@ -94,7 +94,7 @@ COMMANDS = {
         "Check this machine: versions, GPU, ranks, ops, kernels, a training step: nlgrpo doctor [--json FILE]",
     ),
     "completion": (
-        "nlgrpo.commands.machine.completion:main",
+        "nlgrpo.cli:completion",
         "Print a script that completes commands and options: nlgrpo completion bash (zsh, fish, ..)",
     ),
     "verify": (
@@ -102,6 +102,12 @@ COMMANDS = {
         "Check the mathematics against exact results: nlgrpo verify [--out FOLDER] [--quick]",
     ),
 }
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """Run ``nlgrpo completion``, the only command that needs the table of commands."""
+    main: Callable[..., int] = importlib.import_module("nlgrpo.commands.machine.completion").main
+    return main(arguments, COMMANDS)
 
 
 def usage() -> str:

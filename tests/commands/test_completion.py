@@ -33,7 +33,7 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def parsed():
-    return parser()
+    return parser(cli.COMMANDS)
 
 
 def test_bash_completes_commands_options_choices_and_files(parsed, tmp_path):

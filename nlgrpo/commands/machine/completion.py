@@ -7,7 +7,7 @@ import importlib
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -33,25 +33,24 @@ class Completion:
     """The shell."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> int:
+    """Run the command. ``commands``: the table of `nlgrpo.cli`."""
     options = tyro.cli(Completion, args=arguments, prog="nlgrpo completion")
     import shtab
 
-    print(shtab.complete(parser(), shell=options.shell))
+    print(shtab.complete(parser(commands), shell=options.shell))
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return a parser with all commands and the options that their ``--help`` names."""
+def parser(commands: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
+    """Return a parser with all commands, NAME: (module:function, description), and the options in their ``--help``."""
     import shtab
-
-    from nlgrpo.cli import COMMANDS
 
     root = argparse.ArgumentParser(prog="nlgrpo")
     root.add_argument("--version", action="store_true")
-    commands = root.add_subparsers()
-    for name, (target, about) in COMMANDS.items():
-        command = commands.add_parser(name, help=about.partition(":")[0])
+    parsers = root.add_subparsers()
+    for name, (target, about) in commands.items():
+        command = parsers.add_parser(name, help=about.partition(":")[0])
         places = [command]
         if name in ACTIONS:
             actions = command.add_subparsers()
