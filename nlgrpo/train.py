@@ -27,7 +27,7 @@ from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime import distributed, host_memory
 from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
-from nlgrpo.runtime.timing import Clock, StopSignal
+from nlgrpo.runtime.timing import Clock, StopSignal, every
 from nlgrpo.training import offline
 from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
@@ -119,10 +119,6 @@ def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: Metri
 # fmt: on
 
 
-def every(interval: int, step: int) -> bool:
-    return interval > 0 and step % interval == 0
-
-
 def draw(run: Run, learner: Learner, rollouts: Rollouts) -> Drawn:
     """Return the rollout of this step; collective.
 
@@ -166,8 +162,16 @@ def evaluate_before(run: Run, learner: Learner, engine: PolicyEngine) -> Evaluat
     return before
 
 
+def log_evaluation(run: Run, log: MetricsLogger, sampled: EvaluationSamples | None) -> None:
+    """Send an evaluation of the current policy to the trackers, if there are any."""
+    if sampled is not None and run.ranks.first and run.config.train.track:
+        from nlgrpo.evaluation import results  # SciPy
+
+        log.evaluation(max(0, run.progress.step - 1), results.metrics(sampled, run.config.evaluation.ns))
+
+
 def finish(
-    run: Run, learner: Learner, engine: PolicyEngine, before: EvaluationSamples | None, console: Console
+    run: Run, learner: Learner, engine: PolicyEngine, before: EvaluationSamples | None, log: MetricsLogger
 ) -> None:
     """Export the model, evaluate it, and write the report."""
     exported = run.export(learner)
@@ -175,18 +179,19 @@ def finish(
         engine.take(learner.model, run.progress.step)
         after = run.evaluate(engine)
         run.write_evaluation(before=before, after=after)
+        log_evaluation(run, log, after)
         if run.ranks.first:
             from nlgrpo.evaluation import results  # SciPy
 
-            console.print(results.before_after_table(before, after, run.config.evaluation.ns))
+            log.console.print(results.before_after_table(before, after, run.config.evaluation.ns))
     if run.ranks.first:
         from nlgrpo.evaluation import report  # matplotlib takes a second
         from nlgrpo.evaluation.sharing import hub
 
         page = report.write_report(run.folder)
-        console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
+        log.console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
         if run.config.train.push:
-            console.print(f"pushed  {hub.push(run.folder, run.config.train.push)}", highlight=False, soft_wrap=True)
+            log.console.print(f"pushed  {hub.push(run.folder, run.config.train.push)}", highlight=False, soft_wrap=True)
 
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
@@ -215,10 +220,12 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
             reason = f"no checkpoint in {run.folder / 'checkpoints'}"
             console.print(f"{reason}: restarting from step 0, discarding {logged} logged steps")
         with run.logger() as log:
+            if run.progress.step == 0:
+                log_evaluation(run, log, before)
             finished = train(run, learner, Rollouts(run, learner, engine), stop, log)
-        if finished:
-            finish(run, learner, engine, before, console)
-        else:
+            if finished:
+                finish(run, learner, engine, before, log)
+        if not finished:
             console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -294,6 +294,27 @@ def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Ro
             of_n = f"each of {number}" if pick == "each" else f"{pick}-of-{number}"
             rows.append(Row(name, "mean" if number == 1 else of_n, *numbers))
     return rows
+
+
+def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str, float]:
+    """Numbers of `summarize`, without intervals, and lengths, as trackers get them.
+
+    TRL's names where it has them: eval_reward (the weighted sum), eval_rewards/NAME/mean, eval_completions/mean_length.
+    Beside them are the procedures: eval_reward_best-of-4, eval_rewards/NAME/best-of-4. NaN without any scored prompt.
+    """
+    rows = summarize(sampled, ns)
+    if len(sampled.rewards) == 1:
+        weight = sampled.weights[rows[0].reward]
+        rows += [replace(row, reward=WEIGHTED_SUM, value=weight * row.value) for row in rows]
+    found = {}
+    for row in rows:
+        of_n = row.procedure.replace(" ", "-")
+        total = "eval_reward" if of_n == "mean" else f"eval_reward_{of_n}"
+        found[total if row.reward == WEIGHTED_SUM else f"eval_rewards/{row.reward}/{of_n}"] = row.value
+    lengths = sampled.lengths.double()
+    for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
+        found[f"eval_completions/{name}_length"] = value.item()
+    return found
 
 
 def _pick(objective: str) -> str:

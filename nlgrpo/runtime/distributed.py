@@ -126,6 +126,7 @@ def start() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
         # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in
-        # an interpreter that is shutting down, and the process may abort.
-        gc.collect()
+        # an interpreter that is shutting down, and the process may abort. One process shards nothing.
+        if dist.get_world_size() > 1:
+            gc.collect()
         dist.destroy_process_group()

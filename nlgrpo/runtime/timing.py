@@ -47,6 +47,11 @@ class PeakMemory:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
+def every(interval: int, step: int) -> bool:
+    """Whether something that happens every ``interval`` steps (0: never) happens at ``step``."""
+    return interval > 0 and step % interval == 0
+
+
 def machine(device: torch.device) -> str:
     """Describe the hardware of timings: the name of a GPU, or the number of threads on a CPU."""
     if device.type == "cuda":

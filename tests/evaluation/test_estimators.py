@@ -25,7 +25,7 @@ from nlgrpo.evaluation.estimators import (
     win_rate,
     worst_of_n,
 )
-from nlgrpo.evaluation.results import before_after_table, summarize, weighted_best_of_n
+from nlgrpo.evaluation.results import before_after_table, metrics, summarize, weighted_best_of_n
 from nlgrpo.objectives.registry import parse
 
 
@@ -385,6 +385,25 @@ def test_table_fits_80_columns_and_takes_names_literally():
     assert "weighted sum" in text
     assert "[red]x[/red]" in text
     assert "+0.0000" in text
+
+
+def test_metrics_of_an_evaluation_have_the_weighted_sum_also_of_one_reward():
+    rewards = torch.tensor([[1.0, 3.0], [5.0, 2.0]])
+    one = EvaluationSamples(
+        {"judge": rewards}, torch.tensor([[1, 2], [3, 6]]), {"judge": "wor:2"}, {"judge": 0.5}, max_length=6
+    )
+    assert metrics(one, (1, 2)) == {
+        "eval_rewards/judge/mean": 2.75, "eval_rewards/judge/worst-of-2": 1.5,
+        "eval_reward": 1.375, "eval_reward_worst-of-2": 0.75,
+        "eval_completions/mean_length": 3.0, "eval_completions/min_length": 1.0, "eval_completions/max_length": 6.0,
+    }  # fmt: skip
+    two = EvaluationSamples(
+        {"judge": rewards, "short": -rewards}, one.lengths, {"judge": "wor:2", "short": "bon:2"},
+        {"judge": 0.5, "short": 1.0}, max_length=6,
+    )  # fmt: skip
+    found = metrics(two, (1, 2))
+    assert found["eval_reward"] == pytest.approx(-1.375)
+    assert found["eval_reward_each-of-2"] == pytest.approx(0.5 * 1.5 - 1.5)
 
 
 def test_each_reward_is_summarized_by_its_own_procedure():

@@ -17,6 +17,7 @@ import pytest
 
 from nlgrpo import train
 from nlgrpo.config.comparing import flat
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.training.tracking import trackers
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import read_jsonl
@@ -315,14 +316,24 @@ TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-t
         "--train.samples-every", "2")  # fmt: skip
 
 
+EVALUATED = {
+    "reward": lambda model: sum(model.weights[name] * rewards.mean() for name, rewards in model.rewards.items()),
+    "reward_best-of-4": lambda model: sum(model.weights[k] * v.max(1).values.mean() for k, v in model.rewards.items()),
+    "rewards/short/mean": lambda model: model.rewards["short"].mean(),
+    "rewards/short/best-of-4": lambda model: model.rewards["short"].max(1).values.mean(),
+    "completions/mean_length": lambda model: model.lengths.double().mean(),
+}
+
+
 @pytest.mark.usefixtures("no_warnings", "one_thread", "no_figures")
 def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    evaluated = ("--evaluation.prompts", "3", "--evaluation.samples", "4", "--evaluation.ns", "1", "4")
     for steps in (2, 4):
-        more = ("--train.steps", str(steps), "--train.out", str(tmp_path / "run"))
+        more = (*evaluated, "--train.steps", str(steps), "--train.out", str(tmp_path / "run"))
         assert train.main([*TINY, *more, "--train.track", "tensorboard", "mlflow", "--train.project", "tiny"]) == 0
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     read = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
@@ -336,6 +347,17 @@ def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
         assert [(e.step, e.value) for e in read.Scalars(f"train/{name}")] == logged
         assert [(e.step, e.value) for e in client.get_metric_history(run.info.run_id, name)] == logged
     assert [event.step for event in read.Tensors("completions/text_summary")] == [0, 2]
+    evaluations = read_evaluation(tmp_path / "run")
+    assert set(evaluations) == {"before", "after"}
+    for name, of in EVALUATED.items():
+        wanted = [
+            (step, pytest.approx(float(of(evaluations[model])), rel=1e-6))
+            for step, model in ((0, "before"), (3, "after"))
+        ]
+        shown = [(e.step, e.value) for e in read.Scalars(f"eval/{name}")]
+        assert [shown[0], shown[-1]] == wanted
+        history = [(e.step, e.value) for e in client.get_metric_history(run.info.run_id, f"eval_{name}")]
+        assert [history[0], history[-1]] == wanted
 
 
 def test_unknown_and_missing_trackers_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):

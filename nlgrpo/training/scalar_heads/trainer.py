@@ -39,7 +39,7 @@ from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
-from nlgrpo.runtime.timing import Clock, StopSignal, flops_utilisation
+from nlgrpo.runtime.timing import Clock, StopSignal, every, flops_utilisation
 from nlgrpo.training import run_folder
 from nlgrpo.training.learner import learning_rate, make_optimizer
 from nlgrpo.training.tracking import trackers
@@ -319,10 +319,6 @@ def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
         if stopping:
             return step + 1 == run.steps
     return True
-
-
-def every(interval: int, step: int) -> bool:
-    return interval > 0 and step % interval == 0
 
 
 def evaluate_before(run: Trainer) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class MetricsLogger:
                 run_files.trim(run / name, resume_step)
         self._trackers = [] if tracked is None else trackers.start(tracked, run, resume_step)
         self._progress = ProgressLine(total_steps, resume_step, shown, console)
+        self.console = self._progress.console
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step's metrics: numbers or one-element tensors. NaN and infinities are written as null."""
@@ -59,6 +60,14 @@ class MetricsLogger:
         for tracker in self._trackers:
             tracker.log(step, values)
         self._progress.update(step, values)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send an evaluation to the trackers; names begin with "eval_", as in TRL.
+
+        ``step``: the last one before the evaluation; 0 for the initial policy. `metrics.jsonl` has training only.
+        """
+        for tracker in self._trackers if self.enabled else ():
+            tracker.log(step, metrics)
 
     def table(self, step: int, rows: Sequence[Sample]) -> None:
         """Print sampled completions, their rewards and advantages, and append them to ``samples.jsonl``."""

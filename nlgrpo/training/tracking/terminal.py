@@ -45,7 +45,7 @@ class Sample:
 
 
 class ProgressLine:
-    """The progress of a run: live in a terminal; elsewhere (a file, a pipe) about 40 plain lines per run.
+    """The progress of a run: live in a terminal until the last step; elsewhere (a file, a pipe) about 40 plain lines.
 
     ``shown``: metrics on the line, with formats. In a terminal of at least 110 columns there is a bar, and a second
     line has the share of each phase of the last step (``time/*``).
@@ -67,6 +67,8 @@ class ProgressLine:
         shown = f"{step + 1}/{self._total}  {'  '.join(parts)}"
         if self._live is not None:
             self._live.update(self._live.task_ids[0], completed=step + 1, shown=shown, phases=phase_shares(values))
+            if step == self._total - 1:
+                self.stop()
         elif step % max(1, self._total // PLAIN_LINES) == 0 or step == self._total - 1:
             self.console.print(Text(f"step {shown}"), soft_wrap=True)
 
@@ -95,7 +97,7 @@ def _console() -> Console:
 
 
 def _live(console: Console, total_steps: int, resume_step: int) -> Progress | None:
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not console.is_terminal or console.is_dumb_terminal or resume_step >= total_steps:
         return None
     text = TextColumn("{task.fields[shown]}", markup=False)
     columns = [BarColumn(bar_width=16), text] if console.width >= WIDE else [text]

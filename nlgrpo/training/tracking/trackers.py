@@ -29,7 +29,7 @@ class Tracker(Protocol):
     """A library that records runs. All methods may raise any exception, and may take any time."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the finite metrics of a step; TRL's names."""
+        """Record the finite metrics of a step, or of an evaluation after it ("eval_.."); TRL's names."""
 
     def table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record sampled completions with their rewards and advantages. Columns and numbers as in `as_table`."""
@@ -196,8 +196,11 @@ def as_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list
 
 
 def in_trl(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics under the names of TRL's runs in W&B, trackio and TensorBoard, which begin with "train/"."""
-    return {f"train/{name}": value for name, value in metrics.items()}
+    """Return the metrics under the names of TRL's runs in W&B, trackio and TensorBoard: train/NAME and eval/NAME."""
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in metrics.items()
+    }
 
 
 def _first_line(error: BaseException) -> str:
