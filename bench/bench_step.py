@@ -145,7 +145,8 @@ def seconds_of(products: Products) -> float:
 def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> None:
     from nlgrpo.config.schema import Config, from_dict
     from nlgrpo.runtime import distributed
-    from nlgrpo.runtime.timing import Clock, StopSignal
+    from nlgrpo.runtime.supervision.stop_signal import StopSignal
+    from nlgrpo.runtime.timing import Clock
     from nlgrpo.train import train
     from nlgrpo.training.build import build
     from nlgrpo.training.rollouts.ahead import Rollouts
@@ -174,12 +175,13 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
         open_folder(run)
         learner = run.learner()
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
-        lap = Clock.lap
+        stop = Clock.stop
 
-        def marked_lap(clock: Clock, name: str) -> None:
-            lap(clock, name)
-            with torch.profiler.record_function(f"phase {name}"):
-                pass
+        def marked_stop(clock: Clock) -> None:
+            stop(clock)
+            if clock.current:
+                with torch.profiler.record_function(f"phase {clock.current}"):
+                    pass
 
         with run.engine(learner) as sampler, run.logger() as log:
             write = log.log
@@ -190,7 +192,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
                     RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
                     RECORD.end_step()
                 if step == steps - 1:
-                    setattr(Clock, "lap", marked_lap)  # noqa: B010
+                    setattr(Clock, "stop", marked_stop)  # noqa: B010
                     profile.start()
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step

@@ -27,7 +27,8 @@ from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime import distributed, host_memory
 from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
-from nlgrpo.runtime.timing import Clock, StopSignal, every
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
+from nlgrpo.runtime.timing import Clock, every
 from nlgrpo.training import offline
 from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
@@ -62,15 +63,16 @@ def train(run: Run, learner: Learner, rollouts: Rollouts, stop: StopSignal, log:
 def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogger) -> None:
     """One step of GRPO or PPO."""
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
-    clock   = Clock(ranks.device)
+    clock   = Clock(ranks.device, step)
+    clock.phase("generate")
     drawn   = draw(run, learner, rollouts)                       # M completions of each prompt, and log-probs
     batch, rollout = drawn.batch, drawn.rollout                  # this rank's share of the P prompts
-    clock.lap("generate")
+    clock.phase("reference")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
     ratios  = learner.corrected(rollout)                         # policy / sampler, or None: loss.correction = "none"
-    clock.lap("reference")
+    clock.phase("rewards")
     scores, calibrated = score(run, learner, rollouts, drawn, ref)  # {name: (P, M)}, NaN where a reward abstains
-    clock.lap("rewards")
+    clock.phase("linearize")
     weights = None if ratios is None else ratios.completions     # (P, M), or None: weights of tokens only
     groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated, weights)  # from here on: all P prompts
     values  = groups.values(run.objectives)                      # R_i at every prompt             (m, P)
@@ -81,7 +83,7 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
         penalty = learner.kl_reward(rollout, ref, progress.beta)
         linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
     adv     = groups.advantages(linear, cfg.loss.scale)          # divided by a std, if requested  (P, M)
-    clock.lap("linearize")
+    clock.phase("update")
     dropped = scores.skipped
     if learner.critic is not None:                               # a critic would take an abstention for reward 0
         dropped = ~groups.has_reward(run.objectives, run.weights())[groups.own]
@@ -93,7 +95,7 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
         rollout, adv[groups.own], step=step, **run.rates(step),
         beta=progress.beta, ref_logprobs=ref, dropped=dropped, corrected=ratios, other=other,
     )
-    clock.lap("update")
+    clock.stop()
     shown   = groups.scores(run.objectives)                      # {name: (P, M)}, one number per completion
     stats |= {"beta": progress.beta} | groups.metrics(value, values, shown, run.weights(), adv)
     progress.advance(cfg.rollout.prompts, groups.tokens)
@@ -108,11 +110,12 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
 def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: MetricsLogger) -> None:
     """One step of BoN-SFT, DPO, IPO or BoNBoN."""
     cfg, progress, step = run.config, run.progress, run.progress.step
-    clock  = Clock(run.ranks.device)
+    clock  = Clock(run.ranks.device, step)
+    clock.phase("choose")
     chosen = samples.choose(progress.cursor, cfg.rollout.prompts, run.ranks)  # this rank's best samples or pairs
-    clock.lap("choose")
+    clock.phase("update")
     stats  = offline.update(learner, chosen, samples.config, **run.rates(step))
-    clock.lap("update")
+    clock.stop()
     tokens = int(stats.pop("tokens"))                            # on all ranks
     progress.advance(cfg.rollout.prompts, tokens)
     log.log(step, stats | run.speed(clock, tokens))
@@ -196,9 +199,8 @@ def finish(
 
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
-    stop = StopSignal()
     disable_progress_bar()  # transformers shows one for every model it loads
-    with distributed.start() as ranks:
+    with StopSignal(cfg.train.grace_period) as stop, distributed.start(cfg.limits()) as ranks:
         _launch(cfg, ranks, stop, dry_run)  # frees the model before the process group ends
 
 

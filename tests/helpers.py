@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -36,11 +38,14 @@ BOS, EOS = 1, 2
 
 def run_ranks(work: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
     """Call ``work(rank, *arguments)`` on each rank of a gloo group, in processes forked from this one."""
+    gc.collect()  # a fork that collects this process's garbage would wait for threads that it does not have, or abort
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_on_rank, (work, folder, ranks, arguments), nprocs=ranks, start_method="fork")
 
 
 def _on_rank(rank: int, work: Callable[..., None], folder: str, ranks: int, arguments: tuple[Any, ...]) -> None:
+    gc.freeze()
+    faulthandler.enable(file=2)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     work(rank, *arguments)
@@ -217,3 +222,13 @@ def _disturb_at(job: Job) -> None:
         return function(*args, **kwargs)
 
     setattr(owner, name, counted)
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Process ids of the children of a process, by default of this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = path.read_text("utf-8", "replace").rpartition(")")[2].split()[1]
+            found += [int(path.parent.name)] if int(parent) == (pid or os.getpid()) else []
+    return found

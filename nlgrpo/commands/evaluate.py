@@ -128,7 +128,7 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
 def main(arguments: Sequence[str]) -> int:
     """Evaluate, write the results and print them. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
-    with distributed.start() as ranks:
+    with distributed.start(cfg.limits()) as ranks:
         e = build(options, cfg, ranks)
         found = evaluate(e)
         if ranks.first:

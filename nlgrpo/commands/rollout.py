@@ -28,7 +28,8 @@ from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.evaluation.rollout_tables import draw_calibration, ks_tables, table
 from nlgrpo.runtime import distributed
 from nlgrpo.runtime.console import named_lines
-from nlgrpo.runtime.timing import StopSignal, as_clock
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
+from nlgrpo.runtime.timing import as_clock
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.rollouts.job import Job, build, open_folder, prompts_per_file, roll_out
 
@@ -112,9 +113,8 @@ def _repeated(batch: Batch) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
-    stop = StopSignal()
     disable_progress_bar()  # of transformers, for every reward model
-    with distributed.start() as ranks:
+    with StopSignal() as stop, distributed.start(cfg.limits()) as ranks:
         queue = WorkQueue(ranks, Console(quiet=not ranks.first), stop)
         folder = options.out or Path(f"runs/{cfg.recipe}-rollouts")
         job = build(cfg, queue, folder, samples=options.samples, prompts=options.prompts)

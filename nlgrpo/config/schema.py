@@ -22,6 +22,7 @@ from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
+from nlgrpo.runtime.supervision.phases import Limits
 
 AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
 
@@ -242,6 +243,13 @@ class LoopConfig:
     """Name of the run in trackers. Empty: the name of its folder."""
     restart: bool = False
     """Restart from scratch in a folder that holds a run. The files of that run are removed."""
+    timeout: float = 600.0
+    """Seconds without progress on any rank, or without a sign of life of one, after which all ranks end, and the rank
+    to blame is named. Rewards may take as long as their own timeouts, and vLLM and environments six times as long.
+    inf: no limit."""
+    grace_period: float = 600.0
+    """Seconds from SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 in which the step must be finished and saved; after them the
+    process is ended. inf: no limit."""
 
 
 @dataclass
@@ -306,6 +314,13 @@ class Config:
     def run(self) -> Path:
         """Folder of the run."""
         return Path(os.path.expanduser(self.train.out) or f"runs/{self.recipe}")
+
+    def limits(self) -> Limits:
+        """How long a rank may be in one place: longer where it waits for rewards, vLLM and environments."""
+        seconds = self.train.timeout
+        outside = self.rollout.engine == "vllm" or bool(self.environment.id)
+        rewards = seconds + sum(reward.timeout for reward in self.rewards.values())
+        return Limits(seconds, {"rewards": rewards, "generate": 6 * seconds if outside else seconds})
 
 
 # --- files and the command line ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +13,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from nlgrpo.runtime.supervision.threads import event_loop, in_thread
+
+THREAD = "nlgrpo-reward"  # name of the threads that run user code
 
 Call = Callable[[], Any]
 
@@ -96,7 +99,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _settle(call: Callable[[], Awaitable[Any]]) -> Outcome:
-    """Await a call and return its outcome; a SystemExit outside the coroutine would stop the event loop."""
+    """Await a call and return its outcome, whatever it raises."""
     try:
         return Outcome(await call())
     except asyncio.CancelledError:
@@ -116,38 +119,27 @@ def _wait(future: Future[Outcome], seconds: float) -> Outcome:
 def _run_sync(call: Call, seconds: float) -> Outcome:
     if seconds > threading.TIMEOUT_MAX:
         return _settle_sync(call)
-    future: Future[Outcome] = Future()
-    _start_thread(lambda: future.set_result(_settle_sync(call)))
-    return _wait(future, seconds)
+    return _wait(in_thread(lambda: _settle_sync(call), THREAD), seconds)
 
 
 def _settle_sync(call: Call) -> Outcome:
-    # User code may raise anything, even SystemExit; the caller reports it. Only Ctrl-C passes: it arrives in the main
-    # thread and is not an error of the function.
+    # User code may raise anything, even SystemExit; the caller reports it. Only Ctrl-C passes, which is not an error of
+    # the function.
     try:
         result = call()
         if not inspect.isawaitable(result):
             return Outcome(result)
         return asyncio.run_coroutine_threadsafe(_settle(lambda: result), _responsive_loop()).result()
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and _ctrl_c_raises():
+            raise
         return Outcome(error=error)
 
 
-def _start_thread(target: Callable[[], None]) -> None:
-    """Start a daemon thread, so that a hung call cannot keep the process alive.
-
-    It uses the caller's GPU, which PyTorch sets per thread.
-    """
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run() -> None:
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-        target()
-
-    threading.Thread(target=run, daemon=True, name="nlgrpo-reward").start()
+def _ctrl_c_raises() -> bool:
+    """Whether a KeyboardInterrupt here can come from Ctrl-C: in the main thread, with Python's own signal handler."""
+    here = threading.current_thread() is threading.main_thread()
+    return here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _responsive_loop() -> asyncio.AbstractEventLoop:
@@ -161,6 +153,4 @@ def _responsive_loop() -> asyncio.AbstractEventLoop:
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One loop for the run: sessions and semaphores of async functions stay bound to the loop of their first use."""
-    loop = asyncio.new_event_loop()
-    _start_thread(loop.run_forever)
-    return loop
+    return event_loop(THREAD)

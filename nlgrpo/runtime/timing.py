@@ -1,37 +1,44 @@
-"""Wall time of the phases of a step, peak memory, and the signals that stop a run."""
+"""Wall time of the phases of a step, and peak memory."""
 
 from __future__ import annotations
 
-import signal
 import time
-from types import FrameType
 
 import torch
 
 from nlgrpo.runtime import gpus
+from nlgrpo.runtime.supervision import phases
 
 
 class Clock:
-    """Wall times of the phases of one step, in seconds; on a GPU each lap waits for the queued work."""
+    """Wall times of the phases of one step, in seconds; on a GPU each phase ends when the queued work is done."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, step: int) -> None:
+        self.device, self.step = device, step
         self.began = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
+        self.current = ""
+        self.times: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
-        """Record the time since the last lap as ``name``."""
+    def phase(self, name: str) -> None:
+        """End the phase before, if any, and begin ``name``."""
+        self.stop()
+        self.current = name
+        phases.enter(name, self.step)
+
+    def stop(self) -> None:
+        """End the current phase."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        self.laps[name] = now - self.last
+        if self.current:
+            self.times[self.current] = now - self.last
         self.last = now
 
     def metrics(self, generated: int) -> dict[str, float]:
         """Return ``time/*``, ``step_time`` and ``perf/tokens_per_s``, ``generated`` tokens by the step's time."""
         total = self.last - self.began
-        laps = {f"time/{name}": seconds for name, seconds in self.laps.items()}
-        return laps | {"step_time": total, "perf/tokens_per_s": generated / total}
+        times = {f"time/{name}": seconds for name, seconds in self.times.items()}
+        return times | {"step_time": total, "perf/tokens_per_s": generated / total}
 
 
 class PeakMemory:
@@ -75,20 +82,3 @@ def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dic
     """
     gpu = gpus.of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return {} if gpu is None else {"perf/mfu": flops / (seconds * gpu.flops)}
-
-
-class StopSignal:
-    """Records the first SIGTERM or Ctrl-C, so that the current step is finished and saved; the second stops at once."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def restore(self) -> None:
-        """Restore the previous signal handlers."""
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

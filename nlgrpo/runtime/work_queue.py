@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.timing import StopSignal, as_clock
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
+from nlgrpo.runtime.timing import as_clock
 
 Item = TypeVar("Item")
 

@@ -33,6 +33,7 @@ from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, flops_utilisation
 from nlgrpo.training import critic, offline, run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
@@ -47,6 +48,7 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
         "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
+        "train.timeout", "train.grace_period",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
@@ -161,6 +163,7 @@ class Run:
         if self.ranks.first:
             evaluation_samples.write_evaluation(self.folder, **models)
 
+    @phase("evaluation")
     def evaluate(self, engine: Engine) -> evaluation_samples.EvaluationSamples:
         batch = self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
         return self.evaluator().evaluate(engine, batch, self.ranks, self.objectives, self.weights())
@@ -269,6 +272,7 @@ class Run:
             adapters.begin(model, self.adapter, self.config.train.seed)
         return model
 
+    @phase("checkpoint")
     def save(self, learner: Learner) -> None:
         from nlgrpo.runtime import checkpoint  # takes a second
 
@@ -295,6 +299,7 @@ class Run:
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
         return state is not None
 
+    @phase("export")
     def export(self, learner: Learner) -> Path:
         """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return."""
         model = learner.model

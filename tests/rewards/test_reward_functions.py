@@ -16,6 +16,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from nlgrpo.rewards.reward_functions import Reward, RewardError, Scores, score
 from nlgrpo.rewards.specs import load
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
 
 P, M = 3, 2
 COMPLETIONS = [f"answer {i}" for i in range(P * M)]
@@ -387,8 +388,11 @@ def test_the_message_of_a_bad_value_names_its_completion_and_skip_drops_its_grou
     torch.testing.assert_close(result.values["mine"], expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(3), TimeoutError("server"), asyncio.CancelledError()])
-@pytest.mark.parametrize("kind", ["sync", "inline", "async"])
+ERRORS = [KeyError("gold"), SystemExit(3), TimeoutError("server"), asyncio.CancelledError(), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("kind", ["sync", "inline", "async", "task"])
 def test_an_exception_of_a_reward_is_chained(error, kind):
     def fails(**_):
         raise error
@@ -396,11 +400,16 @@ def test_an_exception_of_a_reward_is_chained(error, kind):
     async def fails_async(**_):
         raise error
 
-    function, timeout = (fails_async if kind == "async" else fails), (math.inf if kind == "inline" else 600.0)
-    with pytest.raises(RewardError, match=rf"raised {type(error).__name__}:.*step 12, prompts 6 to 8") as caught:
-        scored(function, timeout)
-    assert type(caught.value.__cause__).__name__ == type(error).__name__
-    assert scored(function, timeout, on_error="skip").skipped.all()
+    async def fails_in_a_task(**_):
+        await asyncio.create_task(fails_async())
+
+    function = {"async": fails_async, "task": fails_in_a_task}.get(kind, fails)
+    timeout = math.inf if kind == "inline" else 600.0
+    with StopSignal(math.inf):  # as in training: Ctrl-C does not raise
+        with pytest.raises(RewardError, match=rf"raised {type(error).__name__}:.*step 12, prompts 6 to 8") as caught:
+            scored(function, timeout)
+        assert type(caught.value.__cause__).__name__ == type(error).__name__
+        assert scored(function, timeout, on_error="skip").skipped.all()
 
 
 def test_ctrl_c_is_not_an_error_of_the_reward():
@@ -409,6 +418,10 @@ def test_ctrl_c_is_not_an_error_of_the_reward():
 
     with pytest.raises(KeyboardInterrupt):
         scored(interrupted, timeout=math.inf, on_error="skip")
+    with StopSignal(math.inf):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):  # of a second Ctrl-C
+            scored(interrupted, timeout=math.inf, on_error="skip")
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking async"])

@@ -20,7 +20,7 @@ from nlgrpo.engine.backends import EngineError, servers
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.timing import StopSignal
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.training.build import build
 from nlgrpo.training.rollouts.ahead import Rollouts
 from nlgrpo.training.run import open_folder

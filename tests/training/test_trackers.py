@@ -178,13 +178,14 @@ def wandb():
     found.teardown()
 
 
-@pytest.mark.usefixtures("no_warnings", "wandb")
-def test_wandb_offline(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_warnings")
+def test_wandb_offline(wandb, tmp_path, monkeypatch):
     """What would be uploaded: the records of both offline runs, which have one id."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     log_run(tmp_path, "wandb", 5)
     log_run(tmp_path, "wandb", 3, resume_step=5)
+    wandb.teardown()  # its process has written everything when it ends
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     runs = [records(next(folder.glob("*.wandb"))) for folder in folders]

@@ -25,7 +25,7 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.evaluation.decoding import RESULTS, Comparison, ComparisonOptions, build, results, run
 from nlgrpo.runtime import atomic_files, distributed
 from nlgrpo.runtime.console import named_lines
-from nlgrpo.runtime.timing import StopSignal
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 
 ABOUT = """Compare decoding methods for a frozen model: nlgrpo decode [recipe] [file.toml] --guide OUT [options]
@@ -127,9 +127,8 @@ def plan(c: Comparison) -> Table:
 def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
-    stop = StopSignal()
     disable_progress_bar()  # of transformers, for every reward model
-    with distributed.start() as ranks:
+    with StopSignal() as stop, distributed.start(cfg.limits()) as ranks:
         comparison = build(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop))
         say = comparison.queue.console.print
         say(plan(comparison))

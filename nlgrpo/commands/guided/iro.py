@@ -33,7 +33,7 @@ from nlgrpo.engine.rollouts.collect import refuse_pairwise
 from nlgrpo.model import reward_model
 from nlgrpo.runtime import atomic_files, distributed
 from nlgrpo.runtime.console import named_lines
-from nlgrpo.runtime.timing import StopSignal
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.scalar_heads import trainer
 from nlgrpo.training.scalar_heads.value_loop import RESULTS, Loop, LoopOptions, results
@@ -153,9 +153,8 @@ def plan(loop: Loop) -> Table:
 def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
-    stop = StopSignal()
     disable_progress_bar()  # of transformers, for every model
-    with distributed.start() as ranks:
+    with StopSignal() as stop, distributed.start(cfg.limits()) as ranks:
         assert options.out is not None
         loop = Loop(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop), options.out)
         loop.queue.console.print(plan(loop))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.backends import policy_weights
-from nlgrpo.engine.backends.background import in_thread
 from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine, version_of
@@ -32,6 +31,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.supervision.threads import in_thread
 
 SOON, LATE = 2.0, 30.0  # seconds until a server that failed is called again: doubled after each failure
 LONGER = 10.0  # seconds that other servers get for new weights after the first has them

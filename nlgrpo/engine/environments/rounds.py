@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.supervision.threads import event_loop
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -81,8 +81,7 @@ class Rounds:
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="nlgrpo-environment").start()
+            self._loop = event_loop("nlgrpo-environment")
         return self._loop
 
 

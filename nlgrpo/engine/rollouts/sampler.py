@@ -21,6 +21,7 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.supervision import phases
 
 ENVIRONMENT = "environment"  # column of the outcomes of conversations, for rewards
 
@@ -37,6 +38,7 @@ class Sampler:
     rewards: Sequence[reward_functions.Reward]
     environment: Environment | None = None
 
+    @phases.phase("generate")
     def draw(self, engine: Engine, batch: Batch) -> Rollout:
         """Sample completions of the prompts in ``batch``, or conversations of the environment.
 
@@ -68,6 +70,7 @@ class Sampler:
         repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
         return decode(self.tokenizer, repeated, rollout.completion_ids())
 
+    @phases.phase("rewards")
     def score(
         self,
         batch: Batch,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 
 from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.engine.backends.background import in_thread
 from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.runtime.supervision.threads import in_thread
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.run import Run
 

@@ -39,7 +39,9 @@ from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
-from nlgrpo.runtime.timing import Clock, StopSignal, every, flops_utilisation
+from nlgrpo.runtime.supervision.phases import Limits, phase
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
+from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import run_folder
 from nlgrpo.training.learner import learning_rate, make_optimizer
 from nlgrpo.training.tracking import trackers
@@ -48,7 +50,8 @@ from nlgrpo.training.tracking.logger import WRITTEN, MetricsLogger
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", *trackers.KEYS, "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
-        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload")  # fmt: skip
+        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload", "train.timeout",
+        "train.grace_period")  # fmt: skip
 
 
 class Evaluated(Protocol):
@@ -195,6 +198,7 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         return totals.metrics() | {"grad_norm": grad_norm, "learning_rate": lr}
 
+    @phase("checkpoint")
     def save(self) -> None:
         state = vars(self.progress) | {"config": asdict(self.config)}
         folder, keep = self.folder / "checkpoints", self.config.train.keep_checkpoints
@@ -216,6 +220,7 @@ class Trainer(ABC):
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
         return state is not None
 
+    @phase("export")
     def export(self) -> Path:
         """Write the model as a Hugging Face classifier, in the compute dtype; collective, complete on return."""
         check_finite(self.model, self.ranks, TOO_LARGE)
@@ -300,9 +305,10 @@ def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
     cfg, ranks, progress = run.config.train, run.ranks, run.progress
     parameters = sum(p.numel() for p in run.model.parameters())
     for step in range(progress.step, run.steps):
-        clock, rows = Clock(ranks.device), run.rows(step)
+        clock, rows = Clock(ranks.device, step), run.rows(step)
+        clock.phase("update")
         stats = run.update(rows)
-        clock.lap("update")
+        clock.stop()
         tokens = int(stats.pop("tokens"))
         progress.step, progress.num_tokens = step + 1, progress.num_tokens + tokens
         stats |= {"epoch": (step * run.per_step + len(rows)) / run.examples, "num_tokens": progress.num_tokens}
@@ -310,7 +316,7 @@ def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
         flops = (6 if run.adapter is None else 4) * parameters * tokens  # frozen weights have no gradient
         stats |= flops_utilisation(ranks.device, flops / ranks.world, stats["step_time"])
         if every(run.config.evaluation.every, step + 1) and run.tested:
-            results = run.evaluate()
+            results = evaluate(run)
             stats |= {f"held_out/{name}": results[name] for name in run.WATCHED}
         log.log(step, stats)
         stopping = ranks.any(stop.received)
@@ -321,6 +327,11 @@ def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
     return True
 
 
+@phase("evaluation")
+def evaluate(run: Trainer) -> dict[str, Any]:
+    return run.evaluate()
+
+
 def evaluate_before(run: Trainer) -> dict[str, Any]:
     """Evaluate the model before training, or load that evaluation from the run's folder if it is saved there."""
     path = run.folder / run.RESULTS
@@ -329,16 +340,15 @@ def evaluate_before(run: Trainer) -> dict[str, Any]:
         saved = json.loads(path.read_text("utf-8")).get("before")
     before = run.ranks.gather_objects(saved)[0]
     if before is None:
-        before = run.evaluate()
+        before = evaluate(run)
         run.write_results(before=before)
     return before
 
 
 def launch(cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], *, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
-    stop = StopSignal()
     disable_progress_bar()
-    with distributed.start() as ranks:
+    with StopSignal(cfg.train.grace_period) as stop, distributed.start(Limits(cfg.train.timeout)) as ranks:
         fit(cfg, build, ranks, stop, dry_run=dry_run)  # frees the model before the process group ends
 
 
@@ -362,7 +372,7 @@ def fit(
     if not finished:
         console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
         return False
-    exported, after = run.export(), run.evaluate()
+    exported, after = run.export(), evaluate(run)
     run.write_results(before=before, after=after)
     if after:
         console.print(run.results_table(before, after))

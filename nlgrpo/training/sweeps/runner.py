@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -22,7 +24,7 @@ from nlgrpo.config.comparing import differences
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.runtime import atomic_files
-from nlgrpo.runtime.timing import StopSignal
+from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.training.run_folder import completed
 from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.sweeps.launchers import JOBS, Launcher, Running
@@ -113,7 +115,7 @@ class SweepRunner:
     manifest: SweepState
     launcher: Launcher
     jobs: int
-    stop: StopSignal = field(default_factory=StopSignal)
+    stop: StopSignal = field(default_factory=partial(StopSignal, math.inf))  # the runs have limits of their own
     insisted: bool = False  # a second Ctrl-C was received
     broken: bool = False  # an error that ends the whole sweep
     writes: threading.Lock = field(default_factory=threading.Lock)
@@ -143,7 +145,7 @@ class SweepRunner:
             finally:
                 slots.put(slot)
 
-        with ThreadPoolExecutor(self.jobs) as pool:
+        with self.stop, ThreadPoolExecutor(self.jobs) as pool:
             runs = [pool.submit(run, i, point) for i, point in enumerate(todo, 1)]
             while True:
                 try:
@@ -151,7 +153,6 @@ class SweepRunner:
                     break
                 except KeyboardInterrupt:  # the second Ctrl-C
                     self.insisted = True
-        self.stop.restore()
         for future in runs:
             future.result()
         return self.stop.received and bool(to_run(todo, retry=False))
