@@ -44,16 +44,17 @@ from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 def train(run: Run, learner: Learner, rollouts: Rollouts, stop: StopSignal, log: MetricsLogger) -> bool:
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
-    cfg = run.config.train
+    cfg, saver = run.config.train, run.saver
     for step in range(run.progress.step, cfg.steps):
         if run.samples is not None and run.config.loss.offline:
             offline_step(run, run.samples, learner, log)
         else:
             online_step(run, learner, rollouts, log)
         host_memory.release()  # the activations
-        stopping = run.ranks.any(stop.received)
-        if stopping or step + 1 == cfg.steps or every(cfg.checkpoint_every, step + 1):
-            run.save(learner)
+        saver.poll(run.ranks)
+        stopping = run.ranks.any(stop.received) or step + 1 == cfg.steps
+        if stopping or every(cfg.checkpoint_every, step + 1):
+            run.save(learner, wait=stopping)
         if stopping:
             return step + 1 == cfg.steps
     return True
@@ -219,8 +220,7 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
         if run.restore(learner):
             console.print(f"resuming from step {run.progress.step}")
         elif logged := len(read_jsonl(run.folder / FILE)):
-            reason = f"no checkpoint in {run.folder / 'checkpoints'}"
-            console.print(f"{reason}: restarting from step 0, discarding {logged} logged steps")
+            console.print(f"no checkpoint in {run.folder}: restarting from step 0, discarding {logged} logged steps")
         with run.logger() as log:
             if run.progress.step == 0:
                 log_evaluation(run, log, before)

@@ -24,6 +24,7 @@ from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
 from nlgrpo.runtime.supervision.phases import Limits
 
+PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
 AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
 
 
@@ -235,6 +236,10 @@ class LoopConfig:
     """Steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep: the newest ones."""
+    keep_every: int = 0
+    """Also keep each checkpoint whose step is a multiple of this number. 0: only the newest ones."""
+    async_save: bool | None = None
+    """Write checkpoints while training continues, from a copy in the memory of the host. None: with GPUs."""
     track: tuple[str, ...] = ()
     """Trackers that get the metrics: "wandb", "trackio", "mlflow", "tensorboard"."""
     project: str = "nlgrpo"
@@ -245,11 +250,16 @@ class LoopConfig:
     """Restart from scratch in a folder that holds a run. The files of that run are removed."""
     timeout: float = 600.0
     """Seconds without progress on any rank, or without a sign of life of one, after which all ranks end, and the rank
-    to blame is named. Rewards may take as long as their own timeouts, and vLLM and environments six times as long.
-    inf: no limit."""
+    to blame is named. Rewards may also take as long as their own timeouts; vLLM, environments and saving have six
+    times as long. inf: no limit."""
     grace_period: float = 600.0
     """Seconds from SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 in which the step must be finished and saved; after them the
     process is ended. inf: no limit."""
+
+    def limits(self, **longer: float) -> Limits:
+        """How long a rank may be in one place: longer while it saves, and in the phases ``longer``."""
+        disk = PATIENCE * self.timeout
+        return Limits(self.timeout, {"checkpoint": disk, "export": disk, **longer})
 
 
 @dataclass
@@ -316,11 +326,11 @@ class Config:
         return Path(os.path.expanduser(self.train.out) or f"runs/{self.recipe}")
 
     def limits(self) -> Limits:
-        """How long a rank may be in one place: longer where it waits for rewards, vLLM and environments."""
+        """How long a rank may be in one place: longer where it waits for rewards, vLLM, environments and disks."""
         seconds = self.train.timeout
-        outside = self.rollout.engine == "vllm" or bool(self.environment.id)
         rewards = seconds + sum(reward.timeout for reward in self.rewards.values())
-        return Limits(seconds, {"rewards": rewards, "generate": 6 * seconds if outside else seconds})
+        outside = self.rollout.engine == "vllm" or bool(self.environment.id)
+        return self.train.limits(rewards=rewards, generate=PATIENCE * seconds if outside else seconds)
 
 
 # --- files and the command line ---------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> li
         need("train.micro_batch_tokens", ">= 1 or none", micro_batch is None or micro_batch >= 1),
         need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
         need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
+        need("train.keep_every", ">= 0 (0: only the newest checkpoints)", train.keep_every >= 0),
         need("train.timeout", "> 0 (inf: no limit)", train.timeout > 0),
         need("train.grace_period", "> 0 (inf: no limit)", train.grace_period > 0),
         *tracker_faults(train.track),

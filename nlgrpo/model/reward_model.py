@@ -59,7 +59,7 @@ def locate(path_or_name: str, *, config_only: bool = False) -> tuple[Path, Path 
     a checkpoint of a run, ``runs/NAME/checkpoints/step-00000012``. Raises ValueError if there is no such model.
     """
     path = Path(os.path.expanduser(path_or_name))
-    if (path / "manifest.json").is_file() and (path / ".metadata").is_file():
+    if (path / "manifest.json").is_file() and (path / "state.json").is_file():
         begun = hf_weights.begun_from(path.parents[1])
         if begun is None:
             raise ValueError(
@@ -112,7 +112,7 @@ def load(
         noise = torch.randn(1, model.shape.width, generator=generator, dtype=torch.float64)
         shards.fill(head_of(model).weight, noise / (model.shape.width + 1) ** 0.5)
     if saved is not None:
-        from nlgrpo.runtime.checkpoint_model import read_model  # takes a second
+        from nlgrpo.runtime.checkpoint.model import read_model  # takes a second
 
         trained = "head.weight" in read_model(saved, parameters, optional="head.weight")
     return model, trained

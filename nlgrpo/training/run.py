@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,12 +44,15 @@ from nlgrpo.training.tracking import terminal, trackers
 from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 from nlgrpo.training.tracking.logger import MetricsLogger
 
+if TYPE_CHECKING:
+    from nlgrpo.runtime.checkpoint import Saver
+
 # Keys that may change when a run resumes: its length, and what it saves and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
         "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
-        "train.timeout", "train.grace_period",
+        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
@@ -272,23 +276,17 @@ class Run:
             adapters.begin(model, self.adapter, self.config.train.seed)
         return model
 
-    @phase("checkpoint")
-    def save(self, learner: Learner) -> None:
-        from nlgrpo.runtime import checkpoint  # takes a second
+    @cached_property
+    def saver(self) -> Saver:
+        """Saves the checkpoints; created by all ranks together."""
+        return run_folder.saver(self.folder, self.config.train, self.ranks, adapters=self.adapter is not None)
 
+    @phase("checkpoint")
+    def save(self, learner: Learner, *, wait: bool = True) -> None:
+        """Save a checkpoint; collective. Unless ``wait``, training may continue while it is written."""
         check_finite(learner.trained, self.ranks, TOO_LARGE)
         state = vars(self.progress) | {"config": schema.to_dict(self.config)}
-        folder = self.folder / "checkpoints"
-        keep = self.config.train.keep_checkpoints
-        checkpoint.save(
-            folder,
-            self.progress.step,
-            model=learner.trained,
-            optimizer=learner.optimizer,
-            state=state,
-            keep=keep,
-            trained_only=self.adapter is not None,
-        )
+        self.saver.save(self.progress.step, learner.trained, learner.optimizer, state, wait=wait)
 
     def restore(self, learner: Learner) -> bool:
         """Load the newest complete checkpoint; returns False if there is none."""

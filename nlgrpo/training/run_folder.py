@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nlgrpo.config import comparing
+from nlgrpo.config.schema import LoopConfig
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.file_lock import Busy, FileLock
+
+if TYPE_CHECKING:
+    from nlgrpo.runtime.checkpoint import Saver
 
 FILE = "config.json"
-_LOCKED: dict[Path, int] = {}  # descriptors of the folders that this process has claimed
+LOCK = ".lock"
+_LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
 
 
 def claim(
@@ -58,9 +63,9 @@ def _claim(
 ) -> str:
     """Claim the folder; returns an error message, or an empty string."""
     current = json.loads(json.dumps(asdict(cfg)))
-    path, busy = folder / FILE, f"another process is using {folder}; wait until it ends, or choose {advice}"
-    if path.is_file() and not _lock(folder):
-        return busy
+    path = folder / FILE
+    if path.is_file():
+        _lock(folder, advice)
     if restart and path.is_file():
         _clear(folder, removed)
     elif path.is_file():
@@ -77,11 +82,10 @@ def _claim(
                     f"  Choose {advice}",
                 ]
             )
-    elif folder.exists() and not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {f"{FILE}.tmp"}):
+    elif folder.exists() and not (folder.is_dir() and all(_ours(entry.name) for entry in folder.iterdir())):
         return f"{folder} exists but holds no run; choose {advice.partition(',')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
-    if not _lock(folder):
-        return busy
+    _lock(folder, advice)
     atomic_files.atomic_write(path, json.dumps(current, indent=2) + "\n")
     return ""
 
@@ -102,23 +106,32 @@ def completed(saved: dict[str, Any], current: Mapping[str, Any], kind: type) -> 
     return merged(saved, current, json.loads(json.dumps(asdict(kind()))))
 
 
-def _lock(folder: Path) -> bool:
-    """Lock the folder until this process ends. Returns False if another process has the lock."""
+def saver(folder: Path, train: LoopConfig, ranks: Ranks, *, adapters: bool) -> Saver:
+    """Return what saves the checkpoints of the run in ``folder``; collective. ``adapters``: only they are trained."""
+    from nlgrpo.runtime.checkpoint import Keep, Saver  # takes a second
+
+    background = ranks.device.type == "cuda" if train.async_save is None else train.async_save
+    keep = Keep(train.keep_checkpoints, train.keep_every)
+    return Saver(folder / "checkpoints", keep=keep, trained_only=adapters, background=background)
+
+
+def _lock(folder: Path, advice: str) -> None:
+    """Lock the folder until this process ends. Raises ValueError if another process has the lock."""
+    path = folder / LOCK
     if (before := _LOCKED.get(folder.resolve())) is not None:
-        if os.path.samestat(os.fstat(before), folder.stat()):
-            return True
-        os.close(_LOCKED.pop(folder.resolve()))  # the folder at this path has been replaced
-    descriptor = os.open(folder, os.O_RDONLY)
+        if path.exists() and os.path.samestat(os.fstat(before.file.fileno()), path.stat()):
+            return
+        _LOCKED.pop(folder.resolve()).release()  # the folder at this path has been replaced
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return False
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return True
-    _LOCKED[folder.resolve()] = descriptor
-    return True
+        with atomic_files.into(folder):
+            _LOCKED[folder.resolve()] = FileLock(path)
+    except Busy as busy:
+        raise ValueError(f"{folder} is used by {busy}; wait until it ends, or choose {advice}") from None
+
+
+def _ours(name: str) -> bool:
+    """Whether a file is one of a run that was killed before it had a configuration."""
+    return name == f"{FILE}.tmp" or name.startswith(LOCK)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from test_checkpoint import Toy, flip, load, make, names, save, seed_all, train, truncate
+from test_checkpoint import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch.distributed.fsdp import fully_shard
 
 from nlgrpo.runtime import checkpoint
+from nlgrpo.runtime.checkpoint import Keep, Saver, folders, storage
+from nlgrpo.runtime.distributed import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -29,13 +31,14 @@ processes = multiprocessing.get_context("fork")  # new processes would import ev
 # --- Kills ------------------------------------------------------------------------------------------------------------
 
 
-def save_until_killed(folder, start):
+def save_until_killed(folder, start, background):
     torch.set_num_threads(1)
     model, optimizer = make()
     train(model, optimizer, 1)
+    saver = Saver(folder, background=background)
     for step in range(start, start + 10_000):
         mark(model, step)
-        save(folder, step, model, optimizer, keep=2)
+        saver.save(step, model, optimizer, {"step": step}, wait=False)
 
 
 def mark(model, step):
@@ -55,17 +58,18 @@ def assert_whole(folder):
     return state["step"]
 
 
-def test_sigkill_at_random_moments(tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_sigkill_at_random_moments(tmp_path, background):
     model, optimizer = make()
     train(model, optimizer, 1)
     mark(model, 0)
     save(tmp_path, 0, model, optimizer)
     step, dice = 0, random.Random(5)
     for _ in range(8):
-        child = processes.Process(target=save_until_killed, args=(tmp_path, step + 1))
+        child = processes.Process(target=save_until_killed, args=(tmp_path, step + 1, background))
         child.start()
         deadline = time.monotonic() + 30
-        while max(checkpoint._steps(tmp_path)) < step + 3 and time.monotonic() < deadline:
+        while max(folders.steps(tmp_path)) < step + 3 and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(dice.uniform(0, 0.05))
         child.kill()
@@ -203,7 +207,8 @@ def test_two_ranks_save_and_one_or_two_or_three_load(tmp_path):
     saved = on_ranks(2, work_save, tmp_path, "save")
     assert saved[0]["draws"] != saved[1]["draws"]
     files = json.loads((tmp_path / "run" / "step-00000002" / "manifest.json").read_text())["files"]
-    assert {"__0_0.distcp", "__1_0.distcp", "rng-00000.json", "rng-00001.json", "state.json", ".metadata"} == set(files)
+    shards = [f"shard-0000{i}-model-00001-of-00001.safetensors" for i in (1, 2)]
+    assert {*shards, "rng-00000.json", "rng-00001.json", "state.json"} == set(files)
 
     two = on_ranks(2, work_load, tmp_path, "two")
     assert [result["draws"] for result in two] == [result["draws"] for result in saved]
@@ -229,6 +234,33 @@ def test_one_rank_saves_and_two_load(tmp_path):
     assert [without_draws(result) for result in on_ranks(2, work_load, tmp_path, "load")] == [expected, expected]
 
 
+def work_chain(rank, folder):
+    """Load if there is something to load, one step, save in the background."""
+    model, optimizer = sharded() if dist.get_world_size() > 1 else one_rank()
+    state = load(folder / "run", model, optimizer) or {"step": 0}
+    steps(model, optimizer, 1)
+    saver = Saver(folder / "run", keep=Keep(9), background=True)
+    saver.save(state["step"] + 1, model, optimizer, {"step": state["step"] + 1}, wait=False)
+    steps(model, optimizer, 1)  # must not change what is being written
+    ranks = Ranks(rank, dist.get_world_size(), torch.device("cpu"))
+    while saver._writing is not None:
+        saver.poll(ranks)
+    return state
+
+
+def test_one_two_four_and_one_ranks_continue_each_other(tmp_path):
+    """The mean of equal gradients over 2 or 4 ranks is exact, so the result is that of one rank, bit for bit."""
+    for begun, ranks in enumerate((1, 2, 4, 1)):
+        assert on_ranks(ranks, work_chain, tmp_path, f"chain-{begun}") == [{"step": begun}] * ranks
+    model, optimizer = one_rank()
+    steps(model, optimizer, 4)
+    last, its_optimizer = one_rank()
+    assert load(tmp_path / "run", last, its_optimizer) == {"step": 4}
+    assert whole(last, its_optimizer) == whole(model, optimizer)
+    shards = [len(list(path.glob("shard-*"))) for path in sorted((tmp_path / "run").iterdir())]
+    assert shards == [1, 2, 4, 1]
+
+
 def work_load_damaged(rank, folder):
     model, optimizer = sharded()
     try:
@@ -243,7 +275,7 @@ def test_all_ranks_report_the_same_damage(tmp_path):
     shutil.copytree(tmp_path / "run" / "step-00000001", tmp_path / "run" / "step-00000002")
     flip(tmp_path / "run" / "step-00000002" / "rng-00000.json")  # only one rank reads this file
     assert on_ranks(2, work_load_damaged, tmp_path, "one") == [{"step": 1}] * 2
-    truncate(tmp_path / "run" / "step-00000001" / "__0_0.distcp")
+    truncate(tmp_path / "run" / "step-00000001" / SHARD)
     errors = on_ranks(2, work_load_damaged, tmp_path, "none")
     assert errors[0] == errors[1]
     assert "All checkpoints" in errors[0]
@@ -255,8 +287,8 @@ def work_save_without_room(rank, folder):
     steps(model, optimizer, 2)
     save(folder / "run", 1, model, optimizer)
     errors, before = [], resource.getrlimit(resource.RLIMIT_FSIZE)
-    for full, limit in (("save", 500), ("_write", 100)):
-        owner = checkpoint.dcp if full == "save" else checkpoint
+    for full, limit in (("save", 500), ("write", 100)):
+        owner = storage.dcp if full == "save" else folders
         original = getattr(owner, full)
 
         def without_room(*args, original=original, limit=limit, **kwargs):

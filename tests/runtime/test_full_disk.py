@@ -32,7 +32,7 @@ FULL = {
     ("train", "metrics"): ("nlgrpo.training.tracking.logger:MetricsLogger.log", 3, 50, ""),
     ("train", "samples"): ("nlgrpo.training.tracking.logger:MetricsLogger.table", 3, 50, ""),
     ("train", "half of the tensors"): ("torch.distributed.checkpoint:save", 2, 30_000, "checkpoints"),
-    ("train", "manifest"): ("nlgrpo.runtime.checkpoint:_write_manifest", 3, 100, "checkpoints"),
+    ("train", "manifest"): ("nlgrpo.runtime.checkpoint.folders:write_manifest", 3, 100, "checkpoints"),
     ("train", "weights"): ("nlgrpo.model.safetensors_writer:_write_tensor", 3, 8000, "model"),
     ("train", "tokenizer"): ("transformers:PreTrainedTokenizerFast.save_pretrained", 1, 300, "model"),
     ("train", "last evaluation"): ("nlgrpo.engine.rollouts.evaluation_samples:write_evaluation", 2, 100, ""),

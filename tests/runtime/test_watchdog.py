@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -197,10 +199,37 @@ def test_a_process_that_was_stopped_itself_blames_nobody(monkeypatch):
     assert run(busy, busy) == {}
 
 
+READS = """
+import gc, threading, time
+from nlgrpo.runtime.supervision import watchdog
+
+def starts():
+    while True:
+        thread = threading.Thread(target=list)
+        thread.start()
+        thread.join()
+
+for _ in range(2):
+    threading.Thread(target=starts, daemon=True).start()
+gc.callbacks.append(lambda phase, info: time.sleep(0))  # lets other threads run
+gc.set_threshold(1)
+until = time.monotonic() + 1.0
+while time.monotonic() < until:
+    watchdog._frames(threading.get_ident())
+assert gc.isenabled()
+"""
+
+
+def test_stacks_are_read_while_threads_start_and_garbage_is_collected():
+    """CPython 3.11 deadlocks without the protection."""
+    subprocess.run([sys.executable, "-c", READS], check=True, timeout=60)
+
+
 def test_limits():
     limits = Limits(10.0, {"rewards": 30.0, "update": 5.0})
     assert [limits.of(phase) for phase in ("rewards", "update", "start")] == [30.0, 10.0, 10.0]
-    assert limits.largest == 30.0
+    assert limits.largest == limits.silence == 30.0
+    assert Limits(10.0, {"checkpoint": 60.0}).silence == 10.0
     assert Limits(float("inf")).of("update") == float("inf")
 
 

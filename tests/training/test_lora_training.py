@@ -11,10 +11,10 @@ import torch
 import transformers
 from helpers import Job, run_all, tiny_model
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
 
 from nlgrpo import cli, train
 from nlgrpo.model import decoder, lora, reward_model
+from nlgrpo.runtime.checkpoint import storage
 from nlgrpo.training.run import Run
 from nlgrpo.training.tracking.run_files import read_jsonl
 
@@ -99,7 +99,7 @@ def test_a_run_trains_adapters_alone_and_writes_them(algorithm, work):
 
 def test_checkpoints_hold_what_is_trained(work):
     assert train.main(run_of(work, "small")) == 0
-    stored = FileSystemReader(work / "small" / "checkpoints" / "step-00000004").read_metadata().state_dict_metadata
+    stored = storage.stored(work / "small" / "checkpoints" / "step-00000004")
     names = {name.removeprefix("model/") for name in stored if name.startswith("model/")}
     model = decoder.load(work / "policy", shard=lambda m: lora.attach(m, lora.LoraConfig(rank=3), torch.float32))
     assert names == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -138,7 +138,7 @@ def test_the_reference_is_the_model_that_training_started_from(work, monkeypatch
 
 KILLS = {
     "in the update": ("nlgrpo.training.learner:clip_gradients", 3),
-    "in the second checkpoint": ("nlgrpo.runtime.checkpoint:_publish", 2),
+    "in the second checkpoint": ("nlgrpo.runtime.checkpoint.folders:publish", 2),
     "in the export of the adapter": ("nlgrpo.model.adapters:save", 1),
 }
 

@@ -26,7 +26,7 @@ from nlgrpo.model.architectures import shape_of
 from nlgrpo.objectives.aggregation import WeightedSum
 from nlgrpo.objectives.registry import parse
 from nlgrpo.rewards.reward_functions import Scores
-from nlgrpo.runtime import checkpoint
+from nlgrpo.runtime import checkpoint, file_lock
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import learner, run_folder
 from nlgrpo.training.global_batch import GlobalBatch
@@ -158,9 +158,9 @@ KILLS = {
     "in the update of step 3": ("nlgrpo.training.learner:clip_gradients", 14),
     "while sampling in step 5": ("nlgrpo.engine.generation:CachedDecoder.begin", 6),
     "when the tensors are written": ("torch.distributed.checkpoint:save", 2),
-    "before the manifest": ("nlgrpo.runtime.checkpoint:_write_manifest", 2),
-    "before the rename": ("nlgrpo.runtime.checkpoint:_publish", 2),
-    "before an old one goes": ("nlgrpo.runtime.checkpoint:_prune", 3),
+    "before the manifest": ("nlgrpo.runtime.checkpoint.folders:write_manifest", 2),
+    "before the rename": ("nlgrpo.runtime.checkpoint.folders:publish", 2),
+    "before an old one goes": ("nlgrpo.runtime.checkpoint.folders:prune", 3),
     "in the log of step 6": ("nlgrpo.training.tracking.run_files:_line", 32),
     "before the export": ("nlgrpo.train:finish", 1),
     "in the export": ("nlgrpo.model.safetensors_writer:_write_tensor", 3),
@@ -329,7 +329,7 @@ def test_one_process_at_a_time_uses_a_folder(work, capsys):
         before = sorted((work / "idle").iterdir())
         for more in ([], ["--train.restart"]):
             assert train.main([*arguments(work, "idle", train__steps=1), *more]) == 1
-            assert "another process is using" in capsys.readouterr().err
+            assert f"idle is used by process {other.pid} on" in capsys.readouterr().err
         assert sorted((work / "idle").iterdir()) == before
     finally:
         other.kill()  # releases the lock
@@ -357,8 +357,8 @@ def test_keys_that_did_not_exist_have_their_defaults(tmp_path):
 def test_a_restart_keeps_its_lock_while_it_clears_the_folder(work, monkeypatch):
     """A folder that replaced one of this process can be claimed by another process, or by this one."""
     options = [*arguments(work, "cleared", train__steps=1), "--train.restart"]
-    opened = f"os.open({str(work / 'cleared')!r}, os.O_RDONLY)"
-    tries = f"import fcntl, os; fcntl.flock({opened}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    opened = f"open({str(work / 'cleared' / '.lock')!r}, 'ab')"
+    tries = f"import fcntl; fcntl.flock({opened}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
     assert train.main(options) == 0
     faults, clear = [], run_folder._clear
 
@@ -368,7 +368,7 @@ def test_a_restart_keeps_its_lock_while_it_clears_the_folder(work, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(run_folder, "_clear", cleared)
-        patched.setattr(run_folder.fcntl, "flock", lambda *_: pytest.fail("it was let go for an instant"))
+        patched.setattr(file_lock.fcntl, "flock", lambda *_: pytest.fail("it was let go for an instant"))
         assert train.main(options) == 0
     assert "BlockingIOError" in faults[0]
     (work / "cleared").rename(work / "moved")

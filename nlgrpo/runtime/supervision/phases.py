@@ -33,6 +33,11 @@ class Limits:
         return max(self.seconds, self.longer.get(phase, 0.0))
 
     @property
+    def silence(self) -> float:
+        """Seconds that a rank may be silent: functions of the user can hold the interpreter's lock."""
+        return max(self.of("rewards"), self.of("generate"))
+
+    @property
     def largest(self) -> float:
         return max([self.seconds, *self.longer.values()])
 

@@ -13,6 +13,7 @@ exits with status 1, so that the launcher ends those that cannot, and restarts t
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -26,12 +27,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
-from nlgrpo.runtime.supervision import phases
+from nlgrpo.runtime.supervision import phases, processes
 from nlgrpo.runtime.supervision.phases import Limits
 from nlgrpo.runtime.supervision.rendezvous import Meeting
 
@@ -39,6 +39,7 @@ EVERY = 2.0  # seconds between reports
 SILENT = 30.0  # seconds without a report of a process that cannot run, or without an answer of the store
 LAST = 5.0  # seconds that the other ranks wait before they exit, while one prints
 FRAMES = 16  # of a stack, the innermost ones
+_reading = threading.Lock()
 CANNOT_RUN = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk", "Z": "dead"}
 
 
@@ -153,7 +154,7 @@ class Watchdog:
             number=self.number,
             pid=os.getpid(),
             host=socket.gethostname(),
-            pids=_process_namespace(),
+            pids=processes.namespace(),
             phase=str(phase),
             idle=self.clock - self.place[1],
             limit=min(self.limits.of(phase.name), sys.float_info.max),
@@ -185,7 +186,7 @@ class Watchdog:
         silent = {}
         for rank in here:
             state = _state(here[rank]) if rank != self.rank and waited[rank] > self.silent else ""
-            if state in CANNOT_RUN or waited[rank] > self.limits.largest:  # it may be in a later phase by now
+            if state in CANNOT_RUN or waited[rank] > self.limits.silence:  # it may be in a later phase by now
                 silent[rank] = _silent(rank, here[rank], waited[rank], state)
         if silent:
             return Fault("", silent, frozenset(silent))
@@ -228,8 +229,19 @@ def _stuck(rank: int, report: Report) -> str:
 
 
 def _frames(thread: int) -> list[FrameType]:
-    """Return the calls of a thread, the innermost first."""
-    frames, frame = [], sys._current_frames().get(thread)
+    """Return the calls of a thread, the innermost first.
+
+    CPython 3.11 deadlocks if `sys._current_frames` collects garbage while another thread starts (gh-106883).
+    """
+    with _reading:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
+    frames = []
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
@@ -242,23 +254,10 @@ def _text(frames: list[FrameType]) -> str:
     return "".join(traceback.StackSummary.extract(iter(calls)).format()).rstrip()
 
 
-def _process_namespace() -> str:
-    """Name the set of processes that this one can see; empty where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
 def _state(report: Report) -> str:
     """Return the state of a rank's process, as in ps; empty if this process cannot see it."""
-    if not report.pids or report.pids != _process_namespace():
-        return ""
-    try:
-        return Path(f"/proc/{report.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    seen = report.pids and report.pids == processes.namespace()
+    return processes.state(report.pid) if seen else ""
 
 
 def _done(answer: Future[None], seconds: float) -> bool:

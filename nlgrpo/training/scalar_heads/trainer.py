@@ -16,7 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -39,7 +39,7 @@ from nlgrpo.runtime import atomic_files, checkpoint, distributed
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
-from nlgrpo.runtime.supervision.phases import Limits, phase
+from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import run_folder
@@ -51,7 +51,7 @@ from nlgrpo.training.tracking.logger import WRITTEN, MetricsLogger
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", *trackers.KEYS, "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload", "train.timeout",
-        "train.grace_period")  # fmt: skip
+        "train.grace_period", "train.keep_every", "train.async_save")  # fmt: skip
 
 
 class Evaluated(Protocol):
@@ -198,20 +198,17 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         return totals.metrics() | {"grad_norm": grad_norm, "learning_rate": lr}
 
+    @cached_property
+    def saver(self) -> checkpoint.Saver:
+        """Saves the checkpoints; created by all ranks together."""
+        return run_folder.saver(self.folder, self.config.train, self.ranks, adapters=self.adapter is not None)
+
     @phase("checkpoint")
-    def save(self) -> None:
+    def save(self, *, wait: bool = True) -> None:
+        """Save a checkpoint; collective. Unless ``wait``, training may continue while it is written."""
         state = vars(self.progress) | {"config": asdict(self.config)}
-        folder, keep = self.folder / "checkpoints", self.config.train.keep_checkpoints
         check_finite(self.model, self.ranks, TOO_LARGE)
-        checkpoint.save(
-            folder,
-            self.progress.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            state=state,
-            keep=keep,
-            trained_only=self.adapter is not None,
-        )
+        self.saver.save(self.progress.step, self.model, self.optimizer, state, wait=wait)
 
     def restore(self) -> bool:
         """Load the newest complete checkpoint; returns False if there is none."""
@@ -302,7 +299,7 @@ def begin(cfg: TrainerConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
 
 def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
-    cfg, ranks, progress = run.config.train, run.ranks, run.progress
+    cfg, ranks, progress, saver = run.config.train, run.ranks, run.progress, run.saver
     parameters = sum(p.numel() for p in run.model.parameters())
     for step in range(progress.step, run.steps):
         clock, rows = Clock(ranks.device, step), run.rows(step)
@@ -319,9 +316,10 @@ def train(run: Trainer, stop: StopSignal, log: MetricsLogger) -> bool:
             results = evaluate(run)
             stats |= {f"held_out/{name}": results[name] for name in run.WATCHED}
         log.log(step, stats)
-        stopping = ranks.any(stop.received)
-        if stopping or step + 1 == run.steps or every(cfg.checkpoint_every, step + 1):
-            run.save()
+        saver.poll(ranks)
+        stopping = ranks.any(stop.received) or step + 1 == run.steps
+        if stopping or every(cfg.checkpoint_every, step + 1):
+            run.save(wait=stopping)
         if stopping:
             return step + 1 == run.steps
     return True
@@ -348,7 +346,7 @@ def evaluate_before(run: Trainer) -> dict[str, Any]:
 def launch(cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], *, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     disable_progress_bar()
-    with StopSignal(cfg.train.grace_period) as stop, distributed.start(Limits(cfg.train.timeout)) as ranks:
+    with StopSignal(cfg.train.grace_period) as stop, distributed.start(cfg.train.limits()) as ranks:
         fit(cfg, build, ranks, stop, dry_run=dry_run)  # frees the model before the process group ends
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from nlgrpo.config.comparing import differences
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime.file_lock import Busy, FileLock
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.training.run_folder import completed
 from nlgrpo.training.sweeps import state as sweep_state
@@ -98,14 +98,14 @@ def _same_sweep(manifest: SweepState, base: Mapping[str, Any], overrides: Mappin
 def locked(folder: Path) -> Iterator[int]:
     """Create and lock the folder; yields the lock's descriptor. Runs inherit it and may hold the lock longer."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another sweep, or a run that it started, is using {folder}; wait until it ends"
-            ) from None
-        yield file.fileno()
+    try:
+        lock = FileLock(folder / LOCK)
+    except Busy as busy:
+        raise ValueError(f"{folder} is used by {busy}, a sweep or a run that it started; wait until it ends") from None
+    try:
+        yield lock.file.fileno()
+    finally:
+        lock.release()
 
 
 @dataclass

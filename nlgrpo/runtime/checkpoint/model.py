@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from nlgrpo.runtime.checkpoint import Tensors, single_process_is_fine, verify
+from nlgrpo.runtime.checkpoint import storage
+from nlgrpo.runtime.checkpoint.folders import verify
+from nlgrpo.runtime.checkpoint.tensors import Tensors
 
 
 def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
     """Load the model of one checkpoint into ``parameters``, in place; return the names loaded.
 
-    Of a sharded parameter, only this rank's rows are kept; one stored tensor is in memory at a time. Not collective.
-    The parameter ``optional`` is left unchanged if the checkpoint does not have it in this shape. Raises ValueError for
-    a damaged checkpoint, for one of another model, and for one with adapters.
+    Of a sharded parameter, only this rank's rows are read. Not collective. The parameter ``optional`` is left unchanged
+    if the checkpoint does not have it in this shape. Raises ValueError for a damaged checkpoint, for one of another
+    model, and for one with adapters.
     """
     if (damage := verify(path)) is not None:
         raise ValueError(f"checkpoint {path} is damaged: {damage}")
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = storage.stored(path)
     prefix = "model/policy." if any(name.startswith("model/policy.") for name in tensors) else "model/"
     stored = {name.removeprefix(prefix): entry for name, entry in tensors.items()}
     if adapters := [name for name in stored if ".lora_A." in name]:
@@ -31,7 +29,6 @@ def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[st
     if wrong:
         saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
         raise ValueError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")
-    with single_process_is_fine():  # DCP converts to the dtype of the parameters
-        read = {f"{prefix}{name}": parameter.detach() for name, parameter in fitting.items()}
-        dcp.load(read, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    # DCP converts to the dtype of the parameters.
+    storage.read(path, {f"{prefix}{name}": parameter.detach() for name, parameter in fitting.items()}, alone=True)
     return set(fitting)

@@ -1,0 +1,218 @@
+"""Locks of folders and files that one process may use at a time, also on network file systems.
+
+The system's lock (flock) is exact where it works: on a local disk, and on NFS between the processes of all clients,
+unless the file system is mounted without a lock manager. Some file systems have no locks, or locks of one machine only.
+So the process that has the lock also writes who it is into ``NAME.owner``, and changes the time of this file every few
+seconds. A process on another machine that finds such a file waits for longer than that: if the time changes, the owner
+is alive; if not, it has ended without removing its file. Clocks of machines are not compared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from nlgrpo.runtime.supervision import processes
+
+BEAT = 10.0  # seconds between changes of the owner's file
+PATIENCE = 35.0  # seconds without a change after which an owner on another machine has ended
+
+
+class Busy(Exception):  # not an error by itself
+    """Another process has the lock; the text says which."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, as `nlgrpo.runtime.supervision.processes` names it, and this use of the lock."""
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    begun: str
+    id: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        boot, namespace, pid = processes.boot(), processes.namespace(), os.getpid()
+        return cls(socket.gethostname(), boot, namespace, pid, processes.begun(pid), uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class FileLock:
+    """The lock of ``path``, a file that is created. Raises Busy if another process has it, and OSError as `open` does.
+
+    It is kept until `release` or the end of the process. A process that was suspended for so long that another machine
+    has taken its lock ends when it notices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.owner_file = path, path.with_name(path.name + ".owner")
+        self.file: IO[bytes] = path.open("ab")
+        self.me = Owner.this()
+        try:
+            locked = self._flock()
+            while not self._claim():
+                self._displace(locked)
+        except BaseException:
+            self.file.close()
+            raise
+        _beats.add(self)
+
+    def release(self) -> None:
+        """Give the lock back. Does nothing in a forked process."""
+        if _beats.remove(self) and self.me.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                if self._found() == self.me:
+                    self.owner_file.unlink()
+        self.file.close()
+
+    def beat(self) -> bool:
+        """Say that this process is alive. Returns False if the lock is no longer its own."""
+        try:
+            if not os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
+                return False  # the folder has been replaced
+            found = self._found()
+            if found == self.me:
+                os.utime(self.owner_file)
+        except FileNotFoundError:  # the folder was removed
+            return False
+        except OSError:  # the disk does not answer now
+            return True
+        if found is not None and found != self.me:
+            print(f"error: {found} has taken {self.path.parent}, while this process was suspended", file=sys.stderr,
+                  flush=True)  # fmt: skip
+            os._exit(1)
+        return found == self.me
+
+    def _flock(self) -> bool:
+        """Take the lock of the system; returns False where there is none."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = self._found()
+            raise Busy("another process" if found is None else str(found)) from None
+        except OSError:
+            return False
+        return True
+
+    def _claim(self) -> bool:
+        """Write the owner's file; returns False if there is one. `os.link` is atomic on NFS too."""
+        mine = self.owner_file.with_name(f"{self.owner_file.name}.{self.me.id}")
+        mine.write_text(json.dumps(asdict(self.me)), "utf-8")
+        try:
+            os.link(mine, self.owner_file)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            return self._create()
+        finally:
+            mine.unlink()
+        return True
+
+    def _create(self) -> bool:
+        try:
+            with self.owner_file.open("x", encoding="utf-8") as file:
+                json.dump(asdict(self.me), file)
+        except FileExistsError:
+            return False
+        return True
+
+    def _found(self) -> Owner | None:
+        try:
+            return Owner(**json.loads(self.owner_file.read_text("utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def _displace(self, locked: bool) -> None:
+        """Remove the owner's file of a process that has ended. Raises Busy if it runs."""
+        before = self._beats()
+        owner, me = self._found(), self.me
+        if owner is not None and me.boot and owner.boot == me.boot and locked:
+            alive = False  # on one machine, the lock of the system is exact
+        elif owner is not None and me.namespace and owner.namespace == me.namespace:
+            alive = processes.begun(owner.pid) == owner.begun
+        else:
+            alive = self._beating(owner, before)
+        if alive:
+            raise Busy("another process" if owner is None else str(owner))
+        removed = self.owner_file.with_name(f"{self.owner_file.name}.{me.id}")
+        with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+            os.rename(self.owner_file, removed)
+            if before is None or removed.stat().st_ino != before[0]:  # and has the lock now
+                os.link(removed, self.owner_file)
+            removed.unlink()
+
+    def _beating(self, owner: Owner | None, before: tuple[int, int] | None) -> bool:
+        """Whether an owner that this machine cannot see changes the time of its file."""
+        who = "another process" if owner is None else owner
+        print(f"{self.path.parent} was last used by {who}; waiting {PATIENCE:.0f} s for a sign of life",
+              file=sys.stderr, flush=True)  # fmt: skip
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            time.sleep(PATIENCE / 35)
+            if (now := self._beats()) != before:
+                return now is not None
+        return False
+
+    def _beats(self) -> tuple[int, int] | None:
+        """Return inode and time of the owner's file; opening it makes NFS ask the server."""
+        try:
+            with self.owner_file.open("rb") as file:
+                status = os.fstat(file.fileno())
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+class _Beats:
+    """One thread for all locks of this process."""
+
+    def __init__(self) -> None:
+        self.locks: list[FileLock] = []
+        self.guard, self.added = threading.Lock(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def add(self, lock: FileLock) -> None:
+        with self.guard:
+            self.locks.append(lock)
+            self.added.set()
+            if self.thread is None or not self.thread.is_alive():  # the first, or in a forked process
+                self.thread = threading.Thread(target=self._run, daemon=True, name="nlgrpo-locks")
+                self.thread.start()
+
+    def remove(self, lock: FileLock) -> bool:
+        with self.guard:
+            if lock not in self.locks:
+                return False
+            self.locks.remove(lock)
+            return True
+
+    def _run(self) -> None:
+        while True:
+            self.added.wait(BEAT)
+            self.added.clear()
+            with self.guard:  # a lock is not released meanwhile
+                self.locks = [lock for lock in self.locks if lock.me.pid != os.getpid() or lock.beat()]
+
+    def release(self) -> None:
+        for lock in list(self.locks):
+            lock.release()
+
+
+_beats = _Beats()
+atexit.register(_beats.release)
