@@ -144,7 +144,7 @@ def seconds_of(products: Products) -> float:
 
 def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> None:
     from nlgrpo.config.schema import Config, from_dict
-    from nlgrpo.runtime import distributed
+    from nlgrpo.runtime.supervision import process_group
     from nlgrpo.runtime.supervision.stop_signal import StopSignal
     from nlgrpo.runtime.timing import Clock
     from nlgrpo.train import train
@@ -170,7 +170,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
         },
         "evaluation": {"prompts": 0},
     }
-    with distributed.start() as ranks:
+    with process_group.start() as ranks:
         run = build(from_dict(settings, Config()), ranks)
         open_folder(run)
         learner = run.learner()

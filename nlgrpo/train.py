@@ -14,19 +14,20 @@ from collections.abc import Sequence
 from functools import partial
 
 from rich.console import Console
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.backends.base import PolicyEngine
-from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
-from nlgrpo.rewards.reward_functions import RewardError, Scores
-from nlgrpo.runtime import distributed, host_memory
-from nlgrpo.runtime.seeding import random_state, seed_everything, set_random_state
+from nlgrpo.rewards.reward_functions import RewardError
+from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.seeding import seed_everything
+from nlgrpo.runtime.supervision import process_group
+from nlgrpo.runtime.supervision.divergence import Diverged
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every
 from nlgrpo.training import offline
@@ -35,8 +36,7 @@ from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.planning import table
-from nlgrpo.training.reference_rewards import CalibratedReward
-from nlgrpo.training.rollouts.ahead import Drawn, Rollouts
+from nlgrpo.training.rollouts.ahead import Rollouts
 from nlgrpo.training.run import Run, open_folder
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
@@ -66,13 +66,13 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
     cfg, ranks, progress, step = run.config, run.ranks, run.progress, run.progress.step
     clock   = Clock(ranks.device, step)
     clock.phase("generate")
-    drawn   = draw(run, learner, rollouts)                       # M completions of each prompt, and log-probs
+    drawn   = rollouts.draw()                                    # M completions of each prompt, and log-probs
     batch, rollout = drawn.batch, drawn.rollout                  # this rank's share of the P prompts
     clock.phase("reference")
     ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
     ratios  = learner.corrected(rollout)                         # policy / sampler, or None: loss.correction = "none"
     clock.phase("rewards")
-    scores, calibrated = score(run, learner, rollouts, drawn, ref)  # {name: (P, M)}, NaN where a reward abstains
+    scores, calibrated = rollouts.score(drawn, ref)    # {name: (P, M)}, NaN where a reward abstains
     clock.phase("linearize")
     weights = None if ratios is None else ratios.completions     # (P, M), or None: weights of tokens only
     groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated, weights)  # from here on: all P prompts
@@ -104,6 +104,7 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
         progress.beta = run.next_beta(step, stats["kl"])
     stats |= run.speed(clock, groups.packed_tokens, int(groups.lengths.sum())) | rollouts.metrics(drawn, step, stats)
     log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
+    run.watch(step, stats)
     if every(cfg.train.samples_every, step):
         log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, terms, adv))
 
@@ -120,50 +121,20 @@ def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: Metri
     tokens = int(stats.pop("tokens"))                            # on all ranks
     progress.advance(cfg.rollout.prompts, tokens)
     log.log(step, stats | run.speed(clock, tokens))
+    run.watch(step, stats)
 # fmt: on
-
-
-def draw(run: Run, learner: Learner, rollouts: Rollouts) -> Drawn:
-    """Return the rollout of this step; collective.
-
-    If its engine fails on any rank, all ranks save the state before this step and raise ValueError.
-    """
-    try:
-        return rollouts.next()
-    except ValueError as error:  # on all ranks
-        if run.ranks.any(isinstance(error, EngineError)):
-            run.save(learner)
-        raise
-
-
-def score(
-    run: Run, learner: Learner, rollouts: Rollouts, drawn: Drawn, ref: Tensor | None
-) -> tuple[Scores, dict[str, CalibratedReward]]:
-    """Score this rank's completions, and calibrate the rewards that have a transform on samples of the reference.
-
-    If a reward fails on any rank, all ranks save the state before this step and raise RewardError.
-    """
-    generators = random_state()
-    try:
-        scores = rollouts.scores(drawn)
-        with learner.as_reference() as reference:
-            return scores, run.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
-    except RewardError:
-        set_random_state(generators)
-        run.save(learner)
-        raise
 
 
 def evaluate_before(run: Run, learner: Learner, engine: PolicyEngine) -> EvaluationSamples | None:
     """Evaluate the model before training, or load that evaluation from the run's folder if it is saved there."""
     if run.config.evaluation.prompts == 0:
         return None
-    before = run.evaluated().get("before")
-    if before is None:
+    found = run.evaluated().get("before")
+    if found is None:
         engine.take(learner.model, 0)
-        before = run.evaluate(engine)
-        run.write_evaluation(before=before)
-    return before
+        found = run.evaluate(engine)
+        run.write_evaluation(before=found)
+    return found
 
 
 def log_evaluation(run: Run, log: MetricsLogger, sampled: EvaluationSamples | None) -> None:
@@ -201,11 +172,11 @@ def finish(
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     disable_progress_bar()  # transformers shows one for every model it loads
-    with StopSignal(cfg.train.grace_period) as stop, distributed.start(cfg.limits()) as ranks:
+    with StopSignal(cfg.train.grace_period) as stop, process_group.start(cfg.limits()) as ranks:
         _launch(cfg, ranks, stop, dry_run)  # frees the model before the process group ends
 
 
-def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bool) -> None:
+def _launch(cfg: Config, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
     console = Console(quiet=not ranks.first)
     seed_everything(cfg.train.seed + ranks.rank)
     run = build(cfg, ranks)
@@ -221,14 +192,29 @@ def _launch(cfg: Config, ranks: distributed.Ranks, stop: StopSignal, dry_run: bo
             console.print(f"resuming from step {run.progress.step}")
         elif logged := len(read_jsonl(run.folder / FILE)):
             console.print(f"no checkpoint in {run.folder}: restarting from step 0, discarding {logged} logged steps")
+        while (finished := attempt(run, learner, engine, before, stop)) is None:
+            console.print(f"rolled back to step {run.progress.step}, rollback {run.progress.rollbacks}")
+        if not finished:
+            console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
+
+
+def attempt(
+    run: Run, learner: Learner, engine: PolicyEngine, before: EvaluationSamples | None, stop: StopSignal
+) -> bool | None:
+    """Train from the current step to the end. Returns False if a signal stopped it, None after a rollback."""
+    try:
         with run.logger() as log:
             if run.progress.step == 0:
                 log_evaluation(run, log, before)
             finished = train(run, learner, Rollouts(run, learner, engine), stop, log)
             if finished:
                 finish(run, learner, engine, before, log)
-        if not finished:
-            console.print(f"stopped and saved at step {run.progress.step}; run the same command again to resume")
+            return finished
+    except Diverged as diverged:
+        if run.config.divergence.action != "rollback":
+            raise
+        run.roll_back(learner, diverged)
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.objectives.aggregation import combine
-from nlgrpo.runtime import distributed
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
@@ -63,7 +63,7 @@ def signal_and_noise(estimates: list[Tensor]) -> tuple[float, float]:
 
 def main() -> None:
     cfg, _ = from_arguments(sys.argv[1:])
-    with distributed.start() as ranks:
+    with process_group.start() as ranks:
         try:
             run = build(cfg, ranks)
         except ValueError as error:

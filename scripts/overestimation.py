@@ -20,7 +20,7 @@ from nlgrpo.commands.guided import decode
 from nlgrpo.engine import guided_search
 from nlgrpo.evaluation.decoding_methods import DecodingMethod
 from nlgrpo.evaluation.estimators import bootstrap
-from nlgrpo.runtime import distributed
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.work_queue import WorkQueue
 
 
@@ -41,7 +41,7 @@ def values_and_rewards(c: decode.Comparison, method: DecodingMethod) -> tuple[Te
 def main() -> None:
     try:
         options, cfg = decode.read_arguments(sys.argv[1:])
-        with distributed.start() as ranks:
+        with process_group.start() as ranks:
             c = decode.build(replace(options, choose="value"), cfg, WorkQueue(ranks, Console()))
             print(f"{len(c.batch.ids)} prompts, {len(c.methods)} methods")
             for method in c.methods:

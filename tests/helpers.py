@@ -49,7 +49,7 @@ def _on_rank(rank: int, work: Callable[..., None], folder: str, ranks: int, argu
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     work(rank, *arguments)
-    gc.collect()  # cycles that keep the group alive, as in `distributed.start`
+    gc.collect()  # cycles that keep the group alive, as in `process_group.start`
     dist.destroy_process_group()
 
 

@@ -24,7 +24,8 @@ from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
 from nlgrpo.evaluation import results
 from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate, is_run, path_of
 from nlgrpo.objectives.registry import MajorityVote, parse
-from nlgrpo.runtime import distributed, user_code
+from nlgrpo.runtime import user_code
+from nlgrpo.runtime.supervision import process_group
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
 def main(arguments: Sequence[str]) -> int:
     """Evaluate, write the results and print them. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
-    with distributed.start(cfg.limits()) as ranks:
+    with process_group.start(cfg.limits()) as ranks:
         e = build(options, cfg, ranks)
         found = evaluate(e)
         if ranks.first:

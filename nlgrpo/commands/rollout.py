@@ -26,8 +26,8 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.evaluation.rollout_tables import draw_calibration, ks_tables, table
-from nlgrpo.runtime import distributed
 from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import as_clock
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every reward model
-    with StopSignal() as stop, distributed.start(cfg.limits()) as ranks:
+    with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:
         queue = WorkQueue(ranks, Console(quiet=not ranks.first), stop)
         folder = options.out or Path(f"runs/{cfg.recipe}-rollouts")
         job = build(cfg, queue, folder, samples=options.samples, prompts=options.prompts)

@@ -25,6 +25,9 @@ class OptimConfig:
     """Decoupled weight decay of AdamW and Muon; none for norms and biases."""
     max_grad_norm: float = 1.0
     """Maximum gradient norm, by clipping. 0: no clipping."""
+    skip_grad_norm: float | None = None
+    """Leave out an optimizer step whose gradient norm, before clipping, is above this number or not finite. None: no
+    step is left out; a norm that is not finite ends the run."""
     momentum: float = 0.95
     """Muon's momentum."""
     nesterov: bool = True
@@ -35,6 +38,10 @@ class OptimConfig:
     """Factor of Muon's learning rate for a matrix (A, B), as in torch.optim.Muon. match_rms_adamw: 0.2 sqrt(max(A, B)),
     with which updates are about as large as AdamW's, so that both have one learning rate; original:
     sqrt(max(1, A / B))."""
+
+    def skips(self, norm: float) -> bool:
+        """Whether the optimizer step of a gradient with this norm is left out."""
+        return self.skip_grad_norm is not None and not norm <= self.skip_grad_norm
 
     @property
     def description(self) -> str:

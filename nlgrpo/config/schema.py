@@ -22,6 +22,7 @@ from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
+from nlgrpo.runtime.supervision.divergence import DivergenceConfig
 from nlgrpo.runtime.supervision.phases import Limits
 
 PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
@@ -317,6 +318,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

@@ -59,6 +59,7 @@ def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> l
         need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
         need("optim.eps", "> 0", optim.eps > 0),
         need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
+        need("optim.skip_grad_norm", "> 0 or none", optim.skip_grad_norm is None or optim.skip_grad_norm > 0),
         need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
         need("optim.momentum", "in [0, 1)", 0 <= optim.momentum < 1),
         need("optim.ns_steps", "between 1 and 99", 1 <= optim.ns_steps <= 99),
@@ -118,6 +119,15 @@ def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[
     return faults
 
 
+def _divergence_faults(config: Config) -> list[str]:
+    faults = config.divergence.faults()
+    if config.divergence.action == "rollback" and config.loss.offline:
+        faults.append(f"divergence.action = 'rollback': {config.loss.algorithm} draws no samples; use 'stop'")
+    if config.divergence.action == "rollback" and not config.train.checkpoint_every:
+        faults.append("divergence.action = 'rollback' needs checkpoints: set train.checkpoint_every")
+    return faults
+
+
 def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
     environment, data = config.environment, config.data
     limit, answer = environment.max_tokens, config.rollout.max_new_tokens
@@ -144,6 +154,7 @@ def _faults(config: Config, world: int) -> list[str]:
     faults = [
         *_data_faults(config, need),
         *_environment_faults(config, need),
+        *_divergence_faults(config),
         need("rollout.prompts", ">= 1", rollout.prompts >= 1),
         need(
             "rollout.samples",

@@ -243,14 +243,14 @@ def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
 TOO_LARGE = "; nothing was saved. The rewards, the weight decay or the learning rate may be too large"
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: nn.Module, max_norm: float, *, finite: bool = True) -> float:
     """Clip the gradient to the norm ``max_norm`` (0: no clipping) and return its norm before, over all shards.
 
-    Raises ValueError if the norm is not finite.
+    Raises ValueError if the norm is not finite and ``finite`` is true.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
     total = float(norm.full_tensor() if shards.is_sharded(norm) else norm)
-    if not math.isfinite(total):
+    if finite and not math.isfinite(total):
         raise ValueError(
             f"the norm of the gradient is {total}: the rewards, the weights or the learning rate are too large for the "
             "compute dtype. The gradient was not applied; the last checkpoint is from before it"

@@ -216,3 +216,4 @@ class _Beats:
 
 _beats = _Beats()
 atexit.register(_beats.release)
+os.register_at_fork(after_in_child=_beats.__init__)  # type: ignore[misc]  # the locks are the parent's

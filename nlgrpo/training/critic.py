@@ -107,11 +107,11 @@ class Critic:
         }
         return self.config.coef * (weights.to(values) * losses).sum(), sums
 
-    def clip_gradients(self, max_norm: float) -> float:
+    def clip_gradients(self, max_norm: float, *, finite: bool = True) -> float:
         """Clip the gradients and return their norm before clipping. A head's gradient is averaged over ranks first."""
         if isinstance(self.module, nn.Linear) and self.module.weight.grad is not None:
             self.ranks.sum(self.module.weight.grad).div_(self.ranks.world)
-        return clip_gradients(self.module, max_norm)
+        return clip_gradients(self.module, max_norm, finite=finite)
 
 
 def own_shape(cfg: Config, policy: Shape) -> Shape:

@@ -173,7 +173,7 @@ class Learner:
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
         dapo_tokens = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
-        totals = _Totals(self.ranks)
+        totals, skipped = _Totals(self.ranks), 0
         for part, rows in enumerate(self._minibatches(kept, step)):
             row_lengths = lengths[rows]
             counts = torch.tensor([len(rows), float(row_lengths.sum())], dtype=torch.float64, device=lengths.device)
@@ -197,17 +197,26 @@ class Learner:
                     totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
                 if other is not None:
                     other()
-            totals.grad_norms.append(clip_gradients(self.model, self.optim.max_grad_norm))
-            if self.critic is not None:
-                self.critic.clip_gradients(self.optim.max_grad_norm)
-            self.optimizer.step()
+            norms = self._clip()
+            totals.grad_norms.append(norms[0])
+            skipped += (skips := any(map(self.optim.skips, norms)))
+            if not skips:
+                self.optimizer.step()
         self.optimizer.zero_grad()
         metrics = totals.metrics() | {"learning_rate": lr}
+        if self.optim.skip_grad_norm is not None:
+            metrics["skipped_steps"] = float(skipped)
         if corrected is not None:
             metrics |= correction.metrics(
                 self.ranks.sum(corrected.sums.clone()), self.ranks.max(corrected.extremes.clone())
             )
         return metrics
+
+    def _clip(self) -> list[float]:
+        """Clip the gradients, and return the norms before: of the policy and, if there is one, of the critic."""
+        limit, finite = self.optim.max_grad_norm, self.optim.skip_grad_norm is None
+        norms = [clip_gradients(self.model, limit, finite=finite)]
+        return norms if self.critic is None else [*norms, self.critic.clip_gradients(limit, finite=finite)]
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
         """Yield the ``kept`` (R,) rows of this rank for each optimizer step.

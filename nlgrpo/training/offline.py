@@ -196,8 +196,10 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
         loss = losses(learner.loss, config, logps, ref)
         (loss.sum() / chosen.total * learner.ranks.world).backward()
         sums += _sums(loss.detach(), logps.detach(), ref)
-    grad_norm = clip_gradients(learner.model, learner.optim.max_grad_norm)
-    learner.optimizer.step()
+    optim = learner.optim
+    grad_norm = clip_gradients(learner.model, optim.max_grad_norm, finite=optim.skip_grad_norm is None)
+    if not optim.skips(grad_norm):
+        learner.optimizer.step()
     learner.optimizer.zero_grad()
     totals = learner.ranks.sum(torch.cat([sums, sums.new_tensor([chosen.tokens])])).tolist()
     metrics = _metrics(dict(zip(NAMES, totals[:-1], strict=True)), chosen, implicit_beta(learner.loss, config))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -34,6 +35,8 @@ from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.seeding import seed_everything
+from nlgrpo.runtime.supervision.divergence import Detector, Diverged
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, flops_utilisation
 from nlgrpo.training import critic, offline, run_folder
@@ -43,6 +46,7 @@ from nlgrpo.training.reference_rewards import ReferenceRewards
 from nlgrpo.training.tracking import terminal, trackers
 from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 from nlgrpo.training.tracking.logger import MetricsLogger
+from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 if TYPE_CHECKING:
     from nlgrpo.runtime.checkpoint import Saver
@@ -52,7 +56,7 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
         "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
-        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save",
+        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "divergence.",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
@@ -79,6 +83,7 @@ class Progress:
     num_tokens: int = 0  # prompt and completion tokens trained on so far
     beta: float = 0.0
     averages: list[float] = field(default_factory=list)  # moving averages of the objectives' values
+    rollbacks: int = 0
 
     def advance(self, prompts: int, tokens: int) -> None:
         """Count one finished step with its prompts and tokens."""
@@ -104,6 +109,7 @@ class Run:
     compute: torch.dtype
     adapter: LoraConfig | None = None  # settings of the policy's adapters
     progress: Progress = field(default_factory=Progress)
+    detector: Detector | None = None  # of divergence
 
     @property
     def folder(self) -> Path:
@@ -295,7 +301,52 @@ class Run:
         state = checkpoint.load(self.folder / "checkpoints", model=learner.trained, optimizer=learner.optimizer)
         if state is not None:
             self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
+            self._seed_samples()
         return state is not None
+
+    def watch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn if the run diverges at ``step``, or raise Diverged on all ranks; see `divergence.action`."""
+        action = self.config.divergence.action
+        if self.detector is None:
+            self.detector = self._detector(step)
+        fault = None if action == "none" else self.detector.look(step, metrics)
+        if action in ("stop", "rollback") and self.ranks.any(fault is not None):
+            raise fault or Diverged("another rank has diverged", step)
+        if fault is not None and self.ranks.first:
+            print(f"warning: {fault} (divergence.action)", file=sys.stderr, flush=True)
+
+    def _detector(self, begun: int) -> Detector:
+        """Return a detector that has followed the metrics that were logged before the step ``begun``; collective."""
+        detector = Detector(self.config.divergence, groups=self.config.rollout.samples > 1)
+        rows = read_jsonl(self.folder / FILE)[-20 * self.config.divergence.window :] if self.ranks.first else []
+        for row in self.ranks.gather_objects([row for row in rows if row["step"] < begun])[0]:
+            detector.look(row["step"], row)
+        return detector
+
+    def roll_back(self, learner: Learner, diverged: Diverged) -> None:
+        """Load the newest checkpoint from before ``diverged``, and sample with another seed from there; collective.
+
+        Later checkpoints are removed. Raises ``diverged`` if there is none, or after too many rollbacks.
+        """
+        from nlgrpo.runtime import checkpoint
+
+        rollbacks = self.progress.rollbacks + 1
+        self.saver.wait()
+        if rollbacks > self.config.divergence.rollbacks:
+            raise ValueError(f"{diverged}; this after {rollbacks - 1} rollbacks (divergence.rollbacks)")
+        self.ranks.agree(lambda: checkpoint.drop(self.saver.folder, diverged.onset) if self.ranks.first else None)
+        if not self.restore(learner):
+            raise ValueError(f"{diverged}; there is no checkpoint from before step {diverged.onset + 1}")
+        self.progress.rollbacks = rollbacks
+        self._seed_samples()
+        seed_everything(self.config.train.seed + self.ranks.rank + 7919 * rollbacks)
+        self.detector = None  # the steps that were rolled back are forgotten
+        if self.ranks.first:
+            print(f"warning: {diverged}", file=sys.stderr, flush=True)
+
+    def _seed_samples(self) -> None:
+        """Give the samples the seed of the run, and another one after each rollback."""
+        self.sampler = replace(self.sampler, seed=self.config.train.seed ^ (self.progress.rollbacks << 48))
 
     @phase("export")
     def export(self, learner: Learner) -> Path:

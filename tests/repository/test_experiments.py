@@ -15,7 +15,7 @@ from rich.console import Console
 from nlgrpo.commands.guided import decode
 from nlgrpo.engine.generation import generate
 from nlgrpo.model import decoder
-from nlgrpo.runtime import distributed
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.work_queue import WorkQueue
 
 pytestmark = pytest.mark.slow
@@ -363,7 +363,7 @@ def test_overestimation(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
     monkeypatch.chdir(tmp_path)
-    with distributed.start() as ranks:
+    with process_group.start() as ranks:
         c = decode.build(*decode.read_arguments([str(word) for word in guided]), WorkQueue(ranks, Console(quiet=True)))
     drawn = generate(c.model, c.batch.ids, 4, c.sampler.sampling, seed=c.sampler.seed).completion_ids()
     theirs = [

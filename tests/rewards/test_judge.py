@@ -91,6 +91,7 @@ def words(count):
     return " ".join(["word"] * count)
 
 
+@pytest.mark.slow
 def test_50_concurrent_requests_of_which_a_fifth_fail_lose_none():
     completions = [f"{words(i % 9)} {i}" for i in range(200)]
     with Endpoint(failures=0.2, delay=0.05) as endpoint:

@@ -73,6 +73,7 @@ def test_after_the_grace_period_it_is_ended_with_its_stacks(work):
     assert 'File "<string>", line' in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("work", [IGNORES, HOLDS_THE_LOCK], ids=["ignores", "lock"])
 def test_a_second_signal_ends_it_at_once(work, number):
@@ -86,6 +87,7 @@ def test_a_second_signal_ends_it_at_once(work, number):
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_a_notice_does_not_count_as_the_first_of_two():
     with running(IGNORES, again=0.2) as process:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
@@ -96,6 +98,7 @@ def test_a_notice_does_not_count_as_the_first_of_two():
         assert end(process)[0] == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_process_that_ignores_everything_is_killed():
     ignoring = "import faulthandler; faulthandler.disable(); signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
     with running(ignoring + IGNORES, grace=0.2) as process:
@@ -105,6 +108,7 @@ def test_a_process_that_ignores_everything_is_killed():
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_the_helper_ends_with_the_process():
     with running(IGNORES) as process:
         process.kill()
@@ -125,6 +129,7 @@ def test_signals_of_forked_processes_are_their_own():
     assert (status, printed, errors) == (0, f"{-signal.SIGTERM} False\nalive\n", "")
 
 
+@pytest.mark.slow
 def test_other_ranks_are_quiet(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with running(FINISHES) as process:

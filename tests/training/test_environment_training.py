@@ -70,6 +70,7 @@ def exported(folder: Path) -> bytes:
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_chat_model_learns_in_two_turns(work):
     """The reward counts spaces, of which a random model of bytes writes few."""
     learning = {"optim__lr": 0.02, "train__steps": 15, "rollout__prompts": 4, "rollout__samples": 8, "loss__beta": 0}

@@ -115,6 +115,7 @@ def test_a_rank_that_hangs_outside_of_a_reward(work, undisturbed):
     assert same(work / "hangs", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["600", "inf"])
 def test_a_keyboard_interrupt_in_a_reward_is_its_error(work, seconds):
     (work / "0 3").write_text("raise KeyboardInterrupt")

@@ -82,7 +82,7 @@ def calibrated_of(root, **more):
     rollouts = Rollouts(run, learner, NativeEngine(learner.model))
     drawn = rollouts.next()
     ref = learner.reference_logprobs(drawn.rollout)
-    scores, calibrated = train.score(run, learner, rollouts, drawn, ref)
+    scores, calibrated = rollouts.score(drawn, ref)
     return run, drawn.batch, drawn.rollout, scores, calibrated, ref
 
 

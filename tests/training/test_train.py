@@ -305,10 +305,10 @@ def test_the_number_of_held_out_prompts_may_not_change(work, capsys):
 HOLDS = """
 import sys, time
 from nlgrpo.config.schema import Config
-from nlgrpo.runtime import distributed
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.training import run_folder
 
-with distributed.start() as ranks:
+with process_group.start() as ranks:
     run_folder.claim(__import__("pathlib").Path(sys.argv[1]), Config(), ranks, free=(), restart=True)
     print("mine", flush=True)
     time.sleep(60)

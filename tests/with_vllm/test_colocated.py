@@ -18,7 +18,7 @@ from nlgrpo.engine.backends.servers import VLLMServers
 from nlgrpo.engine.sampling import Sampling, log_distribution
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime import distributed
+from nlgrpo.runtime.supervision import process_group
 
 PROMPTS = [[1, 50, 60, 70], [1, 80, 90], [1, 300, 301, 302, 303], [1, 7]]
 SAMPLING = Sampling(max_new_tokens=24, stop_ids=(2,))
@@ -26,7 +26,7 @@ SAMPLING = Sampling(max_new_tokens=24, stop_ids=(2,))
 
 @pytest.fixture
 def ranks():
-    with distributed.start() as ranks:
+    with process_group.start() as ranks:
         yield ranks
 
 

@@ -23,8 +23,9 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.engine import transformers_backend
 from nlgrpo.evaluation.decoding import RESULTS, Comparison, ComparisonOptions, build, results, run
-from nlgrpo.runtime import atomic_files, distributed
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every reward model
-    with StopSignal() as stop, distributed.start(cfg.limits()) as ranks:
+    with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:
         comparison = build(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop))
         say = comparison.queue.console.print
         say(plan(comparison))

@@ -31,8 +31,9 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.rollouts.collect import refuse_pairwise
 from nlgrpo.model import reward_model
-from nlgrpo.runtime import atomic_files, distributed
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.scalar_heads import trainer
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every model
-    with StopSignal() as stop, distributed.start(cfg.limits()) as ranks:
+    with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:
         assert options.out is not None
         loop = Loop(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop), options.out)
         loop.queue.console.print(plan(loop))

@@ -20,8 +20,8 @@ With ``trained_only``, frozen parameters are left out: beside adapters, they are
 names the tensors of a model and its optimizer, `storage` is their files, `folders` the folders. Read `saving.py` first.
 """
 
-from nlgrpo.runtime.checkpoint.folders import Keep, verify
+from nlgrpo.runtime.checkpoint.folders import Keep, drop, verify
 from nlgrpo.runtime.checkpoint.loading import load, newest
 from nlgrpo.runtime.checkpoint.saving import Saver, save
 
-__all__ = ["Keep", "Saver", "load", "newest", "save", "verify"]
+__all__ = ["Keep", "Saver", "drop", "load", "newest", "save", "verify"]

@@ -111,6 +111,12 @@ def publish(partial: Path, target: Path) -> None:
         atomic_files.remove(old)
 
 
+def drop(folder: Path, step: int) -> None:
+    """Delete the checkpoints after ``step``. Raises ValueError if they cannot be deleted."""
+    with atomic_files.into(folder):
+        prune(folder, [later for later in steps(folder) if later > step])
+
+
 def prune(folder: Path, outdated: list[int]) -> None:
     for step in outdated:
         path = named(folder, step)

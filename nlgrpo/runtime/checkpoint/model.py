@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from nlgrpo.runtime.checkpoint import storage
 from nlgrpo.runtime.checkpoint.folders import verify
-from nlgrpo.runtime.checkpoint.tensors import Tensors
 
 
-def read_model(path: Path, parameters: Tensors, *, optional: str = "") -> set[str]:
+def read_model(path: Path, parameters: dict[str, Tensor], *, optional: str = "") -> set[str]:
     """Load the model of one checkpoint into ``parameters``, in place; return the names loaded.
 
     Of a sharded parameter, only this rank's rows are read. Not collective. The parameter ``optional`` is left unchanged

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from nlgrpo.runtime.checkpoint.folders import Digest
-
+Digest = dict[str, Any]  # "bytes" and "sha256" of a file
 FILE_BYTES = 2**30  # of tensors in a file, which DCP copies whole before it writes them
 
 

@@ -9,14 +9,17 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.runtime.seeding import random_state, set_random_state
 from nlgrpo.runtime.supervision.threads import in_thread
 from nlgrpo.training.learner import Learner
+from nlgrpo.training.reference_rewards import CalibratedReward
 from nlgrpo.training.run import Run
 
 SUSPICIOUS = 0.1  # mean difference of log-probs per token, in nats
@@ -54,6 +57,35 @@ class Rollouts:
     @property
     def ahead(self) -> int:
         return self.run.config.rollout.ahead
+
+    def draw(self) -> Drawn:
+        """Return the rollout of the current step; collective.
+
+        If its engine fails on any rank, all ranks save the state before this step and raise ValueError.
+        """
+        try:
+            return self.next()
+        except ValueError as error:  # on all ranks
+            if self.run.ranks.any(isinstance(error, EngineError)):
+                self.run.save(self.learner)
+            raise
+
+    def score(self, drawn: Drawn, ref: Tensor | None) -> tuple[Scores, dict[str, CalibratedReward]]:
+        """Score this rank's completions, and calibrate the rewards that have a transform on samples of the reference.
+
+        ``ref``: log-probs of the reference. If a reward fails on any rank, all ranks save the state before this step
+        and raise RewardError.
+        """
+        generators = random_state()
+        try:
+            scores = self.scores(drawn)
+            with self.learner.as_reference() as reference:
+                calibrated = self.run.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
+                return scores, calibrated
+        except RewardError:
+            set_random_state(generators)
+            self.run.save(self.learner)
+            raise
 
     def next(self) -> Drawn:
         """Return the rollout of the current step; collective.

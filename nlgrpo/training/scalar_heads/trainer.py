@@ -35,10 +35,11 @@ from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime import atomic_files, checkpoint, distributed
+from nlgrpo.runtime import atomic_files, checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
+from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
@@ -193,8 +194,9 @@ class Trainer(ABC):
         with lora.dropout(self.model):
             for loss in self.losses(rows, totals):
                 (loss * self.ranks.world).backward()
-        grad_norm = clip_gradients(self.model, optim.max_grad_norm)
-        self.optimizer.step()
+        grad_norm = clip_gradients(self.model, optim.max_grad_norm, finite=optim.skip_grad_norm is None)
+        if not optim.skips(grad_norm):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return totals.metrics() | {"grad_norm": grad_norm, "learning_rate": lr}
 
@@ -346,7 +348,7 @@ def evaluate_before(run: Trainer) -> dict[str, Any]:
 def launch(cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], *, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     disable_progress_bar()
-    with StopSignal(cfg.train.grace_period) as stop, distributed.start(cfg.train.limits()) as ranks:
+    with StopSignal(cfg.train.grace_period) as stop, process_group.start(cfg.train.limits()) as ranks:
         fit(cfg, build, ranks, stop, dry_run=dry_run)  # frees the model before the process group ends
 
 

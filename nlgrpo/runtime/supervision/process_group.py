@@ -1,0 +1,52 @@
+"""The process group of a command: joined, watched and left."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.supervision.phases import Limits
+from nlgrpo.runtime.supervision.rendezvous import Meeting
+from nlgrpo.runtime.supervision.watchdog import watching
+
+
+@contextmanager
+def start(limits: Limits | None = None) -> Iterator[Ranks]:
+    """Context that joins torchrun's process group (NCCL on GPUs, gloo on CPUs) and leaves it at the end.
+
+    Without torchrun, the group is this process alone. Several ranks are watched: all end if one is silent, or if none
+    makes progress within ``limits``. Collectives wait at least twice as long, so that the watchdog, which knows which
+    rank is to blame, is first.
+    """
+    limits = limits or Limits()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = timedelta(seconds=_collectives(limits))
+    meeting = Meeting(timeout) if "MASTER_ADDR" in os.environ else None
+    store, rank, world = (dist.HashStore(), 0, 1) if meeting is None else (meeting.store, meeting.rank, meeting.world)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+    try:
+        with watching(meeting, limits):
+            yield Ranks(rank, world, device)
+    finally:
+        # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in
+        # an interpreter that is shutting down, and the process may abort. One process shards nothing.
+        if dist.get_world_size() > 1:
+            gc.collect()
+        dist.destroy_process_group()
+
+
+def _collectives(limits: Limits) -> float:
+    """Seconds that a collective may wait: twice the longest limit, between half an hour and a week."""
+    return min(max(1800.0, 2 * limits.largest), 7 * 86400.0)
