@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import SPLIT, lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.runtime import secrets
 from nlgrpo.runtime.distributed import ParallelConfig
 
 ABOUT = """Train a reward model on preference pairs: nlgrpo reward-model train [file.toml] [--section.key value ...]
@@ -110,6 +111,7 @@ def check(cfg: RewardModelConfig) -> None:
             "" if len(set(columns)) == 3 else f"data: {', '.join(columns)}: the three columns need different names",
             need("loss.margin", "a finite number", True),
             need("loss.centering", ">= 0", cfg.loss.centering >= 0),
+            *secrets.faults(asdict(cfg)),
             *lora_faults(cfg.lora, cfg.optim),
             *optim_faults(cfg.optim, need),
             need("train.epochs", "> 0", train.epochs > 0),

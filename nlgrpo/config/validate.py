@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,7 +19,7 @@ from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, 
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, importance_sampling, registry
 from nlgrpo.objectives.majority import MOST_VOTES
-from nlgrpo.runtime import user_code
+from nlgrpo.runtime import secrets, user_code
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 SPLIT = "empty, because data.evaluation is empty"
@@ -155,6 +156,7 @@ def _faults(config: Config, world: int) -> list[str]:
         *_data_faults(config, need),
         *_environment_faults(config, need),
         *_divergence_faults(config),
+        *secrets.faults(asdict(config)),
         need("rollout.prompts", ">= 1", rollout.prompts >= 1),
         need(
             "rollout.samples",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
+from nlgrpo.runtime import secrets
 from nlgrpo.runtime.distributed import ParallelConfig
 
 ABOUT = """Fit a value model to the final rewards of completions, on every prefix: nlgrpo value train [file.toml] ..
@@ -164,6 +165,7 @@ def check(cfg: ValueConfig) -> None:
     plain = loss.kind == "mse" and loss.lam == loss.gamma == 1
     refuse(
         [
+            *secrets.faults(asdict(cfg)),
             need("data.rollouts", "one or more folders of `nlgrpo rollout`", bool(data.rollouts)),
             need("data.weights", "empty without data.rewards", bool(data.rewards or not data.weights)),
             _length_fault("data.weights", data.weights, "data.rewards", data.rewards),

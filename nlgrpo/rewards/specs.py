@@ -24,7 +24,7 @@ from nlgrpo.rewards.processes.math_answers import Math
 from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.rewards.reward_server import RewardServer
 from nlgrpo.rewards.similarity_kernels import KERNELS
-from nlgrpo.runtime import user_code
+from nlgrpo.runtime import secrets, user_code
 from nlgrpo.runtime.user_code import nearest
 
 COMPOSITE: dict[str, type[Weighted | Gated]] = {"weighted": Weighted, "gated": Gated}
@@ -59,7 +59,7 @@ def load(
     try:
         function = function_of(spec, device=device, pairwise=pairwise)
     except ValueError as error:
-        raise ValueError(f"reward {name!r} = {spec!r}: {error}") from error
+        raise ValueError(f"reward {name!r} = {secrets.hide(repr(spec))}: {error}") from error
     return Reward(name, function, timeout, on_error, scale, pairwise, voted)
 
 
@@ -69,6 +69,8 @@ def function_of(spec: str, *, device: str | torch.device = "cpu", pairwise: bool
     Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
     """
     target, arguments = parse_spec(spec)
+    if kind := secrets.found(spec):
+        raise ValueError(f"it seems to hold {kind}; rewards are saved and shown: use environment variables for secrets")
     if pairwise:
         return _bind(target, _resolve(target, KERNELS, "kernel"), arguments)
     target, arguments = _as_classifier(target, arguments, device)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from nlgrpo import cli, inference
 from nlgrpo.calibration.rewind import RewindAndRepeat
+from nlgrpo.commands.inference.line_file import LineFile
 from nlgrpo.commands.machine.diagnosis.check_machine import cpu_fields
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import generate
@@ -27,7 +28,6 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.rewards.builtin import Gsm8k
 from nlgrpo.rewards.reward_functions import answer_numbers
-from nlgrpo.runtime.line_file import LineFile
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
 REWARDS = """
@@ -400,7 +400,7 @@ def test_a_killed_command_resumes(work, tmp_path, monkeypatch):
     (tmp_path / "calls").unlink()
 
     def killed():
-        from nlgrpo.runtime.line_file import LineFile
+        from nlgrpo.commands.inference.line_file import LineFile
 
         add, done = LineFile.add, []
 

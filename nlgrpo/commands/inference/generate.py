@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import Positional
 
 from nlgrpo import __version__
+from nlgrpo.commands.inference.line_file import LineFile
 from nlgrpo.config.data_config import Table
 from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import ChatOptions, plain_text
@@ -35,7 +36,6 @@ from nlgrpo.engine.rollouts.store import (
 from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.model import hf_weights
 from nlgrpo.rewards import reward_functions
-from nlgrpo.runtime.line_file import LineFile
 
 
 @dataclass

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> i
     options = tyro.cli(Completion, args=arguments, prog="nlgrpo completion")
     import shtab
 
-    print(shtab.complete(parser(commands), shell=options.shell))
+    print(shtab.complete(parser(commands), options.shell))
     return 0
 
 

@@ -125,7 +125,7 @@ def main() -> None:
             print(error, file=sys.stderr)
             os._exit(NOT_ISOLATED if error.errno != errno.ENOMEM else 1)
     limit(options["seconds"], options["memory"])
-    os.execv(sys.executable, [sys.executable, "-I", "-B", program])
+    os.execv(sys.executable, [sys.executable, "-I", "-B", program])  # nosec B606  # in the sandbox
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ class SubmittedRun:
             elif self.stops > 1 or self.handle.get_info().get("State", "PENDING").upper().startswith("PEND"):
                 self.handle.cancel(check=False)
             else:
-                subprocess.run(["scancel", "--signal=TERM", self.job], check=False)
+                subprocess.run(["scancel", "--signal=TERM", self.job], check=False)  # nosec B607  # of the user's PATH
 
     def failure(self) -> str:
         return self.ended

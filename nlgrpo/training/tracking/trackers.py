@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nlgrpo.config.schema import LoopConfig
-from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime import atomic_files, secrets
 from nlgrpo.training.tracking.terminal import Sample
 
 FILE = "trackers.json"
@@ -155,7 +155,7 @@ class BackgroundTracker:
             tracker.close()
         except BaseException as error:  # libraries also raise SystemExit and KeyboardInterrupt in threads
             self.failed.set()
-            self._warn(f"gets nothing more: {type(error).__name__}: {_first_line(error)}")
+            self._warn(f"gets nothing more: {type(error).__name__}: {secrets.hide(_first_line(error))}")
 
     def _warn(self, text: str) -> None:
         print(f"warning: train.track: {self.name} {text}. Training continues; metrics.jsonl is complete.",

@@ -173,7 +173,7 @@ def disk() -> Iterator[Result]:
             yield Result("ok", detail, part=part, numbers=numbers)
 
 
-def shared_memory(folder: str = "/dev/shm") -> Iterator[Result]:
+def shared_memory(folder: str = "/dev/shm") -> Iterator[Result]:  # nosec B108  # its size is read
     """Report the size of shared memory, in which ranks on one machine exchange data."""
     if not os.path.isdir(folder):
         yield Result("skipped", f"this system has no {folder}")
