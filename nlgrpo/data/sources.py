@@ -142,9 +142,8 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            cause = f"{error.msg} at column {error.colno}"
-            raise ValueError(f"{path}, line {number}: not JSON ({cause}): {line[:60]!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({_cause(error)}): {line[:60]!r}") from error
         yield _as_row(row, f"{path}, line {number}")
 
 
@@ -156,10 +155,18 @@ def _read_json(path: Path) -> Iterator[Row]:
         return
     try:
         rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}).") from error
+    except (ValueError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{path}{line}: not JSON ({_cause(error)}).") from error
     for number, row in enumerate(rows, 1):
         yield _as_row(row, f"{path}, element {number}")
+
+
+def _cause(error: Exception) -> str:
+    """Say what is wrong with a JSON text: it also can be nested too deeply, or have a number of too many digits."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 def _as_row(row: object, where: str) -> Row:

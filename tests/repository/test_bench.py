@@ -91,6 +91,15 @@ def test_the_lora_benchmark_runs():
     assert 0 < row["ratios"]["step_seconds"] < 5
 
 
+def test_the_soak_runs():
+    done = run("bench_soak.py", "--quick")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["slopes"]["descriptors"]["last"] < 60
+    assert result["slopes"]["metrics_bytes"]["per_step"] < 2000
+    assert result["report"]["write_seconds"] > 0
+    assert done.returncode == 0 or "not flat" in done.stderr  # 200 steps are too few for a slope
+
+
 @pytest.mark.slow
 def test_the_plan_benchmark_runs():
     done = run("bench_plan.py", "--only", "gpt2, 2 optimizer steps", "--threads", "1")
