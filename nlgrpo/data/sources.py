@@ -236,7 +236,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not readable as Parquet ({error}).") from error
 
 
