@@ -112,7 +112,9 @@ def of_language(page, *languages):
 
 def pages(*languages):
     chosen = [page for page in PAGES if of_language(page, *languages)]
-    return pytest.mark.parametrize("page", chosen, ids=[str(page.relative_to(REPOSITORY)) for page in chosen])
+    slow = [page.stem == "infalign-ctrl" for page in chosen]  # half a minute of commands
+    marked = [pytest.param(page, marks=[pytest.mark.slow] * long) for page, long in zip(chosen, slow, strict=True)]
+    return pytest.mark.parametrize("page", marked, ids=[str(page.relative_to(REPOSITORY)) for page in chosen])
 
 
 def commands(code):

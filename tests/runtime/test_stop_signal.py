@@ -1,5 +1,6 @@
 """Signals that stop a process: it ends in time, whatever it does."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,19 +24,23 @@ thread.join()"""
 
 @contextmanager
 def running(work, grace=600.0, again=5.0):
-    """Run ``work`` in a process, until it has printed "ready"."""
+    """Run ``work`` in a process, from the time when its signals are handled."""
+    reader, writer = os.pipe()
     code = (
         "import os, signal, sys, time\n"
         "from nlgrpo.runtime.supervision.stop_signal import StopSignal\n"
         f"StopSignal.AGAIN = {again}\n"
         f"with StopSignal({grace}) as stop:\n"
-        "    print('ready', flush=True)\n" + "".join(f"    {line}\n" for line in work.splitlines())
+        f"    os.write({writer}, b'x'); os.close({writer})\n" + "".join(f"    {line}\n" for line in work.splitlines())
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "pass_fds": [writer]}
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    os.close(writer)
     try:
-        assert process.stdout.readline() == "ready\n"
+        assert os.read(reader, 1) == b"x"
         yield process
     finally:
+        os.close(reader)
         process.kill()
         process.communicate()
 

@@ -143,6 +143,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_killed_runs_resume_with_identical_results(algorithm, work):
     changes = {"loss__algorithm": algorithm, "critic__lr": 0.01}

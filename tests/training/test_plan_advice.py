@@ -65,6 +65,7 @@ def test_a_model_that_fits_with_no_settings_needs_more_gpus_or_adapters():
     assert adapters.options.startswith("--lora.rank 16")
 
 
+@pytest.mark.slow
 def test_adapters_are_not_suggested_twice():
     shape = dataclasses.replace(LLAMA_7B, layers=120, windows=(None,) * 120, scales=(1.0,) * 120)
     found = advice.alternatives(workload(LoraConfig(rank=16), shape=shape), H100)

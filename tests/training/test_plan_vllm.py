@@ -190,6 +190,7 @@ def test_a_smaller_share_is_the_remedy_for_sampling():
     assert share[1] <= free < share[1] + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleep", [True, False])
 @pytest.mark.parametrize("engine", [COLOCATED, SERVED], ids=["colocated", "servers"])
 @pytest.mark.parametrize("world", [1, 8])
@@ -245,6 +246,7 @@ def test_a_share_without_room_for_the_model_is_no_remedy():
     assert settings_of(advice.remedies(work, 26 * GIB))["vllm.gpu_memory"] == 0.2
 
 
+@pytest.mark.slow
 def test_recommended_settings_lower_the_share():
     work = of_7b(adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096, vllm__gpu_memory=0.9, **COLOCATED)
     choice = advice.best(work, H100, advice.FITS * H100.gpu.memory)

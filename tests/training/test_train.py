@@ -773,11 +773,11 @@ def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monke
     """Neither the model nor a checkpoint may hold NaN."""
     original, calls = learner.clip_gradients, []
 
-    def poisoned(model, max_norm):
+    def poisoned(model, max_norm, **more):
         calls.append(model)
         if len(calls) == 3:
             next(model.parameters()).grad.view(-1)[0] = math.nan
-        return original(model, max_norm)
+        return original(model, max_norm, **more)
 
     monkeypatch.setattr(learner, "clip_gradients", poisoned)
     assert train.main(arguments(work, "poisoned", **{"train.checkpoint_every": 1})) == 1

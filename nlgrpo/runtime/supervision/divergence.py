@@ -29,8 +29,8 @@ class DivergenceConfig:
     """Half of the width of a band, in standard deviations."""
     patience: int = 3
     """Steps in a row outside of its band after which a metric has left it."""
-    max_kl: float = math.inf
-    """KL per token above which it has left its band, whatever the last values are."""
+    max_kl: float | None = None
+    """KL per token above which it has left its band, whatever the last values are. None: no limit."""
     rollbacks: int = 3
     """Rollbacks after which a run stops instead."""
 
@@ -40,7 +40,7 @@ class DivergenceConfig:
             "window": (f">= {MINIMUM}", self.window >= MINIMUM),
             "factor": ("> 0", self.factor > 0),
             "patience": (">= 1", self.patience >= 1),
-            "max_kl": ("> 0 (inf: no limit)", self.max_kl > 0),
+            "max_kl": ("> 0 or none", self.max_kl is None or self.max_kl > 0),
             "rollbacks": (">= 0", self.rollbacks >= 0),
         }
         return [
@@ -117,7 +117,7 @@ class Detector:
         low, high = -math.inf, math.inf
         if len(values) >= MINIMUM:
             low, high = band.of(list(values), self.config.factor)
-        if name == "kl":
+        if name == "kl" and self.config.max_kl is not None:
             high = min(high, self.config.max_kl)
         if low <= value <= high and math.isfinite(value):
             values.append(value)
