@@ -167,6 +167,7 @@ def main() -> None:
         seconds = time.perf_counter() - begun
         if process.wait():
             sys.exit(f"the run ended with status {process.returncode}\n{(folder / 'log').read_text()[-4000:]}")
+        rows = [row for row in rows if row["step"] < args.steps]  # at the end it evaluates, and writes a report
         found, printed = slopes(rows), size(folder / "log")
         report = {} if args.steps < 100 else long_report(folder / "run")
     broken = [name for name, bound in BOUNDS.items() if abs(found[name]["slope"]) > bound]
@@ -180,7 +181,9 @@ def main() -> None:
         print("report of 100,000 steps: " + ", ".join(f"{name} {value:,.1f}" for name, value in report.items()))
     print(one_line(facts, args.threads))
     result: dict[str, Any] = {"bench": "soak", "steps": args.steps, "seconds": seconds, "readings": len(rows)}
-    result |= {"slopes": found, "bounds": BOUNDS, "report": report, "machine": facts}
+    shown = rows[:: max(1, len(rows) // 40)]
+    result |= {"resident_mib": [[row["step"], round(row["resident_mib"], 1)] for row in shown], "slopes": found}
+    result |= {"bounds": BOUNDS, "report": report, "machine": facts}
     if args.save:
         print(f"saved {save('bench_soak', result)}")
     print(json.dumps(result))
