@@ -113,23 +113,28 @@ class FileLock:
     def _claim(self) -> bool:
         """Write the owner's file; returns False if there is one. `os.link` is atomic on NFS too."""
         mine = self.owner_file.with_name(f"{self.owner_file.name}.{self.me.id}")
-        mine.write_text(json.dumps(asdict(self.me)), "utf-8")
         try:
+            mine.write_text(json.dumps(asdict(self.me)), "utf-8")
             os.link(mine, self.owner_file)
         except FileExistsError:
             return False
-        except OSError:  # a file system without hard links
+        except OSError:  # a file system without hard links, or a full one
             return self._create()
         finally:
-            mine.unlink()
+            mine.unlink(missing_ok=True)
         return True
 
     def _create(self) -> bool:
         try:
-            with self.owner_file.open("x", encoding="utf-8") as file:
-                json.dump(asdict(self.me), file)
+            file = self.owner_file.open("x", encoding="utf-8")
         except FileExistsError:
             return False
+        try:
+            with file:
+                json.dump(asdict(self.me), file)
+        except OSError:
+            self.owner_file.unlink()
+            raise
         return True
 
     def _found(self) -> Owner | None:
