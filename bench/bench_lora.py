@@ -59,7 +59,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         "evaluation.prompts": 0,
         "train.out": args.folder / args.child,
     }
-    train.Run.save = lambda *_: None  # type: ignore[method-assign]
+    train.Run.save = lambda *_, **__: None  # type: ignore[method-assign]
     if train.main(["blank", *(part for k, v in options.items() for part in (f"--{k}", str(v))), "--train.restart"]):
         sys.exit("the run failed")
     lines = [json.loads(line) for line in (args.folder / args.child / "metrics.jsonl").read_text().splitlines()]

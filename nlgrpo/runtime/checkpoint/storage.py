@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 Digest = dict[str, Any]  # "bytes" and "sha256" of a file
-FILE_BYTES = 2**30  # of tensors in a file, which DCP copies whole before it writes them
+FILE_BYTES = 2**26  # of tensors in a file, which DCP copies whole before it writes them
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Digest]:
