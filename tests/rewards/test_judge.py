@@ -94,7 +94,7 @@ def words(count):
 @pytest.mark.slow
 def test_50_concurrent_requests_of_which_a_fifth_fail_lose_none():
     completions = [f"{words(i % 9)} {i}" for i in range(200)]
-    with Endpoint(failures=0.2, delay=0.05) as endpoint:
+    with Endpoint(failures=0.2, delay=0.2) as endpoint:
         values, metrics = judged(f"judge(model='m', base_url='{endpoint.url}', concurrency=50)", completions)
         assert values == pytest.approx([(i % 9) / 9 for i in range(200)])
         assert 30 <= endpoint.most <= 50
