@@ -113,6 +113,14 @@ def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, scale: flo
     return model.double()
 
 
+def training_folder(folder: Path, rewards: str) -> Path:
+    """Write a model, ten prompts and the file ``rewards.py``; return the folder."""
+    tiny_model(folder / "model")
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "w{i} w{i + 1}"}}\n' for i in range(10)))
+    (folder / "rewards.py").write_text(rewards)
+    return folder
+
+
 def random_rollout(lengths: torch.Tensor, prompt_lengths: list[int], seed: int = 0) -> Rollout:
     """Return a rollout of random tokens, with completions of ``lengths (P, M)``."""
     generator = torch.Generator().manual_seed(seed)

@@ -251,16 +251,16 @@ class LoopConfig:
     """Restart from scratch in a folder that holds a run. The files of that run are removed."""
     timeout: float = 600.0
     """Seconds without progress on any rank, or without a sign of life of one, after which all ranks end, and the rank
-    to blame is named. Rewards may also take as long as their own timeouts; vLLM, environments and saving have six
-    times as long. inf: no limit."""
+    to blame is named. Rewards may also take as long as their own timeouts; vLLM, environments, loading
+    and saving have six times as long. inf: no limit."""
     grace_period: float = 600.0
     """Seconds from SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 in which the step must be finished and saved; after them the
     process is ended. inf: no limit."""
 
     def limits(self, **longer: float) -> Limits:
-        """How long a rank may be in one place: longer while it saves, and in the phases ``longer``."""
+        """How long a rank may be in one place: longer while it loads or saves, and in the phases ``longer``."""
         disk = PATIENCE * self.timeout
-        return Limits(self.timeout, {"checkpoint": disk, "export": disk, **longer})
+        return Limits(self.timeout, {"start": disk, "checkpoint": disk, "export": disk, **longer})
 
 
 @dataclass

@@ -21,7 +21,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from nlgrpo.runtime.supervision import processes
 
@@ -94,9 +94,7 @@ class FileLock:
         except OSError:  # the disk does not answer now
             return True
         if found is not None and found != self.me:
-            print(f"error: {found} has taken {self.path.parent}, while this process was suspended", file=sys.stderr,
-                  flush=True)  # fmt: skip
-            os._exit(1)
+            _end(f"error: {found} has taken {self.path.parent}, while this process was suspended")
         return found == self.me
 
     def _flock(self) -> bool:
@@ -184,10 +182,22 @@ class FileLock:
         return status.st_ino, status.st_mtime_ns
 
 
+def _end(message: str) -> NoReturn:
+    """End this process, whose threads may still write."""
+    try:
+        print(message, file=sys.stderr, flush=True)
+    finally:  # the terminal may be gone
+        os._exit(1)
+
+
 class _Beats:
     """One thread for all locks of this process."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no locks; in a forked process they are the parent's, as is the thread."""
         self.locks: list[FileLock] = []
         self.guard, self.added = threading.Lock(), threading.Event()
         self.thread: threading.Thread | None = None
@@ -196,7 +206,7 @@ class _Beats:
         with self.guard:
             self.locks.append(lock)
             self.added.set()
-            if self.thread is None or not self.thread.is_alive():  # the first, or in a forked process
+            if self.thread is None:
                 self.thread = threading.Thread(target=self._run, daemon=True, name="nlgrpo-locks")
                 self.thread.start()
 
@@ -221,4 +231,4 @@ class _Beats:
 
 _beats = _Beats()
 atexit.register(_beats.release)
-os.register_at_fork(after_in_child=_beats.__init__)  # type: ignore[misc]  # the locks are the parent's
+os.register_at_fork(after_in_child=_beats.forget)

@@ -42,7 +42,9 @@ def running(work, grace=600.0, again=5.0):
     finally:
         os.close(reader)
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def end(process):
@@ -132,6 +134,19 @@ def test_signals_of_forked_processes_are_their_own():
     with running(work, grace=0.3) as process:
         status, printed, errors, _ = end(process)
     assert (status, printed, errors) == (0, f"{-signal.SIGTERM} False\nalive\n", "")
+
+
+def test_a_terminal_that_is_gone_changes_nothing():
+    """SIGTERM after the connection was lost: nothing can be printed, and the work is finished all the same."""
+    with running(FINISHES) as process:
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "finished\n"
+        assert process.wait(20) == 0
+    with running(IGNORES, grace=0.3) as process:
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGABRT
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from nlgrpo.config.schema import Config, RewardConfig
 from nlgrpo.runtime.supervision import phases, rendezvous, watchdog
 from nlgrpo.runtime.supervision.phases import Limits
-from nlgrpo.runtime.supervision.rendezvous import Meeting
+from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 from nlgrpo.runtime.supervision.watchdog import Watchdog
 
 EVERY = 0.05
@@ -225,12 +226,36 @@ def test_stacks_are_read_while_threads_start_and_garbage_is_collected():
     subprocess.run([sys.executable, "-c", READS], check=True, timeout=60)
 
 
+def test_a_rank_ends_though_its_message_cannot_be_printed():
+    code = """
+import os, threading
+from nlgrpo.runtime.supervision import watchdog
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)  # as a terminal that is gone
+thread = threading.Thread(target=watchdog._exit, args=("a rank is silent",))
+thread.start()
+thread.join()
+os._exit(7)  # the watchdog's thread has died instead
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 1
+
+
 def test_limits():
     limits = Limits(10.0, {"rewards": 30.0, "update": 5.0})
     assert [limits.of(phase) for phase in ("rewards", "update", "start")] == [30.0, 10.0, 10.0]
     assert limits.largest == limits.silence == 30.0
     assert Limits(10.0, {"checkpoint": 60.0}).silence == 10.0
     assert Limits(float("inf")).of("update") == float("inf")
+
+
+def test_loading_and_saving_have_longer_limits():
+    """A download or a slow disk can keep the main thread in one place."""
+    limits = Config().limits()
+    assert [limits.of(phase) for phase in ("start", "checkpoint", "export")] == [3600.0] * 3
+    assert (limits.of("update"), limits.silence) == (600.0, 600.0)
+    config = Config(rewards={"a": RewardConfig("x", timeout=30.0), "b": RewardConfig("y", timeout=50.0)})
+    assert config.limits().of("rewards") == 680.0
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -248,7 +273,7 @@ def launcher(monkeypatch):
 
 def test_one_rank_and_no_limit_are_not_watched(launcher):
     before = threading.active_count()
-    one = Meeting(timedelta(seconds=5))
+    one = Rendezvous(timedelta(seconds=5))
     with watchdog.watching(one, Limits(1.0)), watchdog.watching(None, Limits(1.0)):
         assert threading.active_count() == before
     one.world = 2
@@ -258,11 +283,11 @@ def test_one_rank_and_no_limit_are_not_watched(launcher):
 
 def test_the_reports_are_in_the_store_of_the_launcher(launcher, monkeypatch):
     monkeypatch.setattr(watchdog, "EVERY", EVERY)
-    meeting = Meeting(timedelta(seconds=5))
-    meeting.world = 2
-    with watchdog.watching(meeting, Limits(60.0)):
+    met = Rendezvous(timedelta(seconds=5))
+    met.world = 2
+    with watchdog.watching(met, Limits(60.0)):
         busy(threading.Event(), 0.5)
-    report = json.loads(dist.PrefixStore(f"{meeting.prefix}/watchdog", launcher).get("0"))
+    report = json.loads(dist.PrefixStore(f"{met.prefix}/watchdog", launcher).get("0"))
     assert report["left"] is True
     assert report["number"] >= 1
 
@@ -272,10 +297,17 @@ def test_rank_0_serves_a_store_that_no_launcher_serves(launcher, monkeypatch):
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    meeting = Meeting(timedelta(seconds=5))
-    meeting.store.set("key", "value")
-    assert meeting.connect("", timedelta(seconds=5)).check(["key"]) is False
-    assert dist.PrefixStore(meeting.prefix, meeting.root).get("key") == b"value"
+    met = Rendezvous(timedelta(seconds=5))
+    met.store.set("key", "value")
+    assert met.connect("", timedelta(seconds=5)).check(["key"]) is False
+    assert dist.PrefixStore(met.prefix, met.root).get("key") == b"value"
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_half_of_the_variables_of_a_launcher_are_one_line(launcher, monkeypatch, missing):
+    monkeypatch.delenv(missing)
+    with pytest.raises(ValueError, match=f"MASTER_ADDR is set, but not {missing}: start the ranks with torchrun, or"):
+        Rendezvous(timedelta(seconds=5))
 
 
 def meet(store, ranks, world, seconds=10.0):

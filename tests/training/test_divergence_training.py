@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import fork_ranks, tiny_model
+from helpers import fork_ranks, training_folder
 from safetensors.torch import load_file
 from test_train import arguments, same, steps_in, untimed, weights
 
@@ -31,10 +31,7 @@ def digest(completions, trainer_state, **kwargs):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("diverging")
-    tiny_model(root / "model")
-    (root / "prompts.jsonl").write_text("".join(f'{{"prompt": "w{i} w{i + 1}"}}\n' for i in range(10)))
-    (root / "rewards.py").write_text(REWARDS)
+    root = training_folder(tmp_path_factory.mktemp("diverging"), REWARDS)
     (root / "broken").write_text("")
     return root
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, environment, tiny_model
+from helpers import REPOSITORY, environment, training_folder
 from test_train import arguments, same, steps_in
 
 REWARDS = '''
@@ -35,11 +35,7 @@ HOLDS_THE_LOCK = "re.match('(a+)+b', 'a' * 64)"
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("hangs")
-    tiny_model(root / "model")
-    (root / "prompts.jsonl").write_text("".join(f'{{"prompt": "w{i} w{i + 1}"}}\n' for i in range(10)))
-    (root / "rewards.py").write_text(REWARDS)
-    return root
+    return training_folder(tmp_path_factory.mktemp("hangs"), REWARDS)
 
 
 def options(work: Path, out: str, **more) -> list[str]:
@@ -72,7 +68,9 @@ def test_a_rank_that_is_stopped_is_named_and_the_restart_is_equal(work, undistur
     out = f"stopped {rank}"
     status, output, said = run_two(options(work, out))
     assert status == 0, output
-    assert said - float((work / "began").read_text()) < 60
+    seconds = said - float((work / "began").read_text()) - 3
+    print(f"rank {rank} was named {seconds:.1f} s after it was stopped")
+    assert seconds < 60
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert re.match(
         rf"error: rank {rank} \(process \d+ on \S+, stopped by a signal\) has been silent for 3\d s. It was in the "

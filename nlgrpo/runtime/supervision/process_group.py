@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.phases import Limits
-from nlgrpo.runtime.supervision.rendezvous import Meeting
+from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 from nlgrpo.runtime.supervision.watchdog import watching
 
 
@@ -33,11 +33,11 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=_collectives(limits))
-    meeting = Meeting(timeout) if "MASTER_ADDR" in os.environ else None
-    store, rank, world = (dist.HashStore(), 0, 1) if meeting is None else (meeting.store, meeting.rank, meeting.world)
+    met = Rendezvous(timeout) if "MASTER_ADDR" in os.environ else None
+    store, rank, world = (dist.HashStore(), 0, 1) if met is None else (met.store, met.rank, met.world)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     try:
-        with watching(meeting, limits):
+        with watching(met, limits):
             yield Ranks(rank, world, device)
     finally:
         # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in

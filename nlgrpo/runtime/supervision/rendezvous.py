@@ -12,14 +12,18 @@ import torch.distributed as dist
 POLL = 0.05  # seconds
 
 
-class Meeting:
-    """The ranks of one attempt, with torchrun's environment variables.
+class Rendezvous:
+    """The ranks of one attempt, from torchrun's environment variables. Raises ValueError if some of them are missing.
 
     torchrun keeps its store when it restarts the ranks (PyTorch 2.13), and the keys of the attempt before: a rank would
     then connect to the address of a process that has ended. Hence the ranks agree on a new prefix of all keys.
     """
 
     def __init__(self, timeout: timedelta) -> None:
+        if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if name not in os.environ]:
+            raise ValueError(
+                f"MASTER_ADDR is set, but not {', '.join(missing)}: start the ranks with torchrun, or unset MASTER_ADDR"
+            )
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher; otherwise by rank 0
         self.root = _connect(timeout, serve=self.rank == 0 and not served)

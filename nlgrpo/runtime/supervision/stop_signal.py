@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -72,7 +73,8 @@ class StopSignal:
         if not self.received and os.environ.get("RANK", "0") == "0":
             limit = f" within {self.grace:g} s" if math.isfinite(self.grace) else ""
             text = f"{signal.Signals(number).name}: saving and stopping{limit}; a second signal stops at once\n"
-            os.write(2, text.encode())  # print() is not safe in a handler
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, text.encode())  # print() is not safe in a handler
         self.received = True
         if number != signal.SIGUSR1:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,6 +10,7 @@ Imports the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -43,8 +44,9 @@ def watch(parent: int, grace: float, again: float) -> None:
 def end(parent: int, received: int) -> None:
     """End the parent: SIGABRT, then SIGKILL."""
     signals = "a signal" if received == 1 else f"{received} signals"
-    print(f"error: process {parent} received {signals} and did not stop in time. It is ended; its threads are:",
-          file=sys.stderr, flush=True)  # fmt: skip
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"error: process {parent} received {signals} and did not stop in time. It is ended; its threads are:",
+              file=sys.stderr, flush=True)  # fmt: skip
     os.kill(parent, signal.SIGABRT)
     deadline = time.monotonic() + PRINTING
     while os.getppid() == parent and time.monotonic() < deadline:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from nlgrpo.runtime.supervision import phases, processes
 from nlgrpo.runtime.supervision.phases import Limits
-from nlgrpo.runtime.supervision.rendezvous import Meeting
+from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 
 EVERY = 2.0  # seconds between reports
 SILENT = 30.0  # seconds without a report of a process that cannot run, or without an answer of the store
@@ -270,20 +270,22 @@ def _done(answer: Future[None], seconds: float) -> bool:
 
 
 def _exit(message: str | None) -> None:
-    if message is not None:
-        ends = "All ranks end. Complete checkpoints stay: run the same command again to resume."
-        print(f"error: {message}\n{ends}", file=sys.stderr, flush=True)
-    os._exit(1)
+    try:
+        if message is not None:
+            ends = "All ranks end. Complete checkpoints stay: run the same command again to resume."
+            print(f"error: {message}\n{ends}", file=sys.stderr, flush=True)
+    finally:  # the terminal may be gone
+        os._exit(1)
 
 
 @contextmanager
-def watching(meeting: Meeting | None, limits: Limits) -> Iterator[None]:
+def watching(rendezvous: Rendezvous | None, limits: Limits) -> Iterator[None]:
     """Context in which the ranks watch each other; does nothing for one rank or without a limit."""
-    if meeting is None or meeting.world == 1 or math.isinf(limits.seconds):
+    if rendezvous is None or rendezvous.world == 1 or math.isinf(limits.seconds):
         yield
         return
-    store = meeting.connect("watchdog", timedelta(seconds=SILENT))
-    watchdog = Watchdog(store, meeting.rank, meeting.world, limits)
+    store = rendezvous.connect("watchdog", timedelta(seconds=SILENT))
+    watchdog = Watchdog(store, rendezvous.rank, rendezvous.world, limits)
     try:
         yield
     finally:
