@@ -10,9 +10,12 @@ from typing import Any
 
 
 class JsonServer:
-    """Answers POST requests with ``answer(path, body)``: (status, object), or None to close the connection."""
+    """Answers POST requests with ``answer(path, body)``: (status, object), or None to close the connection.
 
-    def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | None]) -> None:
+    ``port`` 0 is a free one.
+    """
+
+    def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | None], port: int = 0) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -36,7 +39,7 @@ class JsonServer:
             request_queue_size = 128
             daemon_threads = True
 
-        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def __enter__(self) -> JsonServer:

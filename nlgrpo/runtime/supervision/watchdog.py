@@ -109,10 +109,8 @@ class Watchdog:
         self.exchanges.shutdown(wait=False)
 
     def _watch(self) -> None:
-        last = time.monotonic()
-        while True:
-            leaving = self.closing.wait(self.every)
-            last = self._advance(last)
+        leaving, last = False, time.monotonic()
+        while True:  # the first report is written at once: a rank without one may be loading a library for minutes
             answer, asked = self.exchanges.submit(self._exchange, leaving), self.clock
             while not _done(answer, self.every) and self.clock - asked < self.silent:
                 last = self._advance(last)
@@ -122,6 +120,8 @@ class Watchdog:
             fault = self._fault() if answered else self._without_store(answer)
             if fault is not None:
                 return self._end(fault)
+            leaving = self.closing.wait(self.every)
+            last = self._advance(last)
 
     def _advance(self, last: float) -> float:
         """Advance the clock by the time since ``last``, at most that of two reports: more means a stopped process."""

@@ -1,0 +1,1 @@
+"""Fault injection into real commands: ``make chaos``; see `chaos.__main__`."""

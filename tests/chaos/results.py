@@ -1,0 +1,81 @@
+"""What a command leaves: the files that have to be equal in each run, and those that may not stay."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+TIMED = re.compile(r"time/|perf/|step_time|seconds|created|date|begun|ended|attempts")
+# Files with times, figures, and locks; older checkpoints depend on where a run was stopped.
+UNEQUAL = re.compile(r"(^|/)(\.lock.*|report\.html|.*\.png|.*\.log|checkpoints/.*)$")
+PARTIAL = re.compile(r"\.(tmp|partial|old|gone)(\.|$)|\.owner\.")
+
+
+def results(out: Path) -> dict[str, str]:
+    """Digests of the files that have to be equal in each run, by name."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        name = str(path.relative_to(out))
+        if path.is_file() and not UNEQUAL.search(name):
+            found[name] = _digest(path, out)
+    for folder in sorted(out.rglob("checkpoints")):
+        for path in max(folder.glob("step-*")).iterdir():
+            if path.name != "manifest.json":  # it has digests of files with the name of the run's folder
+                found[f"{folder.relative_to(out)}/newest/{path.name}"] = _digest(path, out)
+    return found
+
+
+def _digest(path: Path, out: Path) -> str:
+    """Digest of a file, without times and the name of the folder ``out``."""
+    content = path.read_bytes()
+    if path.suffix in (".json", ".jsonl"):
+        text = content.decode().replace(str(out), "OUT")
+        values = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+        content = json.dumps([_without_times(value) for value in values]).encode()
+    elif path.suffix == ".safetensors":  # the order of the tensors of a sharded checkpoint is not always the same
+        begin = 8 + int.from_bytes(content[:8], "little")
+        tensors = sorted(json.loads(content[8:begin]).items())
+        spans = [entry.pop("data_offsets", (0, 0)) for _, entry in tensors]
+        parts = [content[begin + first : begin + last] for first, last in spans]
+        content = b"".join([json.dumps(tensors, sort_keys=True).encode(), *parts])
+    return hashlib.sha256(content).hexdigest()
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_times(part) for key, part in value.items() if not TIMED.search(key)}
+    return [_without_times(part) for part in value] if isinstance(value, list) else value
+
+
+def partial_files(out: Path) -> list[str]:
+    return [str(path.relative_to(out)) for path in out.rglob("*") if PARTIAL.search(path.name)]
+
+
+def damage_newest(out: Path, rng: random.Random) -> str:
+    """Damage the file that was written last; returns what was done.
+
+    Logs lose a part of their last line, as in a power cut. Others are cut, filled with zeros, or have one bit flipped.
+    """
+    files = [path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
+    files = [path for path in files if path.stat().st_size and path.suffix in (".jsonl", ".safetensors")]
+    if not files:
+        return "there is no file to damage"
+    path = max(files, key=lambda path: path.stat().st_mtime_ns)
+    content = bytearray(path.read_bytes())
+    how = "cut" if path.suffix == ".jsonl" else rng.choice(("cut", "zeros", "bit"))
+    if path.suffix == ".jsonl":
+        last = content.rstrip(b"\n").rfind(b"\n") + 1
+        content = content[: rng.randrange(last, len(content))]
+    elif how == "cut":
+        content = content[: rng.randrange(len(content))]
+    elif how == "zeros":
+        begin = rng.randrange(len(content))
+        content[begin:] = bytes(len(content) - begin)
+    else:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    return f"{how} {path.relative_to(out)}"
