@@ -23,9 +23,17 @@ from chaos.processes import Forked, entitle
 from nlgrpo import cli
 
 REWARDS = '''
+import random
+
+
 def digest(completions, **columns):
     """Depends on each token."""
     return [sum((i + 1) * len(word) for i, word in enumerate(text.split())) % 7 / 7 for text in completions]
+
+
+def noisy(completions, **columns):
+    """Depends on the state of the random generator too."""
+    return [value + random.random() / 100 for value in digest(completions)]
 '''
 
 
@@ -46,8 +54,8 @@ def common(work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def reward(work: Path) -> str:
-    return f"{work / 'rewards.py'}:digest"
+def reward(work: Path, function: str = "digest") -> str:
+    return f"{work / 'rewards.py'}:{function}"
 
 
 def training(work: Path) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def training(work: Path) -> dict[str, Any]:
         "rollout.prompts": 4, "rollout.samples": 4, "optim.lr": 0.01, "optim.eps": 1e-4, "loss.beta": 0.05,
         "loss.target-kl": 0.01, "train.steps": 6, "train.checkpoint-every": 2, "train.samples-every": 2,
         "train.timeout": 5, "train.grace-period": 10, "evaluation.prompts": 4, "evaluation.samples": 4,
-        "evaluation.ns": (1, 2), "rewards.digest.timeout": 5,
+        "evaluation.ns": (1, 2), "rewards.digest.timeout": 5, "rewards.digest.function": reward(work, "noisy"),
     }  # fmt: skip
 
 
@@ -95,6 +103,8 @@ def responder(work: Path) -> dict[str, Any]:
 
 
 def generate(work: Path, out: Path) -> int:
+    if (out / "completions.jsonl").exists():  # it has finished, and does not write over its result
+        return 0
     out.mkdir(exist_ok=True)
     options = {"source": work / "prompts.jsonl", "procedure": "bon:4", "max-rows": 8, "out": out / "completions.jsonl"}
     return cli.main(["generate", *flags(responder(work) | options)])

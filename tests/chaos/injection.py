@@ -19,6 +19,7 @@ from chaos.server import RewardServer
 RANKS = 8  # as in faults.c
 SHARED = struct.Struct(f"{RANKS + 1}qi4xq")  # counts of operations, fired, jump of the clock
 SHARED_MEMORY = Path("/dev/shm")
+ENDING = 60.0  # seconds in which all processes end after the first one
 
 # What the library does in the process: an action and its amount.
 INSIDE: dict[str, tuple[str, Callable[[random.Random], int]]] = {
@@ -187,9 +188,12 @@ class Injection:
     def end(self, run: processes.Forked) -> bool:
         """Wait for the end of all processes; returns whether the command has finished its work."""
         known = {self.server.pid}
-        if not run.wait(self.workload.seconds):
+        if not run.wait(0.75 * self.workload.seconds):
+            processes.continue_last_ranks(run.pid)
+            run.wait(0.25 * self.workload.seconds)
+        if not run.ended():
             raise Lost(f"it has not ended after {self.workload.seconds:.0f} s")
-        if left := processes.wait_for_orphans(60, known):
+        if left := processes.wait_for_orphans(ENDING, known):
             raise Lost(f"processes are left: {', '.join(map(processes.describe, left))}")
         self.server.recover()
         return run.status == 0 and "run the same command again to resume" not in self.log.splitlines()[-1]

@@ -58,6 +58,14 @@ def describe(pid: int) -> str:
     return f"{pid} (ended)"
 
 
+def continue_last_ranks(leader: int) -> None:
+    """Let stopped ranks continue if no other rank is left: nobody waits for them, as for a command without ranks."""
+    ranks = [pid for pid in descendants(leader) if describe(pid).split(" ")[1].startswith("rank-")]
+    if ranks and all("(T)" in describe(pid) for pid in ranks):
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+
+
 def entitle(name: str) -> None:
     """Set the name of this process in /proc, of at most 15 characters."""
     Path("/proc/self/comm").write_text(name[:15], "utf-8")

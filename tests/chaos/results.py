@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-TIMED = re.compile(r"time/|perf/|step_time|seconds|created|date|begun|ended|attempts")
+TIMED = re.compile(r"time/|perf/|step_time|seconds|created|date|begun|ended|attempts|^status$")
 # Files with times, figures, and locks; older checkpoints depend on where a run was stopped.
 UNEQUAL = re.compile(r"(^|/)(\.lock.*|report\.html|.*\.png|.*\.log|checkpoints/.*)$")
-PARTIAL = re.compile(r"\.(tmp|partial|old|gone)(\.|$)|\.owner\.")
+PARTIAL = re.compile(r"\.(tmp|partial|old|gone)(\.|/|$)|\.owner\.")
 
 
 def results(out: Path) -> dict[str, str]:
@@ -56,15 +56,21 @@ def partial_files(out: Path) -> list[str]:
 
 
 def damage_newest(out: Path, rng: random.Random) -> str:
-    """Damage the file that was written last; returns what was done.
+    """Damage the newest file of a checkpoint, of samples or of logs; returns which.
 
-    Logs lose a part of their last line, as in a power cut. Others are cut, filled with zeros, or have one bit flipped.
+    Models are not damaged: transformers and others read them too, and their files have no digests. Logs lose a part of
+    their last line, as in a power cut. Others are cut, filled with zeros, or have one bit flipped.
     """
-    files = [path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
-    files = [path for path in files if path.stat().st_size and path.suffix in (".jsonl", ".safetensors")]
-    if not files:
-        return "there is no file to damage"
-    path = max(files, key=lambda path: path.stat().st_mtime_ns)
+    groups: dict[str, list[Path]] = {}
+    for path in out.rglob("*"):
+        name = str(path.relative_to(out))
+        if path.name == "model.safetensors" or not path.stat().st_size or PARTIAL.search(name):
+            continue
+        if path.suffix in (".jsonl", ".safetensors"):
+            groups.setdefault("checkpoint" if "checkpoints/" in name else path.suffix, []).append(path)
+    if not groups:
+        return "no file to damage"
+    path = max(groups[rng.choice(sorted(groups))], key=lambda path: path.stat().st_mtime_ns)
     content = bytearray(path.read_bytes())
     how = "cut" if path.suffix == ".jsonl" else rng.choice(("cut", "zeros", "bit"))
     if path.suffix == ".jsonl":

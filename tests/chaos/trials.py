@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = inject(workload, kind, work, f"{args.seed}:{name}", truths[workload.name], server)
             outcomes.append((workload.name, kind, outcome))
             show(name, outcome)
+            if outcome.lost and args.stop:
+                break
             if not outcome.lost:
                 for path in work.glob(f"{args.seed}:{name}*"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -98,6 +100,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--injections", type=int, default=220, help="number of injections (default: 220)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the places (default: 0)")
     parser.add_argument("--only", default="", help="COMMAND, COMMAND:KIND or COMMAND:KIND:NUMBER, as printed")
+    parser.add_argument("--stop", action="store_true", help="stop at the first that is lost")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     return parser.parse_args(arguments)
 

@@ -446,8 +446,32 @@ def test_rollouts_cut_short(work, rollouts, capsys):
     assert contents(folder) == contents(work / "first")
     found = load(folder)
     completions[2].unlink()
-    with pytest.raises(ValueError, match="completions of prompt 4 are missing"):
+    with pytest.raises(ValueError, match="completions of prompt 4 are missing or damaged"):
         found.ids(4)
+
+
+def test_each_changed_bit_of_a_file_is_noticed(tmp_path):
+    there = store.Store(tmp_path, "here")
+    there.folder.mkdir()
+    written = {"lengths": torch.tensor([3, 5]), "finished": torch.tensor([True, False]), "one": torch.tensor(0.5)}
+    there.write("chunk", written)
+    path = there.folder / "chunk.safetensors"
+    content = path.read_bytes()
+    damaged = 0
+    for position in range(len(content)):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[position] ^= 1 << bit
+            path.write_bytes(changed)
+            found = there.read("chunk")
+            damaged += found is None
+            if found is not None:  # the change was in the padding, or in the name of the digest
+                assert found.keys() == written.keys()
+                assert all(torch.equal(found[name], value) for name, value in written.items())
+    assert damaged > 8 * len(content) * 0.9
+    path.write_bytes(content)
+    assert there.read("chunk", ["lengths"]).keys() == {"lengths"}
+    assert there.read("chunk", ["absent"]) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": "x"}', '{"origin": {}, "files": []}'])

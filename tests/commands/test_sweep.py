@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import statistics
@@ -506,6 +507,24 @@ def test_runs_look_for_the_package_where_the_sweep_did(fake, tmp_path, monkeypat
     (tmp_path / "out" / "beta=1" / "evaluation.json").unlink()
     fake("--loss.beta", "1,2")
     assert "SAFE False" in log.read_text()
+
+
+STARTS = """
+import subprocess, sys
+from nlgrpo.runtime.supervision import ending_with_parent
+subprocess.Popen(ending_with_parent.command(sys.argv[1:]), start_new_session=True).wait()
+"""
+WAITS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal exists on Linux only")
+def test_a_run_is_stopped_when_its_sweep_is_killed():
+    starting = [sys.executable, "-c", STARTS, sys.executable, "-c", WAITS]
+    with subprocess.Popen(starting, stdout=subprocess.PIPE, text=True, env=environment()) as sweeping:
+        running = os.pidfd_open(int(sweeping.stdout.readline()))
+        sweeping.kill()
+        assert select.select([running], [], [], 10)[0]  # it has ended
+    os.close(running)
 
 
 def test_several_ranks_are_started_by_torchrun():

@@ -268,6 +268,19 @@ def test_a_failure_on_one_rank_ends_all_with_its_message(folder, monkeypatch):
     assert "Connection closed" not in output
 
 
+def test_the_end_of_another_rank_is_one_line(folder, monkeypatch):
+    def ends(self, model, batch, draw=Sampler.draw):
+        if os.environ["RANK"] == "1":
+            os._exit(3)
+        return draw(self, model, batch)
+
+    monkeypatch.setattr(Sampler, "draw", ends)
+    first, second = fork_ranks(lambda: train.main(options()))
+    assert (first.status, second.status) == (1, 3)
+    assert "error: rank 0 has lost the connection to another rank, which has ended: " in first.output
+    assert "Traceback" not in first.output
+
+
 def test_a_failure_in_a_pass_by_block_ends_all_ranks_with_its_message(folder, monkeypatch):
     def fails(self, *arguments, layer, run_block=KVCache.run_block, **options):
         if os.environ["RANK"] == "1" and layer == 1:

@@ -125,25 +125,26 @@ class ReferenceRollouts:
         return self._rows.get(digest_of_prompt(prompt_ids))
 
     def ids(self, row: int) -> list[list[int]]:
-        """Read the token ids of a prompt's K completions. Raises ValueError if their file is missing."""
+        """Read the token ids of a prompt's K completions. Raises ValueError if their file is missing or damaged."""
         number = bisect.bisect_right(self._starts, row) - 1
         name, _ = self.index.files[number]
         tensors = _store(self.folder, self.index).read(name, ("tokens",))
         if tensors is None:
             raise ValueError(
-                f"{self.folder}: completions of prompt {row} are missing; run the same `nlgrpo rollout` to resume"
+                f"{self.folder}: completions of prompt {row} are missing or damaged; run the same `nlgrpo rollout` to "
+                "resume"
             )
         tokens = tensors["tokens"][row - self._starts[number]].tolist()
         return [row_ids[:length] for row_ids, length in zip(tokens, self.lengths[row].tolist(), strict=True)]
 
     def tokens(self) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """Yield the token ids of each prompt and of its K completions. Raises ValueError if a file is missing."""
+        """Yield the token ids of each prompt and of its K completions. Raises ValueError for a damaged file."""
         for name, _ in self.index.files:
             tensors = _store(self.folder, self.index).read(name, ("prompts", "prompt_lengths", "tokens", "lengths"))
             if tensors is None:
                 raise ValueError(
-                    f"{self.folder}: completions are missing, or were written by a version that did not save their "
-                    "prompts; run `nlgrpo rollout` with a new --out folder"
+                    f"{self.folder}: completions are missing or damaged, or were written by a version that did not "
+                    "save their prompts; run `nlgrpo rollout` with a new --out folder"
                 )
             prompts = [ids.tolist() for ids in tensors["prompts"].split(tensors["prompt_lengths"].tolist())]
             for prompt, rows, lengths in zip(prompts, tensors["tokens"], tensors["lengths"].tolist(), strict=True):

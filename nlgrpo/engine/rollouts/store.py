@@ -2,7 +2,8 @@
 
 The folder of a `Store` is named by a digest of the model's files, the sampling options and the seed; file names contain
 a digest of the prompts. Scores are stored next to the completions, and their names contain a digest of the reward.
-Writes are atomic: a file is complete or absent.
+Writes are atomic: a file is complete or absent. Each file has the SHA-256 of its tensors, which is checked when it is
+read: a damaged file is sampled or scored again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +27,7 @@ from nlgrpo.engine.generation import Rollout
 from nlgrpo.runtime import atomic_files
 
 Tensors = dict[str, Tensor]
+SHA256 = "sha256"  # entry of the metadata of a file
 
 
 class Store:
@@ -51,19 +53,48 @@ class Store:
         return self.read(name, ()) is not None
 
     def read(self, name: str, keys: Sequence[str] | None = None) -> Tensors | None:
-        """Read all tensors of a file, or only those of ``keys``. Returns None if the file is missing or damaged."""
+        """Read all tensors of a file, or only those of ``keys``. Returns None if the file is missing or damaged.
+
+        Raises ValueError if the disk cannot be read.
+        """
+        path = self._path(name)
         try:
-            with safe_open(self._path(name), "pt") as file:
-                return {key: file.get_tensor(key) for key in (file.keys() if keys is None else keys)}
-        except (FileNotFoundError, SafetensorError):
+            content = path.read_bytes()  # not mapped: the system ends a process that reads a map of a damaged disk
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            tensors = safetensors.torch.load(content)
+            written = _metadata(content).get(SHA256)  # earlier versions did not write it
+            if written is not None and written != _digest_of_tensors(tensors):
+                return None
+            return tensors if keys is None else {key: tensors[key] for key in keys}
+        except (SafetensorError, KeyError):
             return None
 
     def write(self, name: str, tensors: Tensors) -> None:
-        content = safetensors.torch.save({key: x.contiguous().cpu() for key, x in tensors.items()})
+        plain = {key: x.contiguous().cpu() for key, x in tensors.items()}
+        content = safetensors.torch.save(plain, {SHA256: _digest_of_tensors(plain)})
         atomic_files.atomic_write_bytes(self._path(name), content)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """Metadata of a safetensors file that has been loaded."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header.get("__metadata__") or {}
+
+
+def _digest_of_tensors(tensors: Tensors) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes."""
+    total = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        total.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
+        total.update(x.reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def chunk_name(index: Sequence[int], ids: Sequence[Sequence[int]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,9 @@ from nlgrpo.runtime.supervision.phases import Limits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 from nlgrpo.runtime.supervision.watchdog import watching
 
+# What gloo and NCCL say if another rank has ended.
+ENDED = re.compile("Connection (closed|reset) by peer|remote process exited")
+
 
 @contextmanager
 def start(limits: Limits | None = None) -> Iterator[Ranks]:
@@ -23,7 +27,7 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
 
     Without torchrun, the group is this process alone. Several ranks are watched: all end if one is silent, or if none
     makes progress within ``limits``. Collectives wait at least twice as long, so that the watchdog, which knows which
-    rank is to blame, is first.
+    rank is to blame, is first. Raises ValueError if a collective fails because another rank has ended.
     """
     limits = limits or Limits()
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -39,6 +43,10 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
     try:
         with watching(met, limits):
             yield Ranks(rank, world, device)
+    except RuntimeError as error:
+        if ENDED.search(str(error)) is None:
+            raise
+        raise ValueError(f"rank {rank} has lost the connection to another rank, which has ended: {error}") from error
     finally:
         # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in
         # an interpreter that is shutting down, and the process may abort. One process shards nothing.

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from nlgrpo.runtime.supervision import ending_with_parent
 from nlgrpo.training.sweeps import job
 from nlgrpo.training.sweeps.state import Point, State
 
@@ -92,7 +93,7 @@ def _python_settings() -> dict[str, str]:
 @dataclass(frozen=True)
 class LocalRun:
     """A process with its own session: a Ctrl-C goes to the terminal's whole process group, and the ranks of a torchrun
-    would get it twice."""
+    would get it twice. If the sweep is killed, the run saves and stops."""
 
     process: subprocess.Popen[bytes]
     job: str = ""
@@ -126,7 +127,7 @@ class LocalLauncher:
             log.write(f"$ {shlex.join(line)}\n".encode())
             log.flush()
             process = subprocess.Popen(
-                line,
+                ending_with_parent.command(line),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
