@@ -93,7 +93,7 @@ def _digest_of_tensors(tensors: Tensors) -> str:
     total = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         total.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        total.update(x.reshape(-1).view(torch.uint8).numpy())
+        total.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
