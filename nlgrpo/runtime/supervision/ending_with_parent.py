@@ -24,4 +24,4 @@ def command(line: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() == int(sys.argv[1]):  # otherwise it has already ended
-        os.execv(sys.argv[2], sys.argv[2:])
+        os.execv(sys.argv[2], sys.argv[2:])  # nosec B606  # the sweep's command
