@@ -188,6 +188,7 @@ def _launch(cfg: Config, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
     learner = run.learner()
     with run.engine(learner, lambda: stop.received) as engine:
         before = evaluate_before(run, learner, engine)
+        seed_everything(cfg.train.seed + ranks.rank)  # rewards may have drawn in the evaluation, which is not repeated
         if run.restore(learner):
             console.print(f"resuming from step {run.progress.step}")
         elif logged := len(read_jsonl(run.folder / FILE)):

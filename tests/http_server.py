@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,6 +39,10 @@ class JsonServer:
         class Server(ThreadingHTTPServer):
             request_queue_size = 128
             daemon_threads = True
+
+            def handle_error(self, *address: Any) -> None:
+                if not isinstance(sys.exception(), ConnectionError):  # a client that does not wait is no error
+                    super().handle_error(*address)
 
         self.server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"

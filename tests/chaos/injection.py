@@ -165,7 +165,7 @@ class Injection:
                 return
             time.sleep(0.002)
         time.sleep(0.01)  # until it has stopped
-        children = processes.children(run.pid)
+        tree, children = [run.pid, *processes.descendants(run.pid)], processes.children(run.pid)
         target = children[0] if self.workload.target == "child" and children else run.pid
         if self.kind in ("all killed", "newest file damaged"):
             processes.kill_all({self.server.pid})
@@ -179,11 +179,9 @@ class Injection:
             os.kill(target, getattr(signal, self.kind))
         else:
             outcome.notes.append(self.server.disturb(self.kind, self.rng))
-        for pid in processes.descendants(run.pid):
+        for pid in tree:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(run.pid, signal.SIGCONT)
 
     def end(self, run: processes.Forked) -> bool:
         """Wait for the end of all processes; returns whether the command has finished its work."""

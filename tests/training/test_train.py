@@ -220,6 +220,16 @@ def test_a_killed_run_resumes_with_identical_results(work, ended, name):
 
 
 @pytest.mark.slow
+def test_a_run_killed_after_its_first_evaluation_resumes_with_identical_results(work):
+    """The evaluation is not repeated, so the rewards draw from another place of their generators."""
+    options = STATEFUL | {"train__steps": 2, "evaluation__prompts": 2, "evaluation__samples": 4}
+    whole, killed = (arguments(work, f"evaluated {name}", **options) for name in ("whole", "killed"))
+    ended = run_all([Job(whole), Job(killed, "nlgrpo.training.learner:clip_gradients", 1), Job(killed)])
+    assert [end.status for end in ended] == [0, -signal.SIGKILL, 0]
+    assert same(work / "evaluated killed", work / "evaluated whole")
+
+
+@pytest.mark.slow
 def test_a_run_killed_repeatedly_finishes(work, ended):
     assert [end.status for end in ended["often"]][:2] == [-signal.SIGKILL] * 2
     assert ended["often"][-1].status == 0
