@@ -391,8 +391,8 @@ def _reward_faults(config: Config) -> list[str]:
             f"rewards {', '.join(rewards)}: two names differ only in - and _, which are the same on the command line"
         )
     for name, reward in rewards.items():
-        if not re.fullmatch(r"\w[\w-]*", name):
-            faults.append(f"rewards: {name!r} is not a valid name; allowed are letters, digits, - and _")
+        if not re.fullmatch(r"\w[\w-]{,63}", name):
+            faults.append(f"rewards: {name!r} is not a valid name; allowed are up to 64 letters, digits, - and _")
         if not math.isfinite(reward.weight):
             faults.append(f"rewards.{name}.weight = {reward.weight}: allowed is a finite number")
         if not 0 < abs(reward.scale) < math.inf:

@@ -95,6 +95,9 @@ class Checkpoint:
                 f"{folder} has no model.safetensors (nor an index of shards); only safetensors are read. Convert "
                 "other formats with transformers: model.save_pretrained(folder)"
             )
+        outside = [name for name in shards if not isinstance(name, str) or Path(name).name != name]
+        if outside:
+            raise ValueError(f"{index.name} of {folder} lists shards outside of the folder: {outside}")
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{index.name} of {folder} lists shards that do not exist: {', '.join(missing)}")

@@ -27,6 +27,7 @@ from nlgrpo.runtime.supervision import processes
 
 BEAT = 10.0  # seconds between changes of the owner's file
 PATIENCE = 35.0  # seconds without a change after which an owner on another machine has ended
+FORGOTTEN = 3600.0  # age of a file of a process that asks for a lock, which takes milliseconds
 
 
 class Busy(Exception):  # not an error by itself
@@ -68,6 +69,7 @@ class FileLock:
             locked = self._flock()
             while not self._claim():
                 self._displace(locked)
+            self._tidy()
         except BaseException:
             self.file.close()
             raise
@@ -121,6 +123,14 @@ class FileLock:
         finally:
             mine.unlink(missing_ok=True)
         return True
+
+    def _tidy(self) -> None:
+        """Remove files of processes that ended, or whose disk failed, while they asked for the lock."""
+        with contextlib.suppress(OSError):
+            now = self.owner_file.stat().st_mtime  # in the clock of the file system
+            for path in self.path.parent.glob(f"{self.owner_file.name}.*"):
+                if now - path.stat().st_mtime > FORGOTTEN:
+                    path.unlink()
 
     def _create(self) -> bool:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 TIMED = re.compile(r"time/|perf/|step_time|seconds|created|date|begun|ended|attempts|^status$")
 # Files with times, figures, and locks; older checkpoints depend on where a run was stopped.
 UNEQUAL = re.compile(r"(^|/)(\.lock.*|report\.html|.*\.png|.*\.log|checkpoints/.*)$")
-PARTIAL = re.compile(r"\.(tmp|partial|old|gone)(\.|/|$)|\.owner\.")
+PARTIAL = re.compile(r"\.(tmp|partial|old|gone)(\.|/|$)")
 
 
 def results(out: Path) -> dict[str, str]:

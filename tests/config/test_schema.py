@@ -187,7 +187,7 @@ def test_invalid_rewards(key, value, message):
 def test_reward_names_must_be_valid_and_distinct_on_the_command_line():
     one = RewardConfig("length(target=3, scale=9)")
     validate.check(Config(rewards={"a-b": one, "ab2": one}))
-    for name in ("", "a b", "a/b", "a.b", "-a"):
+    for name in ("", "a b", "a/b", "a.b", "-a", "..", "../a", "/a", "a\n", "<b>", "a" * 65):
         (line,) = faults(Config(rewards={name: one}))
         assert f"{name!r} is not a valid name" in line
     (line,) = faults(Config(rewards={"a-b": one, "a_b": one}))

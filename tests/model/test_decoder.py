@@ -266,6 +266,10 @@ def test_damaged_configs_and_indices_are_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="is not an index of shards"):
         decoder.load(tmp_path)
+    for name in ("../model.safetensors", str(tmp_path / "model.safetensors"), "a/b.safetensors", 3):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        with pytest.raises(ValueError, match="lists shards outside of the folder"):
+            decoder.load(tmp_path)
     for damaged in ("{not json", json.dumps({"model_type": "llama", "hidden_size": "48"})):
         (tmp_path / "config.json").write_text(damaged)
         with pytest.raises(ValueError, match="cannot read"):

@@ -168,6 +168,15 @@ def test_a_process_whose_lock_was_taken_ends(path):
     assert process.exitcode == 1
 
 
+def test_old_files_of_processes_that_asked_for_the_lock_are_removed(path):
+    old, new = path.with_name("lock.owner.old"), path.with_name("lock.owner.new")
+    old.touch()
+    new.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    FileLock(path).release()
+    assert names(path) == ["lock", "lock.owner.new"]
+
+
 def test_a_removed_folder_is_no_error(path):
     lock = FileLock(path)
     path.unlink()
