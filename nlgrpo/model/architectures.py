@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 ROPES = ("default", "linear", "yarn", "llama3")
 SLIDING = "sliding_attention"
+MOST_LAYERS = 10_000  # a damaged number must not allocate memory
 
 
 @dataclass(frozen=True)
@@ -86,26 +87,32 @@ def shape_of(config: Any) -> Shape:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownModel(f"unknown architecture {config.model_type!r}; nlgrpo's decoder supports: {known}")
     try:
+        if not 0 < config.num_hidden_layers <= MOST_LAYERS:
+            raise _invalid(config, f"{config.num_hidden_layers} layers")
         shape = FAMILIES[config.model_type](config)
-        sound = min(shape.vocab, shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.context) > 0
+        sizes = (shape.vocab, shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.context)
+        sound = 0 < min(sizes) <= max(sizes) < 2**31
     except (TypeError, ZeroDivisionError, AttributeError) as error:
-        raise ValueError(f"config.json is not a valid {config.model_type!r} config: {error}") from error
+        raise _invalid(config, error) from error
     if not sound or shape.heads % shape.kv_heads or shape.rotary_dim % 2:
-        raise ValueError(
-            f"config.json is not a valid {config.model_type!r} config: vocabulary {shape.vocab}, width {shape.width}, "
-            f"{shape.heads} heads of dimension {shape.head_dim}, {shape.kv_heads} key-value heads, "
-            f"feed-forward {shape.ffn}, context {shape.context}"
+        raise _invalid(
+            config,
+            f"vocabulary {shape.vocab}, width {shape.width}, {shape.heads} heads of dimension {shape.head_dim}, "
+            f"{shape.kv_heads} key-value heads, feed-forward {shape.ffn}, context {shape.context}",
         )
     if shape.activation not in ACTIVATIONS:
         raise UnknownModel(f"unknown activation {shape.activation!r}; supported: {', '.join(ACTIVATIONS)}")
     if shape.rotary_dim and (kind := config.rope_parameters.get("rope_type", "default")) not in ROPES:
         raise UnknownModel(f"unknown rotary embedding {kind!r}; supported: {', '.join(ROPES)}")
     if any(window is not None and window < 1 for window in shape.windows):
-        raise ValueError(
-            f"config.json is not a valid {config.model_type!r} config: sliding_window {config.sliding_window}"
-        )
+        raise _invalid(config, f"sliding_window {config.sliding_window}")
     _check_rotary(config, shape)
     return shape
+
+
+def _invalid(config: Any, why: object) -> ValueError:
+    where = f" of {config.name_or_path}" if config.name_or_path else ""
+    return ValueError(f"config.json{where} is not a valid {config.model_type!r} config: {why}")
 
 
 def _check_rotary(config: Any, shape: Shape) -> None:
@@ -113,13 +120,12 @@ def _check_rotary(config: Any, shape: Shape) -> None:
         with torch.device("cpu"):  # the caller may be building a model on the meta device
             frequencies, _ = rotary_frequencies(config, shape)
     except (TypeError, KeyError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"config.json is not a valid {config.model_type!r} config: rope_parameters, {error}"
-        ) from error
+        raise _invalid(config, f"rope_parameters, {error}") from error
     if frequencies is not None and not (frequencies.isfinite().all() and 2 * len(frequencies) == shape.rotary_dim):
-        raise ValueError(
-            f"config.json is not a valid {config.model_type!r} config: rope_parameters {config.rope_parameters} give "
-            f"{len(frequencies)} frequencies {frequencies.tolist()[:2]}, ..; expected {shape.rotary_dim // 2}, finite"
+        raise _invalid(
+            config,
+            f"rope_parameters {config.rope_parameters} give {len(frequencies)} frequencies "
+            f"{frequencies.tolist()[:2]}, ..; expected {shape.rotary_dim // 2}, finite",
         )
 
 
@@ -158,9 +164,10 @@ def _mistral(config: Any) -> Shape:
 def _qwen2(config: Any, **differences: Any) -> Shape:
     known = {"full_attention"} if config.sliding_window is None else {"full_attention", SLIDING}
     if not set(config.layer_types) <= known:
-        raise ValueError(
-            f"config.json is not a valid {config.model_type!r} config: layer_types {config.layer_types} with "
-            f"sliding_window {config.sliding_window}; supported: {', '.join(sorted(known))}"
+        raise _invalid(
+            config,
+            f"layer_types {config.layer_types} with sliding_window {config.sliding_window}; supported: "
+            f"{', '.join(sorted(known))}",
         )
     windows = tuple(config.sliding_window if kind == SLIDING else None for kind in config.layer_types)
     return _llama_like(config, **({"windows": windows, "qkv_bias": True} | differences))

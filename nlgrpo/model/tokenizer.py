@@ -18,6 +18,7 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     read_config(source)  # reports a broken config better than transformers does
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a text")["input_ids"])  # transformers reads some settings only when they are used
     except Exception as error:  # tokenizers raises bare exceptions
         raise ValueError(f"{source} has no tokenizer that transformers can read: {error}") from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):

@@ -155,7 +155,8 @@ class Injection:
 
     @property
     def log(self) -> str:
-        return self.out.with_suffix(".log").read_text("utf-8", "replace")
+        path = self.out.with_suffix(".log")
+        return path.read_text("utf-8", "replace") if path.exists() else ""
 
     def disturb(self, run: processes.Forked, shared: Shared, outcome: Outcome) -> None:
         """Wait until a process has stopped at the place, act from outside, and continue the process."""
@@ -194,7 +195,7 @@ class Injection:
         if left := processes.wait_for_orphans(ENDING, known):
             raise Lost(f"processes are left: {', '.join(map(processes.describe, left))}")
         self.server.recover()
-        return run.status == 0 and "run the same command again to resume" not in self.log.splitlines()[-1]
+        return run.status == 0 and not self.log.rstrip().endswith("run the same command again to resume")
 
     def compare(self, truth: Undisturbed, memory: set[str]) -> None:
         """Check what is left. Raises Lost."""

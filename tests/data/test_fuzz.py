@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from nlgrpo.data import sources
 from nlgrpo.data.encoding import decode
 from nlgrpo.data.prompt_dataset import Reader, SourceOptions, read_all
+from nlgrpo.model import decoder
 from nlgrpo.model.hf_weights import locate
-from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
 from nlgrpo.rewards import outputs
 
 fuzzed = settings(
@@ -142,6 +143,40 @@ def test_any_tokens_are_decoded_to_text_that_can_be_saved(request, name, ids):
     [text] = decode(request.getfixturevalue(name), [[]], [ids])
     assert json.loads(json.dumps(text).encode()) == text
     text.encode("utf-8", "strict")
+
+
+def change(draw, value):
+    """``value`` with another value at one place, at any depth."""
+    if isinstance(value, dict | list) and value and draw(st.integers(0, 3)):
+        keys = sorted(value) if isinstance(value, dict) else range(len(value))
+        key = draw(st.sampled_from(keys))
+        copy = dict(value) if isinstance(value, dict) else list(value)
+        copy[key] = change(draw, value[key])
+        return copy
+    return draw(st.sampled_from([None, -1, 0, True, 2**63, 1e308, "x", "\ud800", [], {}, [[]], {"a": {}}]))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
+@fuzzed
+@given(data=st.data())
+def test_a_damaged_tokenizer_or_config_is_read_or_named(tmp_path, name, data):
+    tiny_model(tmp_path / "model")
+    path = tmp_path / "model" / name
+    content = path.read_bytes()
+    if data.draw(st.booleans()):
+        content = damaged(content, data.draw(cuts))
+    else:
+        content = json.dumps(change(data.draw, json.loads(content))).encode()
+    path.write_bytes(content)
+
+    def load():
+        tokenizer = load_tokenizer(tmp_path / "model")
+        assert decode(tokenizer, [[]], [tokenizer("w1 w2")["input_ids"]])
+        stop_ids_of(tokenizer, tmp_path / "model")
+        return decoder.load(tmp_path / "model")
+
+    found, message = result_of(load)
+    assert found is not None or str(tmp_path) in message or "; supported: " in message
 
 
 class Evil:

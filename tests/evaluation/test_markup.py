@@ -73,8 +73,7 @@ def pages(folder):
             (run / name).write_text(text if name.endswith(".json") else "\n".join([*lines[:-1], text]) + "\n")
             try:
                 yield f"{name}: {place[0]}", write_report(run)
-            except ValueError as refused:
-                assert "\n" not in str(refused).strip()
+            except ValueError:
                 yield f"{name}: {place[0]}", None
         (run / name).write_text(whole)
 

@@ -122,7 +122,7 @@ def test_files(folder, capsys, file, content, says):
             {"num_key_value_heads": 3},
             "is not a valid 'llama' config: vocabulary 32, width 24, 4 heads of dimension 6, 3 key",
         ),
-        ({"max_position_embeddings": 0}, "config.json is not a valid 'llama' config"),
+        ({"max_position_embeddings": 0}, "is not a valid 'llama' config"),
         (
             {
                 "rope_parameters": {
@@ -141,7 +141,7 @@ def test_files(folder, capsys, file, content, says):
         ),
         (
             {"model_type": "mistral", "sliding_window": 0},
-            "config.json is not a valid 'mistral' config: sliding_window 0",
+            "is not a valid 'mistral' config: sliding_window 0",
         ),
         (
             {"model_type": "qwen2", "sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
