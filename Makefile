@@ -61,7 +61,7 @@ $(SANITIZED): setup.py $(wildcard csrc/*) $(VENV)/installed-test
 
 # Ends with status 1 if a run that was disturbed is not equal to an undisturbed one; see tests/chaos.
 chaos: $(VENV)/installed-test
-	PYTHONPATH=tests $(RUN)python -m chaos $(ARGS)
+	PYTHONPATH=tests:bench $(RUN)python -m chaos $(ARGS)
 
 check: $(VENV)/installed-check
 	$(RUN)ruff format --check .

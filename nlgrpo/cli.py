@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from nlgrpo import __version__
+from nlgrpo.runtime.atomic_files import disk_errors
 
 # name: (module:function, description)
 COMMANDS = {
@@ -116,7 +118,9 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0; 1, with a message, for an error the user can fix; 2 for an unknown command."""
+    """Run a command. Returns 0; 1, with a message, for an error the user can fix; 2 for an unknown command; 130 after
+    Ctrl-C, if the command does not save and stop then.
+    """
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -125,6 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, is done; Python flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT  # as shells report it
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -141,7 +148,8 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     module, function = COMMANDS[arguments[0]][0].split(":")
     try:
-        return int(getattr(importlib.import_module(module), function)(arguments[1:]))
+        with disk_errors():
+            return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except ValueError as error:
         from rich.console import Console
 

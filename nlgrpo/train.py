@@ -24,6 +24,7 @@ from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.supervision import process_group
@@ -221,8 +222,9 @@ def attempt(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 when done or stopped by a signal, 1 with a message for an error the user can fix."""
     try:
-        cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
-        launch(cfg, dry_run=dry_run)
+        with disk_errors():
+            cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
+            launch(cfg, dry_run=dry_run)
     except (ValueError, RewardError) as error:
         if error.__cause__ is not None and isinstance(error, RewardError):
             traceback.print_exception(error.__cause__)

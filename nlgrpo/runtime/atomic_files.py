@@ -6,6 +6,7 @@ again. Only this module interprets the exceptions of the libraries that write fi
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 CANNOT = "cannot write into"  # a sweep stops at this message, because its other points would fail too
+OF_A_DISK = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENODEV}
 IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the error number only in the text
 
 
@@ -29,6 +31,19 @@ def into(folder: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"{CANNOT} {folder}: {cause}. Complete files stay; run the same command again to resume."
+        ) from error
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Context that turns the errors of a disk that fails, is full or is gone into a ValueError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in OF_A_DISK:
+            raise
+        raise ValueError(
+            f"{error.filename or 'a file'}: {error.strerror}. Run the same command again to resume."
         ) from error
 
 

@@ -32,18 +32,18 @@ INSIDE: dict[str, tuple[str, Callable[[random.Random], int]]] = {
     "clock jump": ("clock", lambda rng: rng.choice((-1, 1)) * rng.choice((3600, 86400, 40_000_000))),  # seconds
 }
 # What is done from outside, while a process is stopped at the place.
-OUTSIDE = ("all killed", "launcher killed", "suspended", "SIGTERM", "SIGINT", "SIGHUP", "newest file damaged",
-           "server down", "server hangs")  # fmt: skip
-QUIET = ("disk full", "I/O error", "SIGTERM", "clock jump", "slow disk", "suspended")  # nothing prints a traceback
+OUTSIDE = ("all killed", "launcher killed", "suspended", "SIGTERM", "SIGINT", "newest file damaged", "server down",
+           "server hangs")  # fmt: skip
+# Of these, nothing prints a traceback, and temporary files are removed.
+GENTLE = ("disk full", "I/O error", "SIGTERM", "SIGINT", "clock jump", "slow disk", "suspended")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A command: ``main(work, out)`` runs it, with results below ``out``, on ``ranks`` (0: without torchrun)."""
+    """A command: ``main(work, out)`` runs it, with results below ``out``."""
 
     name: str
     main: Callable[[Path, Path], int]
-    ranks: int
     kinds: tuple[str, ...]
     seconds: float = 120.0  # in which it ends
     target: str = "leader"  # of signals: the leader, or its child
@@ -87,19 +87,18 @@ class Shared:
 
 
 def environment(out: Path, shared: Shared, **fault: object) -> dict[str, str]:
-    temporary = out.with_name(f"{out.name}.tmp")
-    temporary.mkdir(exist_ok=True)
+    _temporary(out).mkdir(exist_ok=True)
     settings = {"FOLDER": out, "COUNTS": shared.path} | {name.upper(): value for name, value in fault.items()}
-    return {f"CHAOS_{name}": str(value) for name, value in settings.items()} | {"TMPDIR": str(temporary)}
+    return {f"CHAOS_{name}": str(value) for name, value in settings.items()} | {"TMPDIR": str(_temporary(out))}
 
 
 def undisturbed(workload: Workload, work: Path) -> Undisturbed:
-    """Run the command to its end. Raises Lost if it fails."""
+    """Run the command to its end."""
     out = work / f"{workload.name}-undisturbed"
     shared = Shared(out.with_suffix(".counts"))
     run = processes.start(lambda: workload.main(work, out), out.with_suffix(".log"), environment(out, shared))
     if not run.wait(workload.seconds) or run.status:
-        raise Lost(f"undisturbed, it ended with status {run.status}")
+        raise SystemExit(f"error: undisturbed, {workload.name} ended with status {run.status}; see {work}")
     return Undisturbed(results(out), shared.read()[0])
 
 
@@ -146,9 +145,9 @@ class Injection:
             again = self.start(environment(self.out, shared))
             if not self.end(again):
                 raise Lost(f"started again, it ended with status {again.status}")
-        if fired and self.kind in QUIET and any(line.startswith("Traceback") for line in self.log.splitlines()):
-            raise Lost("a traceback was printed")
         self.compare(truth, memory)
+        if fired and self.kind in GENTLE:
+            self.check_manners()
 
     def start(self, settings: dict[str, str]) -> processes.Forked:
         return processes.start(lambda: self.workload.main(self.work, self.out), self.out.with_suffix(".log"), settings)
@@ -207,6 +206,17 @@ class Injection:
             raise Lost(f"partial files are left: {', '.join(files)}")
         if leaked := sorted(_shared_memory() - memory):
             raise Lost(f"shared memory is left: {', '.join(leaked)}")
+
+    def check_manners(self) -> None:
+        """Check what is printed, and temporary files. Raises Lost."""
+        if any(line.startswith("Traceback") for line in self.log.splitlines()):
+            raise Lost("a traceback was printed")
+        if files := sorted(path.name for path in _temporary(self.out).iterdir()):
+            raise Lost(f"temporary files are left: {', '.join(files)}")
+
+
+def _temporary(out: Path) -> Path:
+    return out.with_name(f"{out.name}.tmp")
 
 
 def _shared_memory() -> set[str]:

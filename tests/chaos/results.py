@@ -51,6 +51,12 @@ def _without_times(value: Any) -> Any:
     return [_without_times(part) for part in value] if isinstance(value, list) else value
 
 
+def _has_another(checkpoint: Path) -> bool:
+    """Whether a checkpoint is needed, and is not the only one: its run resumes from the one before."""
+    finished = (checkpoint.parents[1] / "value.json").exists()
+    return not finished and len(list(checkpoint.parent.glob("step-*"))) > 1
+
+
 def partial_files(out: Path) -> list[str]:
     return [str(path.relative_to(out)) for path in out.rglob("*") if PARTIAL.search(path.name)]
 
@@ -65,6 +71,8 @@ def damage_newest(out: Path, rng: random.Random) -> str:
     for path in out.rglob("*"):
         name = str(path.relative_to(out))
         if path.name == "model.safetensors" or not path.stat().st_size or PARTIAL.search(name):
+            continue
+        if "checkpoints/" in name and not _has_another(path.parent):
             continue
         if path.suffix in (".jsonl", ".safetensors"):
             groups.setdefault("checkpoint" if "checkpoints/" in name else path.suffix, []).append(path)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from common import machine, save
 from helpers import training_folder
 
 from chaos import __main__, commands, processes
@@ -22,13 +23,13 @@ DISK = ("disk full", "I/O error", "slow disk")
 COMMON = ("process killed", "all killed", "suspended", "SIGTERM", "SIGINT", *DISK, "clock jump", "newest file damaged")
 RANKS = (*COMMON, "launcher killed", "rank stopped", "rank lost")
 WORKLOADS = (
-    Workload("train", commands.on_ranks(commands.train, 2), 2, RANKS),
-    Workload("train-server", commands.train_with_server, 0, ("server down", "server hangs")),
-    Workload("rollout", commands.on_ranks(commands.rollout, 2), 2, RANKS),
-    Workload("sweep", commands.sweep, 0, ("all killed", "launcher killed", "SIGTERM", "disk full"), 240.0),
-    Workload("iro", commands.iro, 0, COMMON),
-    Workload("generate", commands.generate, 0, COMMON),
-    Workload("serve", commands.serve, 0, ("launcher killed", "suspended", "SIGTERM", "clock jump"), target="child"),
+    Workload("train", commands.on_ranks(commands.train, 2), RANKS),
+    Workload("train-server", commands.train_with_server, ("server down", "server hangs")),
+    Workload("rollout", commands.on_ranks(commands.rollout, 2), RANKS),
+    Workload("sweep", commands.sweep, ("all killed", "launcher killed", "SIGTERM", "disk full"), 240.0),
+    Workload("iro", commands.iro, COMMON),
+    Workload("generate", commands.generate, COMMON),
+    Workload("serve", commands.serve, ("launcher killed", "suspended", "SIGTERM", "clock jump"), target="child"),
 )
 
 
@@ -66,9 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
     finally:
         server.end()
-    table(outcomes)
+    seconds, counts = time.monotonic() - begun, table(outcomes)
+    injected = sum(outcome.fired for *_, outcome in outcomes)
     lost = sum(bool(outcome.lost) for *_, outcome in outcomes)
-    print(f"{len(outcomes)} injections in {(time.monotonic() - begun) / 60:.0f} minutes, {lost} lost")
+    print(f"{injected} injections in {seconds / 60:.0f} minutes, {lost} lost")
+    if args.save:
+        facts = {"seed": args.seed, "injections": injected, "lost": lost, "seconds": round(seconds)}
+        print(f"saved {save('chaos', facts | {'counts': counts, 'machine': machine()})}")
     if lost:
         print(f"the folders of those are in {work}")
         return 1
@@ -85,21 +90,27 @@ def show(name: str, outcome: Outcome) -> None:
     print(f"{name:36s} {state(outcome):9s} {outcome.seconds:6.1f} s  {said}", flush=True)
 
 
-def table(outcomes: list[tuple[str, str, Outcome]]) -> None:
-    """Print one line per kind: injections, without a second start, with one, lost."""
-    print(f"\n{'':24s} injections  finished  resumed  lost")
-    for kind in dict.fromkeys(kind for _, kind, _ in outcomes):
-        found = Counter(state(outcome) for _, other, outcome in outcomes if other == kind)
-        counts = [found.total() - found["no fault"], found["finished"], found["resumed"], found["LOST"]]
-        print(f"{kind:24s} {counts[0]:10d} {counts[1]:9d} {counts[2]:8d} {counts[3]:5d}")
+def table(outcomes: list[tuple[str, str, Outcome]]) -> dict[str, dict[str, int]]:
+    """Print and return the counts by kind, and by command: finished, with a second start, lost, without a fault."""
+    counts: dict[str, dict[str, int]] = {}
+    print(f"\n{'':24s} injections  finished  resumed  lost  no fault")
+    for i in (1, 0):
+        for label in dict.fromkeys(row[i] for row in outcomes):
+            found = Counter(state(row[2]) for row in outcomes if row[i] == label)
+            shown = [found.total(), *(found[name] for name in ("finished", "resumed", "LOST", "no fault"))]
+            counts[label] = dict(zip(("injections", "finished", "resumed", "lost", "no fault"), shown, strict=True))
+            print(f"{label:24s} {shown[0]:10d} {shown[1]:9d} {shown[2]:8d} {shown[3]:5d} {shown[4]:9d}")
+        print()
+    return counts
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shown = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="chaos", description=__main__.__doc__, formatter_class=shown)
-    parser.add_argument("--injections", type=int, default=220, help="number of injections (default: 220)")
+    parser.add_argument("--injections", type=int, default=224, help="number of injections (default: 224)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the places (default: 0)")
     parser.add_argument("--only", default="", help="COMMAND, COMMAND:KIND or COMMAND:KIND:NUMBER, as printed")
+    parser.add_argument("--save", action="store_true", help="write bench/results/cpu/chaos.json")
     parser.add_argument("--stop", action="store_true", help="stop at the first that is lost")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     return parser.parse_args(arguments)

@@ -1,5 +1,6 @@
 """The console command: what it prints, its exit status, and that bad input ends in a message."""
 
+import errno
 import json
 import os
 import subprocess
@@ -249,3 +250,27 @@ def test_a_closed_pipe(command, monkeypatch, capfd):
         assert cli.main(command.split()) == 1
         stdout.flush()
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nlgrpo.commands.recipes.list_recipes", interrupted)
+    assert cli.main(["recipes"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(("number", "lines"), [(errno.EIO, 1), (errno.ENOSPC, 1), (errno.ENOENT, None)])
+def test_the_error_of_a_disk_is_one_line(number, lines, monkeypatch, capsys):
+    def fails(arguments):
+        raise OSError(number, os.strerror(number), "/data/x.json")
+
+    monkeypatch.setattr("nlgrpo.commands.recipes.list_recipes", fails)
+    if lines is None:
+        with pytest.raises(OSError, match=r"No such file"):
+            cli.main(["recipes"])
+    else:
+        assert cli.main(["recipes"]) == 1
+        said = f"error: /data/x.json: {os.strerror(number)}. Run the same command again to resume.\n"
+        assert capsys.readouterr().err == said

@@ -17,7 +17,7 @@ RUN = "\nimport sys\nfrom chaos import trials\nsys.exit(trials.main(sys.argv[1:]
 
 def chaos(*options: str, before: str = "") -> tuple[int, str]:
     """Run the command after the statements ``before``; return its exit status and output."""
-    settings = environment() | library.environment() | {"PYTHONPATH": str(REPOSITORY / "tests")}
+    settings = environment() | library.environment() | {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{REPOSITORY / 'bench'}"}
     command = [sys.executable, "-c", before + RUN, *options]
     ended = subprocess.run(command, env=settings, capture_output=True, text=True, check=False, timeout=550)
     return ended.returncode, ended.stdout + ended.stderr
@@ -58,6 +58,12 @@ TAKEN_OUT = {
     ),
     "the restoring of random states": (
         "from nlgrpo.runtime.checkpoint import loading\nloading.set_random_state = lambda _: None",
+        "train:all-killed",
+        "not equal to the undisturbed run",
+    ),
+    "the second seed, after the first evaluation": (
+        "from nlgrpo import train\ncalls = []\nseed = train.seed_everything\n"
+        "train.seed_everything = lambda s: None if calls else (calls.append(s), seed(s))",
         "train:all-killed",
         "not equal to the undisturbed run",
     ),
