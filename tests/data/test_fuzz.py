@@ -5,6 +5,7 @@ import fractions
 import gzip
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def change(draw, value):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
-@fuzzed
+@settings(fuzzed, max_examples=40)
 @given(data=st.data())
 def test_a_damaged_tokenizer_or_config_is_read_or_named(tmp_path, name, data):
     tiny_model(tmp_path / "model")
@@ -177,6 +178,24 @@ def test_a_damaged_tokenizer_or_config_is_read_or_named(tmp_path, name, data):
 
     found, message = result_of(load)
     assert found is not None or str(tmp_path) in message or "; supported: " in message
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"head_dim": 2**63}),
+        ("config.json", {"num_hidden_layers": 10**9}),
+        ("config.json", {"num_hidden_layers": -1}),
+        ("config.json", {"vocab_size": 2**40}),
+        ("tokenizer_config.json", {"model_max_length": {}}),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(tmp_path, name, changes):
+    tiny_model(tmp_path)
+    path = tmp_path / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        decoder.load(tmp_path) if name == "config.json" else load_tokenizer(tmp_path)
 
 
 class Evil:
