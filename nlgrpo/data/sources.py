@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import difflib
 import gzip
+import io
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 Row = dict[str, Any]
 
@@ -119,10 +120,28 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
     raise ValueError(f"{path}: unknown file type. Supported: {' '.join(SUFFIXES)}; all but the last also with .gz.")
 
 
+class _BoundedGzip(gzip.GzipFile):
+    """Raises ValueError for a file made to fill the memory: text does not expand by a factor of 200."""
+
+    ALWAYS_ALLOWED, FACTOR = 2**30, 200
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.expanded, self.most = 0, max(self.ALWAYS_ALLOWED, self.FACTOR * path.stat().st_size)
+
+    def read1(self, size: int = -1) -> bytes:
+        content = super().read1(size)
+        self.expanded += len(content)
+        if self.expanded > self.most:
+            raise ValueError(f"{self.name} expands to more than {self.most:,} bytes, {self.FACTOR} times its size")
+        return content
+
+
 def _open(path: Path, newline: str | None = None) -> TextIO:
     # utf-8-sig drops the byte order mark that some editors write.
-    opener = gzip.open if path.name.lower().endswith(".gz") else open
-    return cast(TextIO, opener(path, "rt", encoding="utf-8-sig", newline=newline))
+    if path.name.lower().endswith(".gz"):
+        return io.TextIOWrapper(_BoundedGzip(path), encoding="utf-8-sig", newline=newline)
+    return path.open("rt", encoding="utf-8-sig", newline=newline)
 
 
 def _lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:

@@ -94,6 +94,17 @@ def test_random_bytes_are_read_or_named(tmp_path, content, suffix):
     read(tmp_path / f"data{suffix}", content)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".csv.gz", ".txt.gz"])
+def test_a_compressed_file_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(sources._BoundedGzip, "ALWAYS_ALLOWED", 2**20)
+    path = tmp_path / f"bomb{suffix}"
+    path.write_bytes(gzip.compress(bytes(2**22)))  # a single line of zeros, 1000 times smaller
+    with pytest.raises(ValueError, match=r"bomb\S+ expands to more than 1,048,576 bytes, 200 times its size"):
+        list(sources.read(str(path)))
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 1000) if suffix == ".jsonl.gz" else gzip.compress(b"[]"))
+    list(sources.read(str(path)))
+
+
 @fuzzed
 @given(st.lists(rows, max_size=4), cuts, st.sampled_from([".jsonl", ".json"]))
 def test_damaged_json_is_read_or_named(tmp_path, found, where, suffix):
