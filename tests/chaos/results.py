@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -30,19 +31,25 @@ def results(out: Path) -> dict[str, str]:
 
 
 def _digest(path: Path, out: Path) -> str:
-    """Digest of a file, without times and the name of the folder ``out``."""
+    """Digest of the content of a file; of JSON without times and the name of the folder ``out``."""
     content = path.read_bytes()
-    if path.suffix in (".json", ".jsonl"):
-        text = content.decode().replace(str(out), "OUT")
-        values = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
-        content = json.dumps([_without_times(value) for value in values]).encode()
-    elif path.suffix == ".safetensors":  # the order of the tensors of a sharded checkpoint is not always the same
-        begin = 8 + int.from_bytes(content[:8], "little")
-        tensors = sorted(json.loads(content[8:begin]).items())
-        spans = [entry.pop("data_offsets", (0, 0)) for _, entry in tensors]
-        parts = [content[begin + first : begin + last] for first, last in spans]
-        content = b"".join([json.dumps(tensors, sort_keys=True).encode(), *parts])
+    with contextlib.suppress(ValueError):  # it is damaged
+        if path.suffix in (".json", ".jsonl"):
+            text = content.decode().replace(str(out), "OUT")
+            values = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+            content = json.dumps([_without_times(value) for value in values]).encode()
+        elif path.suffix == ".safetensors":
+            content = _tensors(content)
     return hashlib.sha256(content).hexdigest()
+
+
+def _tensors(content: bytes) -> bytes:
+    """The tensors of a safetensors file by name: their order in a sharded checkpoint is not always the same."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    tensors = sorted(json.loads(content[8:begin]).items())
+    spans = [entry.pop("data_offsets", (0, 0)) for _, entry in tensors]
+    parts = [content[begin + first : begin + last] for first, last in spans]
+    return b"".join([json.dumps(tensors, sort_keys=True).encode(), *parts])
 
 
 def _without_times(value: Any) -> Any:
@@ -51,10 +58,12 @@ def _without_times(value: Any) -> Any:
     return [_without_times(part) for part in value] if isinstance(value, list) else value
 
 
-def _has_another(checkpoint: Path) -> bool:
-    """Whether a checkpoint is needed, and is not the only one: its run resumes from the one before."""
-    finished = (checkpoint.parents[1] / "value.json").exists()
-    return not finished and len(list(checkpoint.parent.glob("step-*"))) > 1
+def _needed(path: Path) -> bool:
+    """Whether a command that is started again reads the file, and can do without it."""
+    run = path.parents[2] if path.parents[1].name == "checkpoints" else path.parent
+    if (run / "value.json").exists():  # this part of the work is finished
+        return False
+    return run == path.parent or len(list(path.parents[1].glob("step-*"))) > 1  # or it resumes from the one before
 
 
 def partial_files(out: Path) -> list[str]:
@@ -72,9 +81,7 @@ def damage_newest(out: Path, rng: random.Random) -> str:
         name = str(path.relative_to(out))
         if path.name == "model.safetensors" or not path.stat().st_size or PARTIAL.search(name):
             continue
-        if "checkpoints/" in name and not _has_another(path.parent):
-            continue
-        if path.suffix in (".jsonl", ".safetensors"):
+        if path.suffix in (".jsonl", ".safetensors") and _needed(path):
             groups.setdefault("checkpoint" if "checkpoints/" in name else path.suffix, []).append(path)
     if not groups:
         return "no file to damage"
