@@ -43,7 +43,7 @@ from nlgrpo.training import critic, offline, run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.training.losses.kl import AdaptiveBeta
 from nlgrpo.training.reference_rewards import ReferenceRewards
-from nlgrpo.training.tracking import terminal, trackers
+from nlgrpo.training.tracking import run_files, terminal, trackers
 from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
@@ -292,6 +292,7 @@ class Run:
         """Save a checkpoint; collective. Unless ``wait``, training may continue while it is written."""
         check_finite(learner.trained, self.ranks, TOO_LARGE)
         state = vars(self.progress) | {"config": schema.to_dict(self.config)}
+        run_files.sync(self.folder, self.ranks)
         self.saver.save(self.progress.step, learner.trained, learner.optimizer, state, wait=wait)
 
     def restore(self, learner: Learner) -> bool:

@@ -58,12 +58,16 @@ def _without_times(value: Any) -> Any:
     return [_without_times(part) for part in value] if isinstance(value, list) else value
 
 
-def _needed(path: Path) -> bool:
+def _can_be_damaged(path: Path) -> bool:
     """Whether a command that is started again reads the file, and can do without it."""
     run = path.parents[2] if path.parents[1].name == "checkpoints" else path.parent
+    saved = sorted(run.glob("checkpoints/step-*"))
     if (run / "value.json").exists():  # this part of the work is finished
         return False
-    return run == path.parent or len(list(path.parents[1].glob("step-*"))) > 1  # or it resumes from the one before
+    if path.suffix == ".jsonl":  # lines before a checkpoint are on the disk before it
+        last = json.loads(path.read_text("utf-8").splitlines()[-1])
+        return not saved or last["step"] >= int(saved[-1].name[5:])
+    return run == path.parent or len(saved) > 1  # or it resumes from the checkpoint before
 
 
 def partial_files(out: Path) -> list[str]:
@@ -81,7 +85,7 @@ def damage_newest(out: Path, rng: random.Random) -> str:
         name = str(path.relative_to(out))
         if path.name == "model.safetensors" or not path.stat().st_size or PARTIAL.search(name):
             continue
-        if path.suffix in (".jsonl", ".safetensors") and _needed(path):
+        if path.suffix in (".jsonl", ".safetensors") and _can_be_damaged(path):
             groups.setdefault("checkpoint" if "checkpoints/" in name else path.suffix, []).append(path)
     if not groups:
         return "no file to damage"

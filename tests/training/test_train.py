@@ -27,6 +27,7 @@ from nlgrpo.objectives.aggregation import WeightedSum
 from nlgrpo.objectives.registry import parse
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime import checkpoint, file_lock
+from nlgrpo.runtime.checkpoint import folders
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import learner, run_folder
 from nlgrpo.training.global_batch import GlobalBatch
@@ -227,6 +228,26 @@ def test_a_run_killed_after_its_first_evaluation_resumes_with_identical_results(
     ended = run_all([Job(whole), Job(killed, "nlgrpo.training.learner:clip_gradients", 1), Job(killed)])
     assert [end.status for end in ended] == [0, -signal.SIGKILL, 0]
     assert same(work / "evaluated killed", work / "evaluated whole")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads names of descriptors in /proc")
+def test_metrics_and_samples_are_on_the_disk_before_a_checkpoint_has_its_name(work, monkeypatch):
+    synced, seen = {}, []
+
+    def fsync(descriptor, original=os.fsync):
+        original(descriptor)
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+
+    def publish(partial, target, original=folders.publish):
+        sizes = {name: (work / "synced" / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")}
+        seen.append((target.name, len(read_jsonl(work / "synced" / "metrics.jsonl"))))
+        assert sizes.items() <= synced.items()
+        original(partial, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(folders, "publish", publish)
+    assert train.main(arguments(work, "synced", train__steps=4, train__checkpoint_every=2)) == 0
+    assert seen == [("step-00000002", 2), ("step-00000004", 4)]
 
 
 @pytest.mark.slow

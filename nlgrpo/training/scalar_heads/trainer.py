@@ -45,7 +45,7 @@ from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import run_folder
 from nlgrpo.training.learner import learning_rate, make_optimizer
-from nlgrpo.training.tracking import trackers
+from nlgrpo.training.tracking import run_files, trackers
 from nlgrpo.training.tracking.logger import WRITTEN, MetricsLogger
 
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
@@ -210,6 +210,7 @@ class Trainer(ABC):
         """Save a checkpoint; collective. Unless ``wait``, training may continue while it is written."""
         state = vars(self.progress) | {"config": asdict(self.config)}
         check_finite(self.model, self.ranks, TOO_LARGE)
+        run_files.sync(self.folder, self.ranks)
         self.saver.save(self.progress.step, self.model, self.optimizer, state, wait=wait)
 
     def restore(self) -> bool:

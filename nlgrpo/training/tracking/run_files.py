@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime.distributed import Ranks
 
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -53,6 +54,22 @@ def append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Append lines. Closes the file, so that no part of a line stays in a buffer if a write fails."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(_line(entry) for entry in entries)
+
+
+def sync(folder: Path, ranks: Ranks) -> None:
+    """Write both files of a run to the disk, before a checkpoint that continues them; collective.
+
+    After a power cut the steps before the checkpoint are not repeated, so their lines must exist. Raises ValueError on
+    all ranks if the disk fails.
+    """
+
+    def work() -> None:
+        with atomic_files.into(folder):
+            for path in filter(Path.exists, (folder / FILE, folder / SAMPLES_FILE)):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    ranks.agree(lambda: work() if ranks.first else None)
 
 
 def _line(entry: Mapping[str, Any]) -> str:
