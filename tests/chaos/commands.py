@@ -35,6 +35,7 @@ def noisy(completions, **columns):
     """Depends on the state of the random generator too."""
     return [value + random.random() / 100 for value in digest(completions)]
 '''
+QUESTIONS = 20
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -111,18 +112,20 @@ def generate(work: Path, out: Path) -> int:
 
 
 def serve(work: Path, out: Path) -> int:
-    """A server, and a client that starts it, asks for 20 completions one after another, and stops it.
+    """A server, and a client that starts it, asks for completions one after another, and stops it.
 
     The client keeps the answers in a file, and does not ask again, so this command resumes as the others do.
     """
     out.mkdir(exist_ok=True)
+    if len(_answers(out)) == QUESTIONS:
+        return 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {"procedure": "bon:2", "name": "model", "port": port, "grace": 5}
     server = Forked(lambda: cli.main(["serve", *flags(responder(work) | options)]))
     try:
-        _ask_all(port, out / "answers.jsonl", server)
+        _ask_all(port, out, server)
     except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"error: the server does not answer: {error!r}", file=sys.stderr)
         return 1
@@ -133,12 +136,16 @@ def serve(work: Path, out: Path) -> int:
     return 0 if stopped and server.status == 0 else 1
 
 
-def _ask_all(port: int, file: Path, server: Forked) -> None:
-    done = file.read_text("utf-8").splitlines() if file.exists() else []
-    for number in range(len(done), 20):
-        answer = json.dumps(_ask(port, number, server))
-        file.write_text("".join(f"{line}\n" for line in (*done, answer)), "utf-8")
-        done.append(answer)
+def _answers(out: Path) -> list[str]:
+    file = out / "answers.jsonl"
+    return file.read_text("utf-8").splitlines() if file.exists() else []
+
+
+def _ask_all(port: int, out: Path, server: Forked) -> None:
+    done = _answers(out)
+    for number in range(len(done), QUESTIONS):
+        done.append(json.dumps(_ask(port, number, server)))
+        (out / "answers.jsonl").write_text("".join(f"{line}\n" for line in done), "utf-8")
 
 
 def _ask(port: int, number: int, server: Forked) -> Any:
