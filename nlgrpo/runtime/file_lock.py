@@ -27,7 +27,7 @@ from nlgrpo.runtime.supervision import processes
 
 BEAT = 10.0  # seconds between changes of the owner's file
 PATIENCE = 35.0  # seconds without a change after which an owner on another machine has ended
-FORGOTTEN = 3600.0  # age of a file of a process that asks for a lock, which takes milliseconds
+FORGOTTEN = 3600.0  # age of a file of a process that requests a lock, which takes milliseconds
 
 
 class Busy(Exception):  # not an error by itself
@@ -125,7 +125,7 @@ class FileLock:
         return True
 
     def _tidy(self) -> None:
-        """Remove files of processes that ended, or whose disk failed, while they asked for the lock."""
+        """Remove files of processes that ended, or whose disk failed, while they requested the lock."""
         with contextlib.suppress(OSError):
             now = self.owner_file.stat().st_mtime  # in the clock of the file system
             for path in self.path.parent.glob(f"{self.owner_file.name}.*"):

@@ -191,7 +191,7 @@ def on_ranks(main: Callable[[Path, Path], int], ranks: int) -> Callable[[Path, P
 
 
 class ForkedRank(Forked):
-    """A rank, with the methods of `subprocess.Popen` that torchrun's agent calls."""
+    """The process of a rank, with the methods of `subprocess.Popen` that torchrun's agent calls."""
 
     def __init__(self, main: Callable[[], int], environment: dict[str, str]) -> None:
         def run() -> int:

@@ -416,12 +416,16 @@ def test_ctrl_c_is_not_an_error_of_the_reward():
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        scored(interrupted, timeout=math.inf, on_error="skip")
-    with StopSignal(math.inf):
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):  # of a second Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
             scored(interrupted, timeout=math.inf, on_error="skip")
+        with StopSignal(math.inf):
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):  # of a second Ctrl-C
+                scored(interrupted, timeout=math.inf, on_error="skip")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking async"])

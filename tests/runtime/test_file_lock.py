@@ -168,7 +168,7 @@ def test_a_process_whose_lock_was_taken_ends(path):
     assert process.exitcode == 1
 
 
-def test_old_files_of_processes_that_asked_for_the_lock_are_removed(path):
+def test_old_files_of_processes_that_requested_the_lock_are_removed(path):
     old, new = path.with_name("lock.owner.old"), path.with_name("lock.owner.new")
     old.touch()
     new.touch()
