@@ -19,6 +19,12 @@ struct Cache {
   int64_t row_stride = 0, head_stride = 0, column_stride = 0;
 };
 
+// The cache in x, at `at`. Without elements `at` is null, so that all strides must be 0.
+template <typename T>
+Cache<T> cache_of(const Tensor& x, T* at) {
+  return at == nullptr ? Cache<T>{} : Cache<T>{at, x.stride(0), x.stride(1), x.stride(2)};
+}
+
 // Inputs and outputs of a decoding step of R rows with n new tokens each.
 struct Step {
   int64_t heads, kv_heads, dim, half, tokens;  // half: number of rotated pairs per head, may be 0; tokens: n
@@ -260,7 +266,7 @@ void check(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optio
                   "cache must be (", tokens == 0 ? 0 : all / tokens, ", ", 2 * kv_heads, ", columns, ", qkv.size(2),
                   "), got (", rows, ", ", cache.size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
   STD_TORCH_CHECK(cache.stride(3) == 1, "cache must be contiguous along its last dimension");
-  const int64_t last = column + std::max<int64_t>(tokens, 1) - 1;
+  const int64_t last = column < cache.size(2) ? column + std::max<int64_t>(tokens, 1) - 1 : column;
   STD_TORCH_CHECK(column >= 0 && last < cache.size(2), "column ", column < 0 ? column : last,
                   " is outside the cache, which has columns = ", cache.size(2));
   check_window(window);
@@ -320,7 +326,7 @@ Prepared prepare(const Tensor& qkv, const std::optional<Tensor>& cos, const std:
       .qkv = p.qkv.const_data_ptr<float>(),
       .cos = cos.has_value() ? p.cos->const_data_ptr<float>() : nullptr,
       .sin = sin.has_value() ? p.sin->const_data_ptr<float>() : nullptr,
-      .own = {own.mutable_data_ptr<float>(), own.stride(0), own.stride(1), own.stride(2)},
+      .own = cache_of(own, own.mutable_data_ptr<float>()),
       .column = column,
       .out = p.out.mutable_data_ptr<float>(),
       .window = window,
@@ -356,7 +362,7 @@ Tensor branch_attention(const Tensor& qkv, const std::optional<Tensor>& cos, con
   const Tensor of = torch::stable::contiguous(prompt), counts = torch::stable::contiguous(lengths);
   check_index(of, "prompt", rows, prompts.size(0) - 1);
   check_index(counts, "lengths", prompts.size(0), prompts.size(2));
-  p.step.prompts = {prompts.const_data_ptr<float>(), prompts.stride(0), prompts.stride(1), prompts.stride(2)};
+  p.step.prompts = cache_of(prompts, prompts.const_data_ptr<float>());
   p.step.prompt = of.const_data_ptr<int64_t>();
   p.step.lengths = counts.const_data_ptr<int64_t>();
   const RowsByPrompt sorted(p.step.prompt, rows, prompts.size(0));

@@ -4,8 +4,9 @@
 namespace nlgrpo {
 namespace {
 
-// x + y, in the memory of y.
-Tensor add(const Tensor& x, Tensor y) {
+// x + y, in the memory of y, which is a product with `weight`.
+Tensor add(const Tensor& x, Tensor y, const char* weight) {
+  STD_TORCH_CHECK(y.size(1) == x.size(1), weight, " must have ", x.size(1), " rows, one per column of x, got ", y.size(1));
   const Tensor from = torch::stable::contiguous(x);
   const float* a = from.const_data_ptr<float>();
   float* b = y.mutable_data_ptr<float>();
@@ -30,12 +31,16 @@ Tensor decode_block(const Tensor& x, const Tensor& norm1, const Tensor& qkv_weig
   check_float(own, "own", 4);
   const int64_t tokens = x.size(0), dim = own.size(3);
   const Tensor qkv = fastest_linear(rms_norm(x, norm1, eps), qkv_weight, qkv_bias);
+  STD_TORCH_CHECK(0 < heads && heads <= qkv.size(1), "heads must be positive, and at most ", qkv.size(1), ", got ",
+                  heads);
   STD_TORCH_CHECK(qkv.size(1) == (heads + own.size(1)) * dim, "qkv_weight must have ", (heads + own.size(1)) * dim,
                   " rows, got ", qkv.size(1));
   const Tensor mixed = branch_attention(torch::stable::view(qkv, {tokens, heads + own.size(1), dim}), cos, sin, own,
                                         column, prompts, lengths, prompt, window, scale, heads);
-  const Tensor y = add(x, fastest_linear(torch::stable::view(mixed, {tokens, heads * dim}), out_weight, std::nullopt));
-  return add(y, fastest_linear(swiglu(fastest_linear(rms_norm(y, norm2, eps), up, std::nullopt)), down, std::nullopt));
+  const Tensor y = add(x, fastest_linear(torch::stable::view(mixed, {tokens, heads * dim}), out_weight, std::nullopt),
+                       "out_weight");
+  return add(y, fastest_linear(swiglu(fastest_linear(rms_norm(y, norm2, eps), up, std::nullopt)), down, std::nullopt),
+             "down");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nlgrpo, CPU, m) {

@@ -291,6 +291,8 @@ Layout layout_of(const Tensor& segments, int64_t tokens) {
     const int64_t length = row[2 * s], prefix = row[2 * s + 1];
     const bool alone = prefix == -1;
     STD_TORCH_CHECK(length >= 0, "segment ", s, " has the length ", length);
+    STD_TORCH_CHECK(length <= tokens - start, "the lengths up to that of segment ", s, " add up to more than the ",
+                    tokens, " tokens of qkv");
     STD_TORCH_CHECK(alone || (s > 0 && prefix == layout.groups.back().begin), "segment ", s, " continues segment ",
                     prefix, "; expected -1, or the last segment before it that continues none");
     if (alone) {
@@ -327,7 +329,7 @@ Prepared prepare(const Tensor& qkv, const std::optional<Tensor>& cos, const std:
       .cos = cos.has_value() ? p.cos->const_data_ptr<float>() : nullptr,
       .sin = sin.has_value() ? p.sin->const_data_ptr<float>() : nullptr,
       .scale = static_cast<float>(scale),
-      .window = window,
+      .window = std::min(window, qkv.size(0)),
   };
   return p;
 }
@@ -378,6 +380,9 @@ Tensor packed_attention_backward(const Tensor& grad, const Tensor& qkv, const st
   const float *g = upstream.const_data_ptr<float>(), *o = mixed.const_data_ptr<float>(),
               *l = sums.const_data_ptr<float>();
   Tensor result = torch::stable::new_empty(qkv, {tokens, qkv.size(1), dim});
+  if (result.numel() == 0) {
+    return result;
+  }
   float* to = result.mutable_data_ptr<float>();
   const int64_t shared = heads / in.kv_heads;
   if (shared == 1) {

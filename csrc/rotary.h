@@ -25,8 +25,8 @@ NLGRPO_INLINE void rotate(const float* x, const float* cos, const float* sin, in
 inline int64_t check_heads(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                            int64_t heads) {
   check_float(qkv, "qkv", 3);
-  const int64_t tokens = qkv.size(0), dim = qkv.size(2), kv_heads = (qkv.size(1) - heads) / 2;
-  STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads + 2 * kv_heads == qkv.size(1),
+  const int64_t tokens = qkv.size(0), dim = qkv.size(2), kv_heads = heads > 0 ? (qkv.size(1) - heads) / 2 : 0;
+  STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && heads + 2 * kv_heads == qkv.size(1),
                   "qkv must have heads + 2 kv_heads heads, with heads = ", heads, " a multiple of kv_heads, got ",
                   qkv.size(1));
   STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin must both be given, or neither");

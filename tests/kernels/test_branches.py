@@ -144,6 +144,16 @@ class TestCompiled:
             results.append(branch_attention(qkv, None, own, 16 - n, keys[:, :, :n].clone(), branches, **options))
         assert all(torch.equal(results[0], other) for other in results[1:])
 
+    def test_prompts_without_columns(self):
+        given = case(2, 4, 2, 16, 16, lengths=(0, 0), prompt=(1, 0, 1)) | {"prompts": torch.zeros(2, 4, 0, 16)}
+        truth, _ = by_hand(**given, heads=4, scale=0.25, window=None)
+        ours = branch_attention(**given, heads=4, scale=0.25, impl="cpp")
+        torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=0)
+
+    def test_heads_without_elements(self):
+        given = case(2, 4, 2, 0, 0)
+        assert branch_attention(**given, heads=4, scale=0.25, impl="cpp").shape == (12, 4, 0)
+
     def test_no_rows(self):
         given = case(1, 4, 2, 16, 0) | {"qkv": torch.zeros(0, 8, 16), "own": torch.zeros(0, 4, 9, 16)}
         given["branches"] = Branches(torch.tensor(LENGTHS), torch.zeros(0, dtype=torch.int64))
@@ -154,7 +164,9 @@ class TestCompiled:
         [
             ({"column": 9}, "column 10 is outside"),
             ({"column": -1}, "column -1 is outside"),
+            ({"column": 2**63 - 1}, "column 9223372036854775807 is outside"),
             ({"heads": 3}, "heads"),
+            ({"heads": -(2**63)}, "heads"),
             ({"window": -2}, "window"),
             ({"qkv": torch.zeros(11, 8, 16), "rope": None}, "cache must be"),
             ({"rope": (torch.ones(6, 8), torch.ones(6, 8))}, "cos and sin"),

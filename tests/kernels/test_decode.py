@@ -86,6 +86,26 @@ class TestCompiledBlock:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
+            ({"out": torch.zeros(WIDTH + 1, HEADS * D)}, "out_weight must have 24 rows, one per column of x, got 25"),
+            ({"down": torch.zeros(WIDTH - 1, FFN)}, "down must have 24 rows, one per column of x, got 23"),
+            ({"qkv": torch.zeros(4, WIDTH)}, "qkv_weight must have 64 rows, got 4"),
+        ],
+    )
+    def test_weights_of_another_size_are_refused(self, change, message):
+        given, options = block(bias=False)
+        given["weights"] = given["weights"]._replace(**change)
+        with pytest.raises(RuntimeError, match=message):
+            kernels.decode_block(**given, **options, impl="cpp")
+
+    @pytest.mark.parametrize("heads", [0, -1, 2**62, 2**63 - 1, -(2**63)])
+    def test_a_number_of_heads_that_no_weight_has_is_refused(self, heads):
+        given, options = block()
+        with pytest.raises(RuntimeError, match="heads must be positive, and at most 64"):
+            kernels.decode_block(**given, **options | {"heads": heads}, impl="cpp")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
             ({"column": 9}, "column 9 is outside"),
             ({"own": torch.zeros(3, 4, 6)}, "own must have 4 dimensions"),
             ({"own": torch.zeros(2, 4, 6, D)}, "cache must be"),

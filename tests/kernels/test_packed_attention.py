@@ -146,6 +146,9 @@ class TestCompiled:
             assert out.shape == (0, 1, 8)
             out.sum().backward()
 
+    def test_a_window_longer_than_any_sequence_changes_nothing(self):
+        assert_equals_truth(SHARED, 2**63 - 1, "cpp", 1e-5, torch.float32)
+
     def test_it_is_differentiable_once(self):
         qkv, rope, grad = inputs_for(SHARED, dtype=torch.float32)
         out = packed_attention(qkv, rope, SHARED, heads=6, scale=0.3)
@@ -158,6 +161,7 @@ class TestCompiled:
         [
             ({"heads": 3}, "heads"),
             ({"heads": 0}, "heads"),
+            ({"heads": -(2**63)}, "heads"),
             ({"window": -1}, "window"),
             ({"rope": (torch.ones(6, 4), torch.ones(6, 3))}, "cos and sin"),
             ({"rope": (torch.ones(6, 5), torch.ones(6, 5))}, "cos and sin"),
@@ -173,6 +177,8 @@ class TestCompiled:
         ("rows", "message"),
         [
             ([[2, -1], [3, -1]], "add up to 5, but qkv has 6"),
+            ([[2, -1], [5, 0]], "up to that of segment 1 add up to more than the 6 tokens"),
+            ([[6, -1], [2**63 - 1, -1]], "add up to more than the 6 tokens"),
             ([[2, -1], [-1, -1]], "segment 1 has the length -1"),
             ([[6, 0]], "segment 0 continues segment 0"),
             ([[2, -1], [2, -1], [2, 0]], "segment 2 continues segment 0"),
