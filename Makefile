@@ -3,6 +3,7 @@
 # make test-slow  tests marked slow: builds, many processes, or more than ten seconds
 # make test-vllm  tests with vLLM (its CPU build), in an environment of its own
 # make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
+# make fuzz       call the compiled CPU ops with hostile arguments, by libFuzzer (RUNS=10000000, SEED=1, ARGS="...")
 # make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); an hour
 # make check      formatter, linter, type checker, import contracts, documentation without warnings
 # make docs       build the documentation into build/site
@@ -25,7 +26,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
-.PHONY: train test test-slow test-vllm test-asan chaos check docs wheels clean
+.PHONY: train test test-slow test-vllm test-asan fuzz chaos check docs wheels clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -58,6 +59,12 @@ test-asan: $(SANITIZED)
 $(SANITIZED): setup.py $(wildcard csrc/*) $(VENV)/installed-test
 	NLGRPO_SANITIZE=1 $(RUN)python setup.py --quiet build_ext --force \
 		--build-lib build/sanitized --build-temp build/sanitized
+
+RUNS ?= 1000000
+SEED ?= 1
+
+fuzz: $(VENV)/installed-test
+	$(RUN)python tests/fuzz/fuzz_ops.py --runs $(RUNS) --seed $(SEED) $(ARGS)
 
 # Ends with status 1 if a run that was disturbed is not equal to an undisturbed one; see tests/chaos.
 chaos: $(VENV)/installed-test

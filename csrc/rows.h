@@ -40,8 +40,10 @@ class Buffer {
   explicit Buffer(int64_t n) {
     // Aligned to cache lines, which also suit the largest vectors, or to large pages.
     const size_t bytes = std::max<size_t>(1, n) * sizeof(T), align = bytes < kLargePage ? 64 : kLargePage;
-    data_.reset(static_cast<T*>(std::aligned_alloc(align, (bytes + align - 1) / align * align)));
-    STD_TORCH_CHECK(data_ != nullptr, "out of memory: ", n, " elements of ", sizeof(T), " bytes");
+    void* data = nullptr;
+    const bool got = posix_memalign(&data, align, bytes) == 0;  // not aligned_alloc, which would need padding
+    data_.reset(static_cast<T*>(data));
+    STD_TORCH_CHECK(got, "out of memory: ", n, " elements of ", sizeof(T), " bytes");
     advise_large_pages(data_.get(), bytes);
   }
   T* data() const {
