@@ -46,8 +46,8 @@ def _digest(path: Path, out: Path) -> str:
 def _tensors(content: bytes) -> bytes:
     """The tensors of a safetensors file by name: their order in a sharded checkpoint is not always the same."""
     begin = 8 + int.from_bytes(content[:8], "little")
-    tensors = sorted(json.loads(content[8:begin]).items())
-    spans = [entry.pop("data_offsets", (0, 0)) for _, entry in tensors]
+    tensors = sorted((name, entry) for name, entry in json.loads(content[8:begin]).items() if name != "__metadata__")
+    spans = [entry.pop("data_offsets") for _, entry in tensors]
     parts = [content[begin + first : begin + last] for first, last in spans]
     return b"".join([json.dumps(tensors, sort_keys=True).encode(), *parts])
 
