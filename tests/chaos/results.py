@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-TIMED = re.compile(r"time/|perf/|step_time|seconds|created|date|begun|ended|attempts|^status$")
+TIMED = re.compile(r"^(time|perf)/|step_time|^(seconds|created|date|begun|ended|attempts|status)$")
 # Files with times, figures, and locks; older checkpoints depend on where a run was stopped.
 UNEQUAL = re.compile(r"(^|/)(\.lock.*|report\.html|.*\.png|.*\.log|checkpoints/.*)$")
 PARTIAL = re.compile(r"\.(tmp|partial|old|gone)(\.|/|$)")

@@ -474,6 +474,18 @@ def test_work_on_other_contents_is_not_resumed(work, tmp_path, monkeypatch, caps
         assert lines[0] != partial.splitlines()[1]
 
 
+@pytest.mark.parametrize(("content", "left"), [("work\na\nb\n", False), ("work\na\n", True), ("other\nc\n", True)])
+def test_a_partial_file_beside_its_result_is_removed(tmp_path, content, left):
+    """A kill between the last two operations leaves both; other work is kept."""
+    path, partial = tmp_path / "x.jsonl", tmp_path / "x.jsonl.partial"
+    path.write_text("a\nb\n")
+    partial.write_text(content)
+    with pytest.raises(ValueError, match="exists; remove it"):
+        LineFile(path, "work")
+    assert partial.exists() == left
+    assert path.read_text() == "a\nb\n"
+
+
 def test_a_line_file_keeps_whole_groups_and_is_locked(tmp_path):
     path = tmp_path / "x.jsonl"
     with contextlib.suppress(RuntimeError), LineFile(path, "work", 3) as lines:

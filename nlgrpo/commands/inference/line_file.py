@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,9 +21,10 @@ class LineFile:
     """
 
     def __init__(self, path: Path, identity: str, together: int = 1) -> None:
-        if path.exists():
-            raise ValueError(f"{path} exists; remove it or choose another file")
         self.path, self.partial = path, path.with_name(path.name + ".partial")
+        if path.exists():
+            self._remove_leftover()
+            raise ValueError(f"{path} exists; remove it or choose another file")
         first = identity.encode() + b"\n"
         with into(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +52,12 @@ class LineFile:
                 self.file.flush()
         self.start, self.lines = len(first), len(lines)
 
+    def _remove_leftover(self) -> None:
+        """Remove the partial file of work that was killed just after it had written its result."""
+        with contextlib.suppress(OSError):
+            if self.partial.read_bytes().partition(b"\n")[2] == self.path.read_bytes():
+                self.partial.unlink()
+
     def __len__(self) -> int:
         return self.lines
 
@@ -71,5 +79,5 @@ class LineFile:
             if kind is None:
                 self.file.seek(self.start)
                 atomic_write_bytes(self.path, self.file.read())
-                self.partial.unlink()
+                self.partial.unlink(missing_ok=True)  # another process may have found it to be a leftover
             self.file.close()
