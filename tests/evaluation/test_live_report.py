@@ -109,17 +109,21 @@ def test_a_browser_follows_a_run(tmp_path, serve):
     with browser.Browser(tmp_path / "home") as page:
         page.visit(f"{url}/")
         wait_for(lambda: "run: 2/10" in page.run("document.querySelector('p').textContent"))
-        inside = "document.querySelector('iframe').contentDocument.body"
-        wait_for(lambda: page.run(f"{inside}.querySelectorAll('img').length") > 0)
-        page.run(f"{inside}.ownerDocument.defaultView.scrollTo(0, 120)")
-        address = page.run("document.querySelector('iframe').src")
-        picture = page.run(f"{inside}.querySelector('img').src")
+        frame = "document.querySelector('iframe')"
+        window = f"{frame}.contentWindow"
+        image = f"{frame}.contentDocument?.querySelector('img')?.src ?? ''"  # there is no document during navigation
+        wait_for(lambda: page.run(image))
+        scroll = f"{window}.scrollTo(0, 120), {window}.scrollY"
+        wait_for(lambda: page.run(scroll) == 120)  # once the report is that high
+        page.run(f"{frame}.dispatchEvent(new Event('load'))")
+        assert page.run(f"{window}.scrollY") == 120
+        address, picture = page.run(f"{frame}.src"), page.run(image)
         write_run(run, 9)
         live.update()
-        wait_for(lambda: page.run("document.querySelector('iframe').src") != address)
+        wait_for(lambda: page.run(f"{frame}.src") != address)
         wait_for(lambda: "run: 9/10" in page.run("document.querySelector('p').textContent"))
-        wait_for(lambda: page.run(f"{inside} ? {inside}.ownerDocument.defaultView.scrollY : -1") == 120)
-        wait_for(lambda: page.run(f"{inside}.querySelector('img')?.src ?? ''") not in ("", picture))
+        wait_for(lambda: page.run(image) not in ("", picture))
+        wait_for(lambda: page.run(f"{window}.scrollY") == 120)
         page.screenshot(tmp_path / "watch.png")
         assert page.console == []
         assert all(request.startswith((url, "data:")) for request in page.requests)

@@ -33,20 +33,24 @@ REST = 5.0  # pause after building a report, in units of the time that it took
 SCRIPT = """
 "use strict";
 const frame = document.querySelector("iframe"), line = document.querySelector("p");
-let shown = -1;
+let shown = -1, place = 0, loading = false;
 async function follow() {
   try {
     const state = await (await fetch("state", {cache: "no-store"})).json();
     line.textContent = state.lines.join("   ");
     if (state.version !== shown) {
-      const place = frame.contentWindow.scrollY;
-      frame.onload = () => frame.contentWindow.scrollTo(0, place);
+      if (!loading) place = frame.contentWindow.scrollY;
+      loading = true;
       frame.src = "report?" + state.version;
       shown = state.version;
     }
   } catch (error) { line.textContent = "nlgrpo watch has ended"; }
   setTimeout(follow, 2000);
 }
+frame.onload = () => {  // a reader who has scrolled while the report loaded stays there
+  if (loading && !frame.contentWindow.scrollY) frame.contentWindow.scrollTo(0, place);
+  loading = false;
+};
 follow();
 """
 STYLE = """
