@@ -2,6 +2,7 @@
 
     python bench/bench_soak.py --save                 # 20,000 steps, about an hour on two cores
     python bench/bench_soak.py --steps 2000
+    python bench/bench_soak.py --steps 2000 --leak    # the bounds must notice a reward that keeps what it makes
 
 The run is `nlgrpo train` in a process of its own, with checkpoints, samples, TensorBoard and a reward in a thread.
 Every few seconds its memory (RSS), descriptors, threads, child processes and the sizes of its files are read from
@@ -40,8 +41,23 @@ def spread(completions, log_metric=None, **columns):
     return values
 '''
 
+LEAK = '''
+import os, threading
 
-def command(folder: Path, steps: int) -> list[str]:
+kept = []
+
+
+def leaks(completions, **columns):
+    """8 KiB in each call, and a file and a thread in each 20th."""
+    kept.append(os.urandom(8192))
+    if len(kept) % 20 == 0:
+        kept.append(open(__file__))
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return [0.0] * len(completions)
+'''
+
+
+def command(folder: Path, steps: int, leak: bool) -> list[str]:
     options = {
         "model.path": folder / "model", "data.source": folder / "prompts.jsonl", "train.out": folder / "run",
         "train.steps": steps, "train.checkpoint-every": max(1, steps // 100), "train.samples-every": 20,
@@ -49,6 +65,8 @@ def command(folder: Path, steps: int) -> list[str]:
         "rollout.prompts": 2, "rollout.samples": 4, "rollout.max-new-tokens": 8, "optim.lr": 1e-4, "loss.beta": 0.02,
         "evaluation.prompts": 8,
     }  # fmt: skip
+    if leak:
+        options["rewards.leaks.function"] = f"{folder / 'rewards.py'}:leaks"
     parts = (part for name, value in options.items() for part in (f"--{name}", str(value)))
     return [sys.executable, "-m", "nlgrpo", "train", "blank", *parts]
 
@@ -158,18 +176,18 @@ def main() -> None:
         folder = Path(name)
         save_model(random_llama(vocab=64, width=16, ffn=32, layers=1, heads=2), folder / "model")
         save_prompts(random_prompts(64, 4, 64), folder / "prompts.jsonl")
-        (folder / "rewards.py").write_text(REWARD, "utf-8")
+        (folder / "rewards.py").write_text(REWARD + LEAK, "utf-8")
         begun = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""}
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(command(folder, args.steps), stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(command(folder, args.steps, args.leak), stdout=log, stderr=log, env=environment)
             rows = watch(process, folder / "run")
         seconds = time.perf_counter() - begun
         if process.wait():
             sys.exit(f"the run ended with status {process.returncode}\n{(folder / 'log').read_text()[-4000:]}")
         rows = [row for row in rows if row["step"] < args.steps]  # at the end it evaluates, and writes a report
         found, printed = slopes(rows), size(folder / "log")
-        report = {} if args.steps < 100 else long_report(folder / "run")
+        report = {} if args.leak or args.steps < 100 else long_report(folder / "run")
     broken = [name for name, bound in BOUNDS.items() if abs(found[name]["slope"]) > bound]
     for name in (*BOUNDS, *PER_STEP):
         row = found[name]
@@ -197,6 +215,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads (default: 1)")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     parser.add_argument("--quick", action="store_true", help="200 steps")
+    parser.add_argument("--leak", action="store_true", help="add a reward that keeps memory, files and threads")
     parser.add_argument("--save", action="store_true", help="write bench/results/cpu/bench_soak.json")
     args = parser.parse_args()
     args.steps = 200 if args.quick else args.steps

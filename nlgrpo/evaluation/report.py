@@ -43,9 +43,10 @@ from nlgrpo.evaluation.results import (
 from nlgrpo.evaluation.run_loader import NS, REFERENCE, TRAINING_KL, ReportData
 from nlgrpo.rewards.specs import parse_spec
 from nlgrpo.runtime import atomic_files
+from nlgrpo.training.tracking import run_files
 
 TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
-FILE = "report.html"
+FILE = run_files.REPORT_FILE
 PROMPTS = 8
 
 

@@ -68,7 +68,7 @@ WRITTEN = (
         "engine",
         *LOGGED,
         evaluation_samples.FILE,
-        "report.html",
+        run_files.REPORT_FILE,
     ),
     *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
 )

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     processes.adopt_orphans()
     torch.set_num_threads(1)
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=args.folder)).resolve()
     training_folder(work, commands.REWARDS)
     server = RewardServer()

@@ -273,6 +273,8 @@ if how == "hold":
     time.sleep(60)
 (out / "evaluation.json").write_text(EVALUATION)
 (out / "metrics.jsonl").write_text('{"step": 0, "kl": 0.125}\\n')
+if how == "unreported": os.kill(os.getpid(), signal.SIGKILL)
+(out / "report.html").write_text("")
 """
 
 
@@ -378,6 +380,16 @@ def test_a_sweep_of_an_older_version_goes_on(fake, tmp_path):
     assert "loss.epochs: 1 -> 2" in out
 
 
+def test_a_run_that_ended_before_its_report_is_not_done(fake, tmp_path):
+    assert fake("--loss.beta", "1,2", b1="unreported")[:2] == (1, ["beta=1", "beta=2"])
+    assert states(tmp_path / "out") == {"beta=1": "failed", "beta=2": "done"}
+    data = json.loads((tmp_path / "out" / FILE).read_text())
+    data["points"][0]["state"] = "running"  # the sweep was killed with its run
+    (tmp_path / "out" / FILE).write_text(json.dumps(data))
+    assert fake("--loss.beta", "1,2")[:2] == (0, ["beta=1"])
+    assert states(tmp_path / "out") == {"beta=1": "done", "beta=2": "done"}
+
+
 def test_axes_in_another_order_are_the_same_points(fake, tmp_path):
     assert fake("--loss.beta", "1,2", "--seed", "0,1")[1] == [f"beta={b},seed={s}" for b in (1, 2) for s in (0, 1)]
     assert fake("--seed", "2,0", "--loss.beta", "1,2")[1] == ["beta=1,seed=2", "beta=2,seed=2"]
@@ -389,7 +401,8 @@ def test_folders_are_believed_before_the_manifest(fake, tmp_path):
     assert fake(*axis, b4="fail")[0] == 1
     (out / "beta=1" / "evaluation.json").write_text("{")
     (out / "beta=2").rename(out / "away")
-    (out / "away" / "evaluation.json").rename(out / "beta=4" / "evaluation.json")
+    for name in ("evaluation.json", "report.html"):
+        (out / "away" / name).rename(out / "beta=4" / name)
     data = json.loads((out / FILE).read_text())
     data["points"][2]["state"] = "running"
     (out / FILE).write_text(json.dumps(data))
@@ -510,20 +523,39 @@ def test_runs_look_for_the_package_where_the_sweep_did(fake, tmp_path, monkeypat
 
 
 STARTS = """
-import subprocess, sys
+import subprocess, sys, threading
 from nlgrpo.runtime.supervision import ending_with_parent
-subprocess.Popen(ending_with_parent.command(sys.argv[1:]), start_new_session=True).wait()
+def start():
+    subprocess.Popen(ending_with_parent.command(sys.argv[1:]), start_new_session=True).wait()
+threads = [threading.Thread(target=threading.Event().wait) for _ in range(300)] + [threading.Thread(target=start)]
+for thread in threads: thread.start()
 """
-WAITS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+CLAIMS = """
+import os, pathlib, signal, sys
+from nlgrpo.training.sweeps.runner import locked
+folder = pathlib.Path(sys.argv[1])
+with locked(folder):
+    (folder / "logs").mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+COUNTS = """
+import os, signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print(os.getpid(), flush=True)
+count = 0
+while signal.sigtimedwait([signal.SIGTERM], 2 if count else 30): count += 1
+print(count, flush=True)
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal exists on Linux only")
-def test_a_run_is_stopped_when_its_sweep_is_killed():
-    starting = [sys.executable, "-c", STARTS, sys.executable, "-c", WAITS]
+def test_a_run_gets_one_sigterm_when_its_sweep_is_killed():
+    starting = [sys.executable, "-c", STARTS, sys.executable, "-c", COUNTS]
     with subprocess.Popen(starting, stdout=subprocess.PIPE, text=True, env=environment()) as sweeping:
         running = os.pidfd_open(int(sweeping.stdout.readline()))
         sweeping.kill()
-        assert select.select([running], [], [], 10)[0]  # it has ended
+        assert sweeping.stdout.read() == "1\n"  # its end: no other process has the pipe
+        assert select.select([running], [], [], 10)[0]  # the run has ended
     os.close(running)
 
 
@@ -601,6 +633,13 @@ def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
         assert (status, ran) == (1, [])
         assert said in out
     assert (tmp_path / "out" / FILE).read_bytes() == before
+
+
+def test_a_sweep_that_was_killed_before_its_manifest_starts(fake, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", CLAIMS, str(tmp_path / "out")], env=environment()) as killed:
+        assert killed.wait() == -signal.SIGKILL
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"logs", "sweep.lock", "sweep.lock.owner"}
+    assert fake("--loss.beta", "1,2")[:2] == (0, ["beta=1", "beta=2"])
 
 
 def test_folders_that_are_no_sweeps(call, tmp_path):
@@ -695,7 +734,7 @@ UNDRAWN = """
 import sys
 from nlgrpo import train
 from nlgrpo.evaluation import report
-report.write_report = lambda folder: folder / "report.html"
+report.write_report = lambda folder: (folder / "report.html").write_text("")
 sys.exit(train.main(sys.argv[2:]))
 """
 

@@ -100,6 +100,12 @@ def test_the_soak_runs():
     assert done.returncode == 0 or "not flat" in done.stderr  # 200 steps are too few for a slope
 
 
+def test_the_soak_notices_a_leak():
+    done = run("bench_soak.py", "--quick", "--leak")
+    assert done.returncode == 1
+    assert "not flat: resident_mib, descriptors, threads" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_plan_benchmark_runs():
     done = run("bench_plan.py", "--only", "gpt2, 2 optimizer steps", "--threads", "1")

@@ -51,8 +51,8 @@ def _base(setting: Setting) -> dict[str, Any]:
 def check_usable(folder: Path) -> None:
     """Raise ValueError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
     if folder.exists() and not (folder / sweep_state.FILE).exists():
-        empty = {LOCK, f"{sweep_state.FILE}.tmp", "logs", JOBS}
-        if not (folder.is_dir() and {path.name for path in folder.iterdir()} <= empty):
+        early = (f"{sweep_state.FILE}.tmp", "logs", JOBS)
+        if not (folder.is_dir() and all(p.name in early or p.name.startswith(LOCK) for p in folder.iterdir())):
             raise ValueError(f"{folder} exists but holds no sweep; choose another folder with --out")
 
 

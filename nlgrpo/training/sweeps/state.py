@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from nlgrpo import __version__
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.runtime.atomic_files import atomic_write
+from nlgrpo.training.tracking.run_files import REPORT_FILE
 
 FILE = "sweep.json"
 State = Literal["waiting", "queued", "running", "done", "failed", "stopped"]
@@ -37,9 +38,9 @@ class Point:
         return self.folder.parent / "logs" / f"{self.name}.log"
 
     def finished(self) -> bool:
-        """Whether its folder holds the final evaluation."""
+        """Whether its folder holds the final evaluation and the report, which is written last."""
         try:
-            return "after" in read_evaluation(self.folder)
+            return "after" in read_evaluation(self.folder) and (self.folder / REPORT_FILE).is_file()
         except ValueError:
             return False
 

@@ -1,4 +1,7 @@
-"""The JSON-lines files of a run: ``metrics.jsonl``, one line per step, and ``samples.jsonl``, one per completion."""
+"""The JSON-lines files of a run: ``metrics.jsonl``, one line per step, and ``samples.jsonl``, one per completion.
+
+Also the name of its report, the last file that it writes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from nlgrpo.runtime.distributed import Ranks
 
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+REPORT_FILE = "report.html"
 TAIL = 2**16  # bytes; more than two lines of metrics
 
 
