@@ -25,6 +25,7 @@ from nlgrpo.training.tracking.run_files import read_jsonl
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (the extra nlgrpo[slurm])")
 
 CODE = FAKE.replace("EVALUATION", repr(json.dumps({"after": EVALUATION})))
+pytestmark = pytest.mark.slow  # many processes
 LAUNCHERS = ["submitit-local", "slurm"]
 
 

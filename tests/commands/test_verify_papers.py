@@ -229,6 +229,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "name", "fault", "check", "claims"), FAULTS, ids=lambda x: getattr(x, "__name__", None)
 )

@@ -319,6 +319,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama-tied-bias", "mistral-window", "qwen2", "qwen3", "neox", "gpt2-scales"])
 def test_compiled_blocks_change_nothing_and_share_two_graphs(tmp_path, case):
     """Also for other numbers of tokens, with activation checkpointing, and without gradients."""

@@ -166,6 +166,7 @@ def test_a_reward_that_fails_ahead_saves_the_state_before_its_step(server, tmp_p
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_server_killed_and_restarted_in_the_middle(server, tmp_path, ahead, capsys):
     run = tmp_path / "run"

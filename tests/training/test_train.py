@@ -346,6 +346,7 @@ with process_group.start() as ranks:
 """
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_uses_a_folder(work, capsys):
     options = arguments(work, "shared", train__steps=1)
     assert train.main(options) == 0
