@@ -36,6 +36,7 @@ def noisy(completions, **columns):
     return [value + random.random() / 100 for value in digest(completions)]
 '''
 QUESTIONS = 20
+RESTARTS = 1  # of the ranks, by torchrun
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -172,14 +173,14 @@ def _ask(port: int, number: int, server: Forked) -> Any:
 
 
 def on_ranks(main: Callable[[Path, Path], int], ranks: int) -> Callable[[Path, Path], int]:
-    """Run ``main`` under torchrun, which restarts the ranks once; they are forked instead of new interpreters."""
+    """Run ``main`` under torchrun, which restarts the ranks; they are forked instead of new interpreters."""
 
     def launch(work: Path, out: Path) -> int:
         def fork(_: object, __: object, environment: dict[str, str]) -> ForkedRank:
             return ForkedRank(lambda: main(work, out), environment)
 
         SubprocessHandler._popen = fork
-        options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1", "--monitor-interval=0.1"]
+        options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}", "--monitor-interval=0.1"]
         try:
             torchrun.main([*options, "rank"])
         except (ChildFailedError, SignalException) as error:  # torchrun prints a traceback of its own

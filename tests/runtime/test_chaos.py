@@ -71,7 +71,8 @@ TAKEN_OUT = {
         "not equal to the undisturbed run",
     ),
     "the removal of unfinished checkpoints": (
-        "from nlgrpo.runtime.checkpoint import folders\nfolders.tidy = lambda _: None",
+        "from nlgrpo.runtime.checkpoint import folders\nfolders.tidy = lambda _: None\n"
+        "from chaos import commands\ncommands.RESTARTS = 0",  # a rank that cannot save removes what is there
         "train:all-killed",
         "partial files are left|started again, it ended with status",
     ),
