@@ -4,7 +4,7 @@
 # make test-vllm  tests with vLLM (its CPU build), in an environment of its own
 # make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
 # make fuzz       call the compiled CPU ops with hostile arguments, by libFuzzer (RUNS=10000000, SEED=1, ARGS="...")
-# make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); an hour
+# make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); 40 minutes
 # make check      formatter, linter, type checker, import contracts, documentation without warnings
 # make docs       build the documentation into build/site
 

@@ -1,6 +1,6 @@
 """A long run of a tiny model: do memory, descriptors, threads, processes and files stay flat?
 
-    python bench/bench_soak.py --save                 # 20,000 steps, about an hour on two cores
+    python bench/bench_soak.py --save                 # 20,000 steps, about 12 minutes on two cores
     python bench/bench_soak.py --steps 2000
     python bench/bench_soak.py --steps 2000 --leak    # the bounds must notice a reward that keeps what it makes
 
