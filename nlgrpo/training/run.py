@@ -66,6 +66,7 @@ WRITTEN = (
         "model",
         "adapter",
         "engine",
+        "paused-servers",
         *LOGGED,
         evaluation_samples.FILE,
         run_files.REPORT_FILE,
@@ -200,6 +201,7 @@ class Run:
             max_rows=self.config.rollout.max_rows,
             adapter=self.adapter,
             folder=Path(self.config.vllm.folder or self.folder / "engine"),
+            pauses=self.folder / "paused-servers",
             stopping=stopping,
         )
         try:

@@ -1,6 +1,7 @@
 """Sampling on servers: load, weights and their versions, and every way a server can fail. The servers are fake."""
 
 import math
+import sys
 import threading
 import time
 from pathlib import Path
@@ -233,7 +234,41 @@ def test_log_probs_before_the_filters_are_noticed_at_the_connection(tmp_path):
 def test_a_server_that_a_killed_trainer_left_paused_is_resumed(server, model, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_http, "PAUSED", 0.3)
     server.paused = True
+    start = time.monotonic()
     engine = connect(tmp_path, server)
+    assert time.monotonic() - start > 0.3  # the trainer may be alive
+    engine.take(model, 0)
+    assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+
+
+def test_a_server_that_an_earlier_start_of_the_run_paused_is_resumed_at_once(server, model, tmp_path, monkeypatch):
+    """The kill is between the requests to pause and to load; a server that another run paused is not resumed."""
+    monkeypatch.setattr(vllm_http, "PAUSED", 10.0)
+    pauses = tmp_path / "paused-servers"
+    killed = connect(tmp_path, server, pauses=pauses)
+    with monkeypatch.context() as kill:
+        kill.setattr(vllm_http.Server, "_rpc", lambda *args, **options: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            killed.take(model, 0)
+    assert server.paused
+    assert len(list(pauses.iterdir())) == 1
+    with FakeVLLM(SOURCE) as another:
+        another.paused = True
+        for one, at_once in ((server, True), (another, False)):
+            start = time.monotonic()
+            monkeypatch.setattr(vllm_http, "PAUSED", 10.0 if at_once else 0.3)
+            engine = connect(tmp_path, one, pauses=pauses)
+            assert (time.monotonic() - start < 5) if at_once else (time.monotonic() - start > 0.3)
+            engine.take(model, 0)
+            assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+            assert not one.paused
+            assert not pauses.exists()  # removed with the last pause
+            engine.close()
+
+
+def test_a_pause_that_cannot_be_recorded_is_no_error(server, model, tmp_path):
+    (tmp_path / "file").write_text("")
+    engine = connect(tmp_path, server, pauses=tmp_path / "file" / "paused-servers")
     engine.take(model, 0)
     assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
 

@@ -169,23 +169,29 @@ def test_a_run_that_is_stopped_saves_and_leaves_no_process(models, tmp_path, num
 
 
 def test_ten_kills_at_random_times(models, tmp_path, serve):
-    """The trainer is killed ten times while it samples ahead on a server; every start resumes, and nothing is left."""
+    """The trainer is killed ten times while it samples ahead on a server; every start resumes, and nothing is left.
+
+    Every third kill is while it starts. The others are up to 4 seconds after the first step of the start.
+    """
     server, generator = serve(models["gpt2"]), random.Random(7)
     more = [*served(server), "--rollout.ahead", "1", "--train.checkpoint-every", "1"]
-    done = []
-    for _ in range(10):
+    metrics, done = tmp_path / "run" / "metrics.jsonl", [0]
+    for kill in range(10):
         trainer = subprocess.Popen(
             command(models["gpt2"], tmp_path / "run", *more, steps=5000), stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
         )  # fmt: skip
-        time.sleep(generator.uniform(4.0, 16.0))
+        deadline = time.monotonic() + 60
+        while kill % 3 < 2 and not (metrics.is_file() and metrics.read_text().count("\n") > done[-1]):
+            assert trainer.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(generator.uniform(0.0, 4.0))
         os.killpg(trainer.pid, signal.SIGKILL)
         _, err = trainer.communicate(timeout=30)
         assert trainer.returncode == -signal.SIGKILL, err[-3000:]
         assert processes_of(trainer.pid) == []
-        metrics = tmp_path / "run" / "metrics.jsonl"
         done.append(metrics.read_text().count("\n") if metrics.is_file() else 0)
-    assert done[-1] > 10
     assert all(
         after >= before - 1 for before, after in itertools.pairwise(done)
     )  # at most the step of the kill is lost
@@ -198,6 +204,7 @@ def test_ten_kills_at_random_times(models, tmp_path, serve):
     assert all(step - old == late for step, (old, late) in enumerate(zip(version, staleness, strict=True)))
     assert all(torch.isfinite(x).all() for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values())
     assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert not (tmp_path / "run" / "paused-servers").exists()
 
 
 def test_a_killed_colocated_run_resumes_and_leaves_no_process(models, tmp_path):

@@ -65,6 +65,7 @@ def of_policy(
     max_rows: int,
     adapter: LoraConfig | None,
     folder: Path,
+    pauses: Path,
     stopping: Callable[[], bool],
 ) -> PolicyEngine:
     """Start vLLM for a policy, or connect to its servers; collective. Raises EngineError.
@@ -73,8 +74,8 @@ def of_policy(
     """
     if options.servers:
         return VLLMServers.connect(
-            options, shape, ranks=ranks, compute=compute, context=context, folder=folder, adapter=adapter,
-            stopping=stopping,
+            options, shape, ranks=ranks, compute=compute, context=context, folder=folder, pauses=pauses,
+            adapter=adapter, stopping=stopping,
         )  # fmt: skip
     return ColocatedVLLM.start(
         source, shape, ranks=ranks, compute=compute, options=options, context=context, max_rows=max_rows,

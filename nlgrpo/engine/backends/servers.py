@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import sys
 import threading
@@ -76,14 +77,22 @@ class VLLMServers(VLLMEngine):
         compute: torch.dtype,
         context: int,
         folder: Path,
+        pauses: Path | None = None,
         adapter: LoraConfig | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> VLLMServers:
         """Connect to the servers; collective. Waits for one that is still starting.
 
+        ``pauses``: folder of this run only, in which the first rank records which servers it has paused, so that the
+        next start resumes them at once if this one is killed meanwhile.
+
         Raises EngineError if none answers in options.timeout, and for a server that cannot serve the policy.
         """
-        servers = [Server(url.rstrip("/"), options.timeout) for url in options.servers]
+        recorded = pauses if ranks.first else None
+        servers = [
+            Server(url.rstrip("/"), options.timeout, pause_file=recorded and recorded / _digest(url))
+            for url in options.servers
+        ]
         run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
         if options.transfer != "directory" and ranks.device.type != "cuda":
             raise EngineError(f"vllm.transfer = {options.transfer!r} needs a GPU; use 'directory'")
@@ -328,3 +337,8 @@ class VLLMServers(VLLMEngine):
         self.closed.set()
         if self.frozen is None:
             self.remove_folder()
+
+
+def _digest(url: str) -> str:
+    """Return a file name for a server, without the password that its URL may have."""
+    return hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]

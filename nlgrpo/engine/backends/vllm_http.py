@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -40,7 +41,7 @@ PROBE = {"n": 1, "max_tokens": 1, "top_k": 1, "temperature": 1.0, "top_p": 1.0, 
          "stop_token_ids": [], "ignore_eos": True, "detokenize": False, "seed": 0}  # fmt: skip
 STARTED_WITH = "default"  # vLLM's name of the weights that a server was started with
 SAME_BASE = 0.25  # nats: log-probs of one model differ by less, also in bfloat16 and with quantized weights
-PAUSED = 15.0  # seconds that a server may be paused by somebody else
+PAUSED = 15.0  # seconds that another run may have a server paused
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Server:
     """Name of the weights that it had at the connection; those under adapters."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """For loading weights."""
+    pause_file: Path | None = None
+    """Exists while this run has the server paused, so that the next start knows who paused it. None: not recorded."""
 
     def check(self, context: int) -> None:
         """Check version and limits. Raises EngineError for a server that cannot serve the policy, and ServerDown."""
@@ -89,13 +92,18 @@ class Server:
             )
 
     def _resume_if_abandoned(self) -> None:
-        """Resume a server that a trainer paused for new weights, and that was killed before it resumed it."""
-        until = time.monotonic() + PAUSED
+        """Resume a server that a trainer paused for new weights, and that was killed before it resumed it.
+
+        At once if that was an earlier start of this run; after `PAUSED` seconds if it may be another run, still alive.
+        """
+        ours = self.pause_file is not None and self.pause_file.exists()
+        until = time.monotonic() + (0.0 if ours else PAUSED)
         while self._call("GET", "/is_paused", 10.0).get("is_paused"):
             if time.monotonic() > until:
                 self._call("POST", "/resume", 60.0)
-                return
+                break
             time.sleep(0.2)
+        self._record_pause(False)
 
     def version(self) -> str:
         """Name of the weights that the server has."""
@@ -126,6 +134,7 @@ class Server:
 
     def pause(self) -> None:
         """Stop sampling, and keep the requests."""
+        self._record_pause(True)
         self._call("POST", "/pause?" + urlencode({"mode": "keep"}), 60.0)
 
     def resume(self, version: str) -> None:
@@ -133,7 +142,20 @@ class Server:
         self._call("POST", "/reset_prefix_cache", 60.0)
         self._call("POST", "/update_weight_version", 60.0, {"new_version": version})
         self._call("POST", "/resume", 60.0)
+        self._record_pause(False)
         self.weights = version
+
+    def _record_pause(self, paused: bool) -> None:
+        """Create or remove `pause_file`. Without it the next start only waits longer, so a full disk is no error."""
+        if self.pause_file is None:
+            return
+        with contextlib.suppress(OSError):
+            if paused:
+                self.pause_file.parent.mkdir(parents=True, exist_ok=True)
+                self.pause_file.touch()
+            else:
+                self.pause_file.unlink(missing_ok=True)
+                self.pause_file.parent.rmdir()  # unless other servers are paused
 
     def workers(self) -> int:
         """Number of processes that have the weights."""
