@@ -42,6 +42,9 @@ def _interpret_faster() -> None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     _interpret_faster()
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 # The slowest files, which run first: a slow file that starts last leaves the other cores idle.
 LONGEST = [
