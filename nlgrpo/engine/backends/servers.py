@@ -88,10 +88,9 @@ class VLLMServers(VLLMEngine):
 
         Raises EngineError if none answers in options.timeout, and for a server that cannot serve the policy.
         """
-        recorded = pauses if ranks.first else None
         servers = [
-            Server(url.rstrip("/"), options.timeout, pause_file=recorded and recorded / _digest(url))
-            for url in options.servers
+            Server(url, options.timeout, pause_file=pauses / _digest(url) if pauses and ranks.first else None)
+            for url in (given.rstrip("/") for given in options.servers)
         ]
         run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
         if options.transfer != "directory" and ranks.device.type != "cuda":
@@ -341,4 +340,4 @@ class VLLMServers(VLLMEngine):
 
 def _digest(url: str) -> str:
     """Return a file name for a server, without the password that its URL may have."""
-    return hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
