@@ -12,17 +12,18 @@
 namespace nlgrpo {
 namespace {
 
-// Keys, then values: (rows, 2 kv_heads, columns, dim). Strides are in elements; the last dimension has stride 1.
+// Keys, then values: (2, rows, kv_heads, columns, dim). `values`: from a key to its value. Strides are in elements; the
+// last dimension has stride 1.
 template <typename T>
 struct Cache {
   T* at = nullptr;
-  int64_t row_stride = 0, head_stride = 0, column_stride = 0;
+  int64_t values = 0, row_stride = 0, head_stride = 0, column_stride = 0;
 };
 
 // The cache in x, at `at`. Without elements `at` is null, so that all strides must be 0.
 template <typename T>
 Cache<T> cache_of(const Tensor& x, T* at) {
-  return at == nullptr ? Cache<T>{} : Cache<T>{at, x.stride(0), x.stride(1), x.stride(2)};
+  return at == nullptr ? Cache<T>{} : Cache<T>{at, x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
 }
 
 // Inputs and outputs of a decoding step of R rows with n new tokens each.
@@ -34,7 +35,7 @@ struct Step {
   float* out;      // (R n, heads, dim)
   int64_t window;  // maximum number of positions that a token sees, 0: all
   float scale;
-  Cache<const float> prompts = {};                      // (P, ..)
+  Cache<const float> prompts = {};                      // (2, P, ..)
   const int64_t *prompt = nullptr, *lengths = nullptr;  // (R) prompt of each row; (P) columns of each prompt
   const int64_t *order = nullptr, *starts = nullptr;    // (R) rows by prompt; (P + 1) where those of each prompt start
 };
@@ -168,10 +169,9 @@ NLGRPO_INLINE void attend(const float* q, const Span& prompt, const Span& own, f
 
 // Columns [begin, end) of a row of the cache, for one key head.
 template <typename T>
-NLGRPO_INLINE Span columns(const Cache<T>& cache, int64_t row, int64_t head, int64_t kv_heads, int64_t begin,
-                           int64_t end) {
+NLGRPO_INLINE Span columns(const Cache<T>& cache, int64_t row, int64_t head, int64_t begin, int64_t end) {
   const float* keys = cache.at + row * cache.row_stride + head * cache.head_stride + begin * cache.column_stride;
-  return {keys, keys + kv_heads * cache.head_stride, cache.column_stride, end - begin};
+  return {keys, keys + cache.values, cache.column_stride, end - begin};
 }
 
 // One key head of one row: write the keys and values of its new tokens, and attend with the query heads that share it.
@@ -179,7 +179,7 @@ NLGRPO_INLINE Span columns(const Cache<T>& cache, int64_t row, int64_t head, int
 NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scratch, int64_t dim) {
   const int64_t width = (s.heads + 2 * s.kv_heads) * dim, group = s.heads / s.kv_heads;
   float* keys = s.own.at + row * s.own.row_stride + head * s.own.head_stride + s.column * s.own.column_stride;
-  float* values = keys + s.kv_heads * s.own.head_stride;
+  float* values = keys + s.own.values;
   for (int64_t t = 0; t < s.tokens; t++) {
     const int64_t token = row * s.tokens + t;
     const float* k = s.qkv + token * width + (s.heads + head) * dim;
@@ -192,8 +192,8 @@ NLGRPO_INLINE void key_head(const Step& s, int64_t row, int64_t head, float* scr
     const int64_t token = row * s.tokens + t, column = s.column + t;
     const int64_t oldest = s.window == 0 ? 0 : std::max<int64_t>(0, length + column + 1 - s.window);
     const int64_t begin = std::max<int64_t>(oldest - length, 0);
-    const Span prompt = columns(s.prompts, source, head, s.kv_heads, std::min(oldest, length), length);
-    const Span own = columns(s.own, row, head, s.kv_heads, begin, column + 1);
+    const Span prompt = columns(s.prompts, source, head, std::min(oldest, length), length);
+    const Span own = columns(s.own, row, head, begin, column + 1);
     for (int64_t h = head * group; h < (head + 1) * group; h++) {
       rotate_token(s.qkv + token * width + h * dim, s, token, s.scale, query, dim);
       attend(query, prompt, own, score, s.out + (token * s.heads + h) * dim, dim);
@@ -219,7 +219,7 @@ NLGRPO_INLINE Task task(const Step& s, int64_t i, int64_t& prompt) {
 // Fetch the row's own keys and values, which are too far apart for the processor to expect them.
 NLGRPO_INLINE void prefetch(const Step& s, Task t) {
   const float* keys = s.own.at + t.row * s.own.row_stride + t.head * s.own.head_stride;
-  for (const float* from : {keys, keys + s.kv_heads * s.own.head_stride}) {
+  for (const float* from : {keys, keys + s.own.values}) {
     for (int64_t i = 0; i < s.column * s.own.column_stride; i += 16) {
       __builtin_prefetch(from + i, 0, 2);
     }
@@ -257,18 +257,20 @@ NLGRPO_CLONES void branch_key_heads(const Step& s, int64_t begin, int64_t end, f
 
 namespace {
 
-// Check the shapes of qkv (R n, H + 2 Hk, d), cos and sin (R n, r / 2), and cache (R, 2 Hk, columns, d).
+// Check the shapes of qkv (R n, H + 2 Hk, d), cos and sin (R n, r / 2), and cache (2, R, Hk, columns, d).
 void check(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& cache,
            int64_t column, int64_t tokens, int64_t window, int64_t heads) {
-  check_float(cache, "cache", 4);
-  const int64_t kv_heads = check_heads(qkv, cos, sin, heads), all = qkv.size(0), rows = cache.size(0);
-  STD_TORCH_CHECK(all == rows * tokens && cache.size(1) == 2 * kv_heads && cache.size(3) == qkv.size(2),
-                  "cache must be (", tokens == 0 ? 0 : all / tokens, ", ", 2 * kv_heads, ", columns, ", qkv.size(2),
-                  "), got (", rows, ", ", cache.size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
-  STD_TORCH_CHECK(cache.stride(3) == 1, "cache must be contiguous along its last dimension");
-  const int64_t last = column < cache.size(2) ? column + std::max<int64_t>(tokens, 1) - 1 : column;
-  STD_TORCH_CHECK(column >= 0 && last < cache.size(2), "column ", column < 0 ? column : last,
-                  " is outside the cache, which has columns = ", cache.size(2));
+  check_float(cache, "cache", 5);
+  const int64_t kv_heads = check_heads(qkv, cos, sin, heads), all = qkv.size(0), rows = cache.size(1);
+  STD_TORCH_CHECK(cache.size(0) == 2 && all == rows * tokens && cache.size(2) == kv_heads &&
+                      cache.size(4) == qkv.size(2),
+                  "cache must be (2, ", tokens == 0 ? 0 : all / tokens, ", ", kv_heads, ", columns, ", qkv.size(2),
+                  "), got (", cache.size(0), ", ", rows, ", ", cache.size(2), ", ", cache.size(3), ", ", cache.size(4),
+                  ")");
+  STD_TORCH_CHECK(cache.stride(4) == 1, "cache must be contiguous along its last dimension");
+  const int64_t last = column < cache.size(3) ? column + std::max<int64_t>(tokens, 1) - 1 : column;
+  STD_TORCH_CHECK(column >= 0 && last < cache.size(3), "column ", column < 0 ? column : last,
+                  " is outside the cache, which has columns = ", cache.size(3));
   check_window(window);
 }
 
@@ -319,7 +321,7 @@ Prepared prepare(const Tensor& qkv, const std::optional<Tensor>& cos, const std:
   };
   p.step = {
       .heads = heads,
-      .kv_heads = own.size(1) / 2,
+      .kv_heads = own.size(2),
       .dim = qkv.size(2),
       .half = cos.has_value() ? cos->size(1) : 0,
       .tokens = tokens,
@@ -352,23 +354,24 @@ void run(const Step& step, int64_t rows, int64_t longest) {
 Tensor branch_attention(const Tensor& qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                         Tensor own, int64_t column, const Tensor& prompts, const Tensor& lengths, const Tensor& prompt,
                         int64_t window, double scale, int64_t heads) {
-  check_float(own, "own", 4);
-  const int64_t rows = own.size(0), tokens = rows == 0 ? 0 : qkv.size(0) / rows;
+  check_float(own, "own", 5);
+  const int64_t rows = own.size(1), tokens = rows == 0 ? 0 : qkv.size(0) / rows;
   Prepared p = prepare(qkv, cos, sin, own, column, tokens, window, scale, heads);
-  check_float(prompts, "prompts", 4);
-  STD_TORCH_CHECK(prompts.size(1) == own.size(1) && prompts.size(3) == own.size(3) && prompts.stride(3) == 1,
-                  "prompts must be (P, ", own.size(1), ", columns, ", own.size(3), "), contiguous along the last ",
+  check_float(prompts, "prompts", 5);
+  STD_TORCH_CHECK(prompts.size(0) == 2 && prompts.size(2) == own.size(2) && prompts.size(4) == own.size(4) &&
+                      prompts.stride(4) == 1,
+                  "prompts must be (2, P, ", own.size(2), ", columns, ", own.size(4), "), contiguous along the last ",
                   "dimension");
   const Tensor of = torch::stable::contiguous(prompt), counts = torch::stable::contiguous(lengths);
-  check_index(of, "prompt", rows, prompts.size(0) - 1);
-  check_index(counts, "lengths", prompts.size(0), prompts.size(2));
+  check_index(of, "prompt", rows, prompts.size(1) - 1);
+  check_index(counts, "lengths", prompts.size(1), prompts.size(3));
   p.step.prompts = cache_of(prompts, prompts.const_data_ptr<float>());
   p.step.prompt = of.const_data_ptr<int64_t>();
   p.step.lengths = counts.const_data_ptr<int64_t>();
-  const RowsByPrompt sorted(p.step.prompt, rows, prompts.size(0));
+  const RowsByPrompt sorted(p.step.prompt, rows, prompts.size(1));
   p.step.order = sorted.order.data();
   p.step.starts = sorted.starts.data();
-  run(p.step, rows, prompts.size(2));
+  run(p.step, rows, prompts.size(3));
   return p.out;
 }
 

@@ -28,14 +28,14 @@ Tensor decode_block(const Tensor& x, const Tensor& norm1, const Tensor& qkv_weig
                     const std::optional<Tensor>& sin, Tensor own, int64_t column, const Tensor& prompts,
                     const Tensor& lengths, const Tensor& prompt, int64_t window, double scale, int64_t heads) {
   check_float(x, "x", 2);
-  check_float(own, "own", 4);
-  const int64_t tokens = x.size(0), dim = own.size(3);
+  check_float(own, "own", 5);
+  const int64_t tokens = x.size(0), kv_heads = own.size(2), dim = own.size(4);
   const Tensor qkv = fastest_linear(rms_norm(x, norm1, eps), qkv_weight, qkv_bias);
   STD_TORCH_CHECK(0 < heads && heads <= qkv.size(1), "heads must be positive, and at most ", qkv.size(1), ", got ",
                   heads);
-  STD_TORCH_CHECK(qkv.size(1) == (heads + own.size(1)) * dim, "qkv_weight must have ", (heads + own.size(1)) * dim,
-                  " rows, got ", qkv.size(1));
-  const Tensor mixed = branch_attention(torch::stable::view(qkv, {tokens, heads + own.size(1), dim}), cos, sin, own,
+  STD_TORCH_CHECK(qkv.size(1) == (heads + 2 * kv_heads) * dim, "qkv_weight must have ",
+                  (heads + 2 * kv_heads) * dim, " rows, got ", qkv.size(1));
+  const Tensor mixed = branch_attention(torch::stable::view(qkv, {tokens, heads + 2 * kv_heads, dim}), cos, sin, own,
                                         column, prompts, lengths, prompt, window, scale, heads);
   const Tensor y = add(x, fastest_linear(torch::stable::view(mixed, {tokens, heads * dim}), out_weight, std::nullopt),
                        "out_weight");

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .dispatch import use_cpp
 from .reference import split_and_rotate
+
+
+class Slots(NamedTuple):
+    """Rows grouped by prompt, ``width`` slots for each of P prompts; ``width`` is the largest number of rows."""
+
+    width: int
+    rank: Tensor  # (R,) slot of each row among those of its prompt
+    row: Tensor  # (P, width) row in each slot; in an empty slot any row
 
 
 class Branches:
@@ -19,51 +28,67 @@ class Branches:
 
     def __init__(self, lengths: Tensor, prompt: Tensor) -> None:
         self.lengths, self.prompt = lengths, prompt
-        self._seen: dict[tuple[int, int, int, int | None], Tensor] = {}
+        self._head: Tensor | None = None
+        self._hidden: dict[tuple[int, int, int, int | None], Tensor] = {}
 
     def positions(self, column: int, tokens: int) -> Tensor:
         """Positions (R n,) in the whole sequences of the n tokens of every row that start at its own ``column``."""
         new = torch.arange(column, column + tokens, device=self.prompt.device)
-        return (self.lengths[self.prompt][:, None] + new).flatten()
+        return (self._row_lengths[:, None] + new).flatten()
 
     def per_prompt(self, x: Tensor) -> Tensor:
-        """Group rows by prompt, (R, Hk, m, e) -> (P, Hk, width m, e), so that a prompt's keys are multiplied once."""
-        slot, width = self._slots
-        out = x.new_zeros(len(self.lengths) * width, *x.shape[1:])
-        out[slot] = x
-        return out.unflatten(0, (-1, width)).transpose(1, 2).flatten(2, 3)
+        """Group rows by prompt, (R, Hk, m, e) -> (P, Hk, width m, e), so that a prompt's keys are multiplied once.
+
+        Empty slots hold copies of other rows. `per_row` does not read them.
+        """
+        return x[self._slots.row[:, None], self._heads(x)[:, None]].flatten(2, 3)
 
     def per_row(self, x: Tensor) -> Tensor:
         """Invert `per_prompt`."""
-        slot, width = self._slots
-        return x.unflatten(2, (width, -1)).transpose(1, 2).flatten(0, 1)[slot]
+        slots = self._slots
+        return x.unflatten(2, (slots.width, -1))[self.prompt[:, None], self._heads(x), slots.rank[:, None]]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Index (Hk,) of the key heads in dimension 1 of ``x``, which is the same for all layers."""
+        if self._head is None or len(self._head) != x.shape[1]:
+            self._head = torch.arange(x.shape[1], device=x.device)
+        return self._head
 
     @cached_property
-    def _slots(self) -> tuple[Tensor, int]:
-        """Slot of each row when rows are grouped by prompt, and the number of slots per prompt."""
+    def _row_lengths(self) -> Tensor:
+        """Length (R,) of each row's prompt."""
+        return self.lengths[self.prompt]
+
+    @cached_property
+    def _slots(self) -> Slots:
         order = self.prompt.argsort(stable=True)
         counts = torch.bincount(self.prompt, minlength=len(self.lengths))
         width = int(counts.max())
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[self.prompt[order]]
-        return self.prompt * width + rank, width
+        row = torch.zeros(len(counts), width, dtype=torch.int64, device=order.device)
+        row[self.prompt, rank] = torch.arange(len(order), device=order.device)
+        return Slots(width, rank, row)
 
-    def seen(self, column: int, tokens: int, columns: int, window: int | None) -> Tensor:
-        """Mask (R, 1, 1, n, C + column + n): columns of the prompt (C of them) and of the row that a new token sees."""
+    def hidden(self, column: int, tokens: int, columns: int, window: int | None) -> Tensor:
+        """Mask (R, 1, 1, n, C + column + n): the prompt's (C) and the row's columns that a new token does not see."""
         key = (column, tokens, columns, window)
-        if key not in self._seen:
-            self._seen = {k: mask for k, mask in self._seen.items() if k[:3] == key[:3]}  # one mask per window
-            self._seen[key] = self._mask(*key)
-        return self._seen[key]
+        if key not in self._hidden:
+            self._hidden = {k: mask for k, mask in self._hidden.items() if k[:3] == key[:3]}  # one mask per window
+            self._hidden[key] = self._mask(*key)
+        return self._hidden[key]
 
     def _mask(self, column: int, tokens: int, columns: int, window: int | None) -> Tensor:
-        lengths, device = self.lengths[self.prompt][:, None, None], self.prompt.device
+        device = self.prompt.device
+        lengths = self._row_lengths[:, None, None]
         position = lengths + torch.arange(column, column + tokens, device=device)[:, None]
         shared = torch.arange(columns, device=device)
         own = lengths + torch.arange(column + tokens, device=device)
         keys = torch.cat((torch.where(shared < lengths, shared, torch.iinfo(torch.int64).max), own), dim=-1)
-        seen = keys <= position if window is None else (keys <= position) & (keys > position - window)
-        return seen[:, None, None]
+        hidden = keys > position
+        if window is not None:
+            hidden |= keys <= position - window
+        return hidden[:, None, None]
 
 
 def branch_attention(
@@ -81,13 +106,13 @@ def branch_attention(
 ) -> Tensor:
     """Attention of n new tokens of each row over its prompt, its own cache, and the new tokens up to itself.
 
-        q, k = rotate(q), rotate(k);   own[:, :, column : column + n] = (k, v)
+        q, k = rotate(q), rotate(k);   own[:, :, :, column : column + n] = (k, v)
         out = softmax(scale q k_c^T over the columns c that the token sees) v_c
 
     Keys and values of a prompt are stored once for all its rows. qkv (R n, H + 2 Hk, d), row after row: H = ``heads``
     query heads, then Hk key heads, then Hk value heads, H a multiple of Hk. ``rope``: cos and sin, each (R n, r/2) with
-    r <= d, of the token's position (`reference.rotate`); None: no rotation. ``own`` (R, 2 Hk, columns, d), keys before
-    values, is **modified in place**. ``prompts`` (P, 2 Hk, C, d): prompt p in its first ``branches.lengths[p]``
+    r <= d, of the token's position (`reference.rotate`); None: no rotation. ``own`` (2, R, Hk, columns, d), keys and
+    values, is **modified in place**. ``prompts`` (2, P, Hk, C, d): prompt p in its first ``branches.lengths[p]``
     columns. ``window``: maximum number of tokens that a token sees, itself included. Returns (R n, H, d). Not
     differentiable.
 
@@ -100,26 +125,35 @@ def branch_attention(
         return torch.ops.nlgrpo.branch_attention(
             qkv, cos, sin, own, column, prompts, lengths, prompt, window or 0, scale, heads
         )
-    n, end = len(qkv) // len(own), column + len(qkv) // len(own)
+    rows = own.shape[1]
+    n = len(qkv) // rows
+    end = column + n
     q, k, v = (x.unflatten(0, (-1, n)).transpose(1, 2) for x in split_and_rotate(qkv, rope, heads))
-    own[:, :, column:end] = torch.cat((k, v), dim=1)
+    own[0, :, :, column:end] = k
+    own[1, :, :, column:end] = v
     q = (scale * q).unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (R, Hk, G n, d): the queries of a key head
-    (keys, values), (own_keys, own_values) = (x.chunk(2, dim=1) for x in (prompts, own[:, :, :end]))
+    # Views in which a head's columns are one matrix, so that no product copies its keys or values.
+    keys, values = prompts
+    own_keys, own_values = own[:, :, :, :end]
     by_prompt = branches.per_row(_scores(branches.per_prompt(q), keys))
     scores = torch.cat((by_prompt, _scores(q, own_keys)), dim=-1)
-    seen = branches.seen(column, n, prompts.shape[2], window)
-    scores = scores.unflatten(2, (-1, n)).masked_fill(~seen, -torch.inf)
+    hidden = branches.hidden(column, n, prompts.shape[3], window)
+    scores = scores.unflatten(2, (-1, n)).masked_fill_(hidden, -torch.inf)
     probs = scores.softmax(-1).to(values.dtype).flatten(2, 3)
-    prompt_probs, own_probs = probs.split((prompts.shape[2], end), dim=-1)
+    prompt_probs, own_probs = probs.split((prompts.shape[3], end), dim=-1)
     out = branches.per_row(branches.per_prompt(prompt_probs) @ values) + own_probs @ own_values
     return out.unflatten(2, (-1, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
     """q keys^T, in float32 for narrow dtypes: rounded to 8 bits, a score of 10 would be off by 0.02."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return q @ keys.mT
-    if q.is_cuda:
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and narrow:
         out = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).mT, out_dtype=torch.float32)
         return out.unflatten(0, q.shape[:2])
-    return q.float() @ keys.float().mT
+    if q.is_cuda:
+        return q @ keys.mT
+    if narrow:
+        return q.float() @ keys.float().mT
+    # MKL rounds a product with a transposed matrix differently. The copy keeps the draws of a seed as they were.
+    return q @ (keys.mT.contiguous() if len(keys) > 1 else keys.mT)

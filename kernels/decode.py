@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .blocks import rms_norm, swiglu
 from .branches import Branches, branch_attention
-from .dispatch import use_cpp
+from .dispatch import choose, use_cpp
 
 
 class BlockWeights(NamedTuple):
@@ -61,7 +61,7 @@ def decode_block(
             x, w.norm1, w.qkv, w.qkv_bias, w.out, w.norm2, w.up, w.down, eps, cos, sin, own, column, prompts,
             branches.lengths, branches.prompt, window or 0, scale, heads,
         )  # fmt: skip
-    qkv = F.linear(rms_norm(x, w.norm1, eps, impl=impl), w.qkv, w.qkv_bias).unflatten(1, (-1, own.shape[3]))
+    qkv = F.linear(rms_norm(x, w.norm1, eps, impl=impl), w.qkv, w.qkv_bias).unflatten(1, (-1, own.shape[4]))
     mixed = branch_attention(
         qkv, rope, own, column, prompts, branches, heads=heads, scale=scale, window=window, impl=impl
     )
@@ -78,10 +78,17 @@ def sample_tokens(
 
     logits (R, V); ``noise`` (R,) in float64, in [0, 1). Returns tokens (R,) and their log-probs (R,), in float32
     (float64 for float64 logits). Sums are in float64. Logits that are not finite give a log-prob that is NaN. Not
-    differentiable. ``impl``: "auto", "cpp" (float32 on a CPU) or "torch".
+    differentiable. ``impl``: "auto", "triton", "cpp" (float32 on a CPU) or "torch". "triton" reads the logits once in
+    their dtype and needs no memory of their size; "torch" needs about 30 bytes for each bfloat16 logit.
 
     Raises ValueError for an ``impl`` that cannot run, and RuntimeError for shapes that do not match.
     """
-    if use_cpp(impl, "sample_tokens", logits) and noise.is_cpu:
+    logits = logits.detach()
+    chosen = choose(impl, "sample_tokens", logits, cpp=(torch.float32,))
+    if chosen == "cpp":
         return torch.ops.nlgrpo.sample_tokens(logits, noise, temperature)
+    if chosen == "triton":
+        from . import sample_triton
+
+        return sample_triton.sample_tokens(logits, noise, temperature)
     return reference.sample_tokens(logits, noise, temperature)

@@ -172,15 +172,27 @@ def rollout_of(
 
 
 class _Prefill:
-    """Packed attention over prompts that stores the keys and values of each layer in ``kv``."""
+    """Packed attention over P prompts, which writes the keys and values of each layer into the cache.
+
+    ``prompts``: per layer (2, P, Hk, C, d), as in `KVCache`.
+    """
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
-        self.attend = PackedAttention(lengths, device, dtype)
-        self.kv: list[Tensor] = []  # per layer (T, 2 Hk, d)
+        segments = Segments(lengths)
+        self.attend = PackedAttention(segments, device, dtype)
+        self.positions = segments.positions(device)
+        self.lengths = lengths
+        self.prompts: list[Tensor] = []
+        number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        self.prompt = number.to(device, non_blocking=True)
 
     def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
         rotated = torch.cat(split_and_rotate(qkv, rope, heads), dim=1)
-        self.kv.append(rotated[:, heads:])
+        kv_heads = (rotated.shape[1] - heads) // 2
+        cached = rotated.new_zeros(2, len(self.lengths), kv_heads, max(self.lengths), rotated.shape[2])
+        for x, part in zip(cached, rotated[:, heads:].split(kv_heads, dim=1), strict=True):
+            x.transpose(1, 2)[self.prompt, self.positions] = part
+        self.prompts.append(cached)
         return self.attend(rotated, None, heads=heads, layer=layer, scale=scale, window=window)
 
 
@@ -198,14 +210,14 @@ class CachedDecoder:
         model, lengths = self.model, [len(prompt) for prompt in prompts]
         device, weight = model.head_weight.device, model.head_weight
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        positions = Segments(lengths).positions(device)
-        attend, rope = _Prefill(lengths, device, weight.dtype), model.rope(positions)
-        x = model.enter(tokens, positions)
+        attend = _Prefill(lengths, device, weight.dtype)
+        rope = model.rope(attend.positions)
+        x = model.enter(tokens, attend.positions)
         self.weights: list[BlockWeights | None] = []  # FSDP gathers a block into the same tensors each time
         for block in model.each_block():
             x = block.forward(x, rope, attend)
             self.weights.append(block.llama_weights())
-        self.cache = KVCache(attend.kv, lengths)
+        self.cache = KVCache(attend.prompts, lengths)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         return self.head(model.norm(x[last]), weight)
 

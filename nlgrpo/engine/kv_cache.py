@@ -15,23 +15,19 @@ from nlgrpo.model.attention import Rope
 class KVCache:
     """Keys and values of R rows. Each row continues one of P prompts by ``column`` tokens; each prompt is stored once.
 
-    Per layer, ``prompts`` (P, 2 Hk, C, d) has keys, then values, of the prompts, padded on the right, and ``own``
-    (R, 2 Hk, columns, d) those of the continuations. ``branches``: prompt lengths, and the prompt of each row.
+    Per layer, ``prompts`` (2, P, Hk, C, d) has the keys and the values of the prompts, padded on the right, and ``own``
+    (2, R, Hk, columns, d) those of the continuations. ``branches``: prompt lengths, and the prompt of each row.
 
     As the attention of a block with n new tokens per row, it writes their keys and values at ``column``. Each token
     attends to its prompt and causally to its row. `advance` then moves ``column``, once for all layers.
     """
 
-    def __init__(self, kv: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Start with one row per prompt. ``kv``: per layer, keys and values (T, 2 Hk, d) of the packed prompts."""
-        heads, d = kv[0].shape[1:]
-        self.prompts = [x.new_zeros(len(lengths), heads, max(lengths), d) for x in kv]
-        for prompts, x in zip(self.prompts, kv, strict=True):
-            for i, keys in enumerate(x.split(list(lengths))):
-                prompts[i, :, : len(keys)] = keys.transpose(0, 1)
-        self.own = [x.new_zeros(len(lengths), heads, 0, d) for x in kv]
+    def __init__(self, prompts: list[Tensor], lengths: Sequence[int]) -> None:
+        """Start with one row per prompt. ``prompts``: per layer, see above; ``lengths``: those of the prompts."""
+        self.prompts = prompts
+        self.own = [x[:, :, :, :0] for x in prompts]
         self.column = 0
-        device = kv[0].device
+        device = prompts[0].device
         self.branches = Branches(torch.tensor(lengths, device=device), torch.arange(len(lengths), device=device))
 
     @property
@@ -46,26 +42,26 @@ class KVCache:
     @property
     def room(self) -> int:
         """Number of tokens that can be read before the next `branch` or `grow`."""
-        return self.own[0].shape[2] - self.column
+        return self.own[0].shape[3] - self.column
 
     def branch(self, rows: Tensor, tokens: int) -> None:
         """Make row i a copy of row ``rows[i]`` and allocate ``tokens`` more columns. Prompts are not copied."""
         for layer, own in enumerate(self.own):
-            _, heads, _, d = own.shape
-            self.own[layer] = own.new_empty(len(rows), heads, self.column + tokens, d)
-            torch.index_select(own[:, :, : self.column], 0, rows, out=self.own[layer][:, :, : self.column])
+            _, _, heads, _, d = own.shape
+            self.own[layer] = own.new_empty(2, len(rows), heads, self.column + tokens, d)
+            torch.index_select(own[:, :, :, : self.column], 1, rows, out=self.own[layer][:, :, :, : self.column])
         self.branches = Branches(self.branches.lengths, self.prompt[rows])
 
     def grow(self, tokens: int) -> None:
         """Allocate ``tokens`` more columns, one layer after another."""
         for layer, own in enumerate(self.own):
-            self.own[layer] = F.pad(own[:, :, : self.column], (0, 0, 0, tokens))
+            self.own[layer] = F.pad(own[:, :, :, : self.column], (0, 0, 0, tokens))
 
     def drop(self, source: Tensor, target: Tensor, rows: int) -> None:
         """Copy rows ``source`` over rows ``target`` and keep the first ``rows``."""
         for layer, own in enumerate(self.own):
-            own[target, :, : self.column] = own[source, :, : self.column]
-            self.own[layer] = own[:rows]
+            own[:, target, :, : self.column] = own[:, source, :, : self.column]
+            self.own[layer] = own[:, :rows]
         prompt = self.prompt.clone()
         prompt[target] = prompt[source]
         self.branches = Branches(self.branches.lengths, prompt[:rows])

@@ -41,9 +41,9 @@ inline Arguments branches(Draw& d, int64_t rows, int64_t tokens, int64_t kv_head
   auto [cos, sin] = rotation(d, rows * tokens, dim);
   return {cos,
           sin,
-          d.floats({rows, 2 * kv_heads, column + tokens + d.within(0, 3), dim}, d.mostly(Layout::rows)),
+          d.floats({2, rows, kv_heads, column + tokens + d.within(0, 3), dim}, d.mostly(Layout::rows)),
           column,
-          d.floats({prompts, 2 * kv_heads, columns, dim}, d.mostly(Layout::rows)),
+          d.floats({2, prompts, kv_heads, columns, dim}, d.mostly(Layout::rows)),
           d.list(prompts, [&] { return d.within(0, columns); }),
           d.list(rows, [&] { return d.within(0, prompts - 1); }),
           window(d),

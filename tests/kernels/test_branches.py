@@ -19,10 +19,10 @@ def case(tokens, heads, kv_heads, d, rotary, column=7, lengths=LENGTHS, prompt=P
     """Arguments of `branch_attention`. The cache has unused columns; columns after a prompt's length are poisoned."""
     rows = len(prompt)
     angle = 3 * normal(rows * tokens, rotary // 2, seed=1)
-    own = normal(2, rows, 2 * kv_heads, column + tokens + 3, d, seed=2)[1, :, :, 1:]
-    prompts = normal(len(lengths), 2 * kv_heads, max(lengths) + 2, d, seed=3)
+    own = normal(2, 2, rows, kv_heads, column + tokens + 3, d, seed=2)[1, :, :, :, 1:]
+    prompts = normal(2, len(lengths), kv_heads, max(lengths) + 2, d, seed=3)
     for p, n in enumerate(lengths):
-        prompts[p, :, n:] = 1e4
+        prompts[:, p, :, n:] = 1e4
     return {
         "qkv": normal(rows * tokens, heads + 2 * kv_heads, d),
         "rope": (angle.cos(), angle.sin()) if rotary else None,
@@ -35,8 +35,8 @@ def case(tokens, heads, kv_heads, d, rotary, column=7, lengths=LENGTHS, prompt=P
 
 def by_hand(qkv, rope, own, column, prompts, branches, *, heads, scale, window):
     """Compute the result and the updated cache token by token and head by head in float64."""
-    qkv, own, rows = qkv.double(), own.double().clone(), len(own)
-    tokens, kv_heads = len(qkv) // rows, own.shape[1] // 2
+    qkv, own, rows = qkv.double(), own.double().clone(), own.shape[1]
+    tokens, kv_heads = len(qkv) // rows, own.shape[2]
     if rope is not None:
         half = rope[0].shape[1]
         turn = torch.complex(rope[0].double(), rope[1].double())[:, None]
@@ -46,16 +46,17 @@ def by_hand(qkv, rope, own, column, prompts, branches, *, heads, scale, window):
     out = qkv.new_zeros(len(qkv), heads, qkv.shape[2])
     for row in range(rows):
         length = int(branches.lengths[branches.prompt[row]])
-        shared = prompts[branches.prompt[row], :, :length].double()
+        shared = prompts[:, branches.prompt[row], :, :length].double()
         for t in range(tokens):
-            own[row, :, column + t] = qkv[row * tokens + t, heads:]
+            own[:, row, :, column + t] = qkv[row * tokens + t, heads:].unflatten(0, (2, kv_heads))
         for t in range(tokens):
-            sequence = torch.cat((shared, own[row, :, : column + t + 1]), 1)
-            sequence = sequence[:, -window:] if window else sequence
+            sequence = torch.cat((shared, own[:, row, :, : column + t + 1]), 2)
+            sequence = sequence[:, :, -window:] if window else sequence
             for h in range(heads):
                 g = h * kv_heads // heads
                 q = qkv[row * tokens + t, h]
-                out[row * tokens + t, h] = (scale * sequence[g] @ q).softmax(0) @ sequence[kv_heads + g]
+                keys, values = sequence[:, g]
+                out[row * tokens + t, h] = (scale * keys @ q).softmax(0) @ values
     return out, own
 
 
@@ -76,9 +77,9 @@ def test_branch_attention(impl, tokens, heads, kv_heads, d, rotary, window):
     assert float((ours - truth).abs().max()) <= float((plain - truth).abs().max()) + room
     torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=0)
     torch.testing.assert_close(written.double(), after, atol=1e-6, rtol=0)
-    columns = torch.arange(written.shape[2])
+    columns = torch.arange(written.shape[3])
     new = (columns >= given["column"]) & (columns < given["column"] + tokens)
-    assert torch.equal(written[:, :, ~new], given["own"][:, :, ~new])
+    assert torch.equal(written[:, :, :, ~new], given["own"][:, :, :, ~new])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,16 +137,16 @@ class TestCompiled:
     @pytest.mark.parametrize("window", [None, 9])
     def test_where_a_sequence_is_divided_does_not_change_a_bit(self, d, window):
         """Of 16 tokens and a new one, the first n are the prompt."""
-        qkv, keys, results = normal(3, 4, d), normal(3, 2, 17, d, seed=1), []
+        qkv, keys, results = normal(3, 4, d), normal(2, 3, 1, 17, d, seed=1), []
         for n in range(1, 17):
-            own = torch.cat((keys[:, :, n:], torch.zeros(3, 2, 4, d)), 2)
+            own = torch.cat((keys[:, :, :, n:], torch.zeros(2, 3, 1, 4, d)), 3)
             branches = Branches(torch.tensor([n] * 3), torch.arange(3))
             options = {"heads": 2, "scale": 0.3, "window": window, "impl": "cpp"}
-            results.append(branch_attention(qkv, None, own, 16 - n, keys[:, :, :n].clone(), branches, **options))
+            results.append(branch_attention(qkv, None, own, 16 - n, keys[:, :, :, :n].clone(), branches, **options))
         assert all(torch.equal(results[0], other) for other in results[1:])
 
     def test_prompts_without_columns(self):
-        given = case(2, 4, 2, 16, 16, lengths=(0, 0), prompt=(1, 0, 1)) | {"prompts": torch.zeros(2, 4, 0, 16)}
+        given = case(2, 4, 2, 16, 16, lengths=(0, 0), prompt=(1, 0, 1)) | {"prompts": torch.zeros(2, 2, 2, 0, 16)}
         truth, _ = by_hand(**given, heads=4, scale=0.25, window=None)
         ours = branch_attention(**given, heads=4, scale=0.25, impl="cpp")
         torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=0)
@@ -155,7 +156,7 @@ class TestCompiled:
         assert branch_attention(**given, heads=4, scale=0.25, impl="cpp").shape == (12, 4, 0)
 
     def test_no_rows(self):
-        given = case(1, 4, 2, 16, 0) | {"qkv": torch.zeros(0, 8, 16), "own": torch.zeros(0, 4, 9, 16)}
+        given = case(1, 4, 2, 16, 0) | {"qkv": torch.zeros(0, 8, 16), "own": torch.zeros(2, 0, 2, 9, 16)}
         given["branches"] = Branches(torch.tensor(LENGTHS), torch.zeros(0, dtype=torch.int64))
         assert branch_attention(**given, heads=4, scale=0.25, impl="cpp").shape == (0, 4, 16)
 
@@ -170,10 +171,13 @@ class TestCompiled:
             ({"window": -2}, "window"),
             ({"qkv": torch.zeros(11, 8, 16), "rope": None}, "cache must be"),
             ({"rope": (torch.ones(6, 8), torch.ones(6, 8))}, "cos and sin"),
-            ({"prompts": torch.zeros(3, 4, 14, 15)}, "prompts must be"),
-            ({"prompts": torch.zeros(3, 2, 14, 16)}, "prompts must be"),
-            ({"prompts": torch.zeros(2, 4, 14, 16)}, r"prompt\[4\] is 2; allowed is 0 to 1"),
-            ({"prompts": torch.zeros(3, 4, 11, 16)}, r"lengths\[1\] is 12; allowed is 0 to 11"),
+            ({"prompts": torch.zeros(2, 3, 2, 14, 15)}, "prompts must be"),
+            ({"prompts": torch.zeros(2, 3, 1, 14, 16)}, "prompts must be"),
+            ({"prompts": torch.zeros(3, 3, 2, 14, 16)}, "prompts must be"),
+            ({"prompts": torch.zeros(3, 4, 14, 16)}, "prompts must have 5 dimensions"),
+            ({"own": torch.zeros(1, 6, 2, 12, 16)}, "cache must be"),
+            ({"prompts": torch.zeros(2, 2, 2, 14, 16)}, r"prompt\[4\] is 2; allowed is 0 to 1"),
+            ({"prompts": torch.zeros(2, 3, 2, 11, 16)}, r"lengths\[1\] is 12; allowed is 0 to 11"),
             ({"branches": Branches(torch.tensor(LENGTHS), torch.tensor((0, 1, 2, 3, 0, 1)))}, r"prompt\[3\] is 3"),
             ({"branches": Branches(torch.tensor(LENGTHS), torch.tensor((0, 1, 2, -1, 0, 1)))}, r"prompt\[3\] is -1"),
             ({"branches": Branches(torch.tensor(LENGTHS), torch.tensor((0, 1, 2)))}, "prompt must be"),
@@ -182,7 +186,7 @@ class TestCompiled:
     )
     def test_invalid_arguments_are_refused_before_the_cache_is_written(self, change, message):
         given = case(2, 4, 2, 16, 16, column=7) | change
-        given["own"] = given["own"][:, :, :10]
+        given["own"] = given["own"][:, :, :, :10]
         before = given["own"].clone()
         with pytest.raises(RuntimeError, match=message):
             branch_attention(**{"heads": 4, "scale": 0.25} | given, impl="cpp")

@@ -31,9 +31,9 @@ def block(tokens=1, *, bias=True, dtype=torch.float32):
         "x": normal(rows * tokens, WIDTH, seed=21, dtype=dtype),
         "weights": BlockWeights(**weights | {} if bias else weights | {"qkv_bias": None}),
         "rope": (angle.cos(), angle.sin()),
-        "own": normal(rows, 2 * KV_HEADS, COLUMN + tokens + 2, D, seed=22, dtype=dtype),
+        "own": normal(2, rows, KV_HEADS, COLUMN + tokens + 2, D, seed=22, dtype=dtype),
         "column": COLUMN,
-        "prompts": normal(len(LENGTHS), 2 * KV_HEADS, max(LENGTHS), D, seed=23, dtype=dtype),
+        "prompts": normal(2, len(LENGTHS), KV_HEADS, max(LENGTHS), D, seed=23, dtype=dtype),
         "branches": Branches(torch.tensor(LENGTHS), torch.tensor(PROMPT)),
     }
     return given, {"eps": 1e-5, "heads": HEADS, "scale": 0.4}
@@ -45,7 +45,7 @@ def by_hand(x, weights, rope, own, column, prompts, branches, *, eps, heads, sca
     qkv = norm(x, weights.norm1) @ weights.qkv.T + (0 if weights.qkv_bias is None else weights.qkv_bias)
     cache = own, column, prompts, branches
     options = {"heads": heads, "scale": scale, "window": window, "impl": "torch"}
-    mixed = kernels.branch_attention(qkv.unflatten(1, (-1, own.shape[3])), rope, *cache, **options)
+    mixed = kernels.branch_attention(qkv.unflatten(1, (-1, own.shape[4])), rope, *cache, **options)
     y = x + mixed.flatten(1) @ weights.out.T
     gate, up = (norm(y, weights.norm2) @ weights.up.T).chunk(2, -1)
     return y + (gate * torch.sigmoid(gate) * up) @ weights.down.T
@@ -107,9 +107,9 @@ class TestCompiledBlock:
         ("change", "message"),
         [
             ({"column": 9}, "column 9 is outside"),
-            ({"own": torch.zeros(3, 4, 6)}, "own must have 4 dimensions"),
-            ({"own": torch.zeros(2, 4, 6, D)}, "cache must be"),
-            ({"own": torch.zeros(3, 2, 6, D)}, "qkv_weight must have"),
+            ({"own": torch.zeros(2, 3, 2, 6)}, "own must have 5 dimensions"),
+            ({"own": torch.zeros(2, 2, 2, 6, D)}, "cache must be"),
+            ({"own": torch.zeros(2, 3, 1, 6, D)}, "qkv_weight must have"),
             ({"x": torch.zeros(WIDTH)}, "x must have 2 dimensions"),
             ({"x": torch.zeros(3, WIDTH + 1)}, "weight must have 25 elements"),
             ({"branches": Branches(torch.tensor(LENGTHS), torch.tensor((0, 1, 2)))}, r"prompt\[2\] is 2"),
@@ -124,11 +124,14 @@ class TestCompiledBlock:
 # --- the next tokens --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (5, 3), (40, 64), (30, 65), (20, 2048), (3, 50_257)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary"), [(1, 1), (5, 3), (40, 64), (30, 65), (20, 2048), (7, 4096), (7, 4097), (3, 50_257)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampled_tokens_invert_the_cumulative_distribution(impl, rows, vocabulary, temperature):
-    logits, noise = 3 * normal(rows, vocabulary), torch.rand(rows, generator=torch.Generator().manual_seed(1)).double()
+def test_sampled_tokens_invert_the_cumulative_distribution(impl, device, rows, vocabulary, dtype, temperature):
+    logits = (3 * normal(rows, vocabulary)).to(device, dtype)
+    noise = torch.rand(rows, generator=torch.Generator().manual_seed(1)).double().to(device)
     noise[0] = 0
     tokens, logprob = kernels.sample_tokens(logits, noise, temperature=temperature, impl=impl)
     logp = (logits.double() / temperature).log_softmax(-1)
@@ -141,31 +144,59 @@ def test_sampled_tokens_invert_the_cumulative_distribution(impl, rows, vocabular
     torch.testing.assert_close(logprob.double(), logp.gather(1, tokens[:, None])[:, 0], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_impossible_tokens_are_never_sampled(impl):
-    """Noise of 0 and just below 1 takes the first and the last possible token."""
-    logits = torch.full((2, 300), -torch.inf)
-    logits[:, 70:80] = normal(10)
-    noise = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    assert kernels.sample_tokens(logits, noise, impl=impl)[0].tolist() == [70, 79]
+def test_a_column_of_noise_and_rows_of_any_stride(impl, device):
+    """The noise of all positions is one tensor, of which each token reads a column."""
+    logits, noise = normal(6, 300, 2).to(device), torch.rand(6, 5, dtype=torch.float64).to(device)
+    apart = kernels.sample_tokens(logits[..., 0], noise[:, 3], impl=impl)
+    together = kernels.sample_tokens(logits[..., 0].contiguous(), noise[:, 3].contiguous(), impl=impl)
+    assert torch.equal(apart[0], together[0])
+    assert torch.equal(apart[1], together[1])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+def test_every_token_is_sampled_where_its_share_of_the_noise_is(impl, device):
+    """Noise in the middle of each token's share selects it, on both sides of the border between blocks of a kernel."""
+    logits = normal(1, 5000).double()
+    through = logits.softmax(-1)[0].cumsum(0)
+    chosen = torch.tensor([0, 1, 4094, 4095, 4096, 4097, 4999])
+    noise = torch.stack([(through[v] + (through[v - 1] if v else 0)) / 2 for v in chosen.tolist()])
+    logits = logits.float().expand(len(chosen), -1).contiguous()
+    tokens, _ = kernels.sample_tokens(logits.to(device), noise.to(device), impl=impl)
+    assert torch.equal(tokens.cpu(), chosen)
+
+
+def test_impossible_tokens_are_never_sampled(impl, device):
+    """Noise of 0 and just below 1 takes the first and the last possible token, also if whole blocks are impossible."""
+    for size, first in ((300, 70), (9000, 4090), (9000, 5000), (9000, 8990)):
+        logits = torch.full((2, size), -torch.inf)
+        logits[:, first : first + 10] = normal(10)
+        noise = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+        tokens, logprob = kernels.sample_tokens(logits.to(device), noise.to(device), impl=impl)
+        assert tokens.tolist() == [first, first + 9]
+        assert logprob.isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, "all -inf"])
-def test_logits_that_are_not_finite_give_a_log_prob_that_is_nan(impl, wrong):
-    logits = normal(3, 100)
+@pytest.mark.parametrize("vocabulary", [100, 5000])
+def test_logits_that_are_not_finite_give_a_log_prob_that_is_nan(impl, device, wrong, vocabulary):
+    logits = normal(3, vocabulary)
     logits[1] = -torch.inf if wrong == "all -inf" else logits[1]
     if wrong != "all -inf":
         logits[1, 5] = wrong
-    tokens, logprob = kernels.sample_tokens(logits, torch.full((3,), 0.5, dtype=torch.float64), impl=impl)
+    noise = torch.full((3,), 0.5, dtype=torch.float64, device=device)
+    tokens, logprob = kernels.sample_tokens(logits.to(device), noise, impl=impl)
     assert logprob.isnan().tolist() == [False, True, False]
-    assert 0 <= tokens[1] < 100
+    assert 0 <= tokens[1] < vocabulary
 
 
-@pytest.mark.skipif("cpp" not in IMPLS, reason="this install has no compiled ops (no compiler when it was built)")
-def test_compiled_sampling_refuses_what_it_cannot_read():
-    logits, noise = normal(3, 8), torch.zeros(3, dtype=torch.float64)
-    assert kernels.sample_tokens(logits[:0], noise[:0], impl="cpp")[0].shape == (0,)
+@pytest.mark.parametrize("fast", ["cpp", "triton"])
+def test_sampling_refuses_what_it_cannot_read(fast):
+    if fast == "cpp" and "cpp" not in IMPLS:
+        pytest.skip("this install has no compiled ops (no compiler when it was built)")
+    if fast == "triton":
+        pytest.importorskip("triton")
+    device = "cuda" if fast == "triton" and torch.cuda.is_available() else "cpu"
+    logits, noise = normal(3, 8).to(device), torch.zeros(3, dtype=torch.float64, device=device)
+    assert kernels.sample_tokens(logits[:0], noise[:0], impl=fast)[0].shape == (0,)
     assert kernels.sample_tokens(logits.double(), noise)[1].dtype == torch.float64
     for x, u, temperature, message in (
         (logits, noise.float(), 1.0, "noise must be"),
@@ -175,4 +206,8 @@ def test_compiled_sampling_refuses_what_it_cannot_read():
         (logits, noise, 0.0, "temperature must be positive"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            kernels.sample_tokens(x, u, temperature=temperature, impl="cpp")
+            kernels.sample_tokens(x, u, temperature=temperature, impl=fast)
+    with pytest.raises(ValueError, match=f"impl='{fast}': sample_tokens cannot run"):
+        kernels.sample_tokens(logits.double(), noise, impl=fast)
+    with pytest.raises(ValueError, match="impl='fast' is not known to sample_tokens; expected 'auto', 'triton', 'cpp'"):
+        kernels.sample_tokens(logits, noise, impl="fast")

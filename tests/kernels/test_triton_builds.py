@@ -26,7 +26,7 @@ def builds(tmp_path_factory):
 
 def test_all_kernels_build_for_all_targets(builds):
     names = {build["kernel"] for build in builds}
-    assert {name.split()[0] for name in names} == {"statistics", "gradient", "policy_loss", "linearize"}
+    assert {name.split()[0] for name in names} == {"statistics", "gradient", "policy_loss", "linearize", "sample"}
     assert {name.split()[1] for name in names if name.startswith("policy_loss")} == {"ppo", "cispo", "reinforce"}
     assert sum(name.startswith("linearize") and name.endswith("float64") for name in names) == 7
     assert len(builds) == 3 * len(names)
@@ -39,6 +39,6 @@ def test_nothing_spills_and_shared_memory_is_small(builds):
 
 
 def test_logits_are_read_16_bytes_at_a_time(builds):
-    rows = [build for build in builds if build["kernel"].split()[0] in ("statistics", "gradient")]
+    rows = [build for build in builds if build["kernel"].split()[0] in ("statistics", "gradient", "sample")]
     assert rows
     assert {build["load"] for build in rows} == {16}

@@ -113,7 +113,7 @@ def branch_attention() -> list[Pair]:
         return kernels.branch_attention(qkv, (cos, sin), own, 3, prompts, branches, **options), own
 
     angle = 3 * normal(6, 8, seed=1)
-    cache = normal(3, 4, 7, 16, seed=2), normal(2, 4, 12, 16, seed=3)
+    cache = normal(2, 3, 2, 7, 16, seed=2), normal(2, 2, 2, 12, 16, seed=3)
     return compiled(op, normal(6, 8, 16), angle.cos(), angle.sin(), *cache, gradients=False)
 
 
@@ -127,7 +127,7 @@ def decode_block() -> list[Pair]:
         return kernels.decode_block(x, BlockWeights(*rest), (cos, sin), own, 3, prompts, branches, **options), own
 
     angle = 3 * normal(3, 8, seed=1)
-    cache = normal(3, 4, 7, 16, seed=2), normal(2, 4, 12, 16, seed=3)
+    cache = normal(2, 3, 2, 7, 16, seed=2), normal(2, 2, 2, 12, 16, seed=3)
     return compiled(op, normal(3, 32), angle.cos(), angle.sin(), *cache, *weights, gradients=False)
 
 

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nlgrpo.commands.machine.diagnosis.findings import message
-from nlgrpo.kernels import epilogue_triton, linearize_triton, policy_loss_triton
+from nlgrpo.kernels import epilogue_triton, linearize_triton, policy_loss_triton, sample_triton
 from nlgrpo.kernels.policy_loss_triton import SURROGATES
 
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -31,12 +31,17 @@ REPRESENTATIVE = {
     "gradient bf16 with entropy": CAPABILITIES,
     "policy_loss ppo 4": CAPABILITIES,
     "linearize 8": CAPABILITIES,
+    "sample totals bf16": CAPABILITIES,
+    "sample draw bf16": CAPABILITIES,
     "linearize 8 float64": (90,),
     f"linearize chunks of {CHUNK}": (90,),
     f"linearize chunks of {CHUNK} float64": (90,),
 }
 FLOATS = dict.fromkeys(("logprob", "entropy", "tops", "log_totals", "grad_logprob", "grad_entropy"), "*fp32")
 NUMBERS = {"V": "i32", "stride": "i32", "out_stride": "i32", "temperature": "fp32"}
+SAMPLING = dict.fromkeys(("noise", "totals"), "*fp64") | dict.fromkeys(("tops", "logprobs"), "*fp32") | {
+    "tokens": "*i64", "noise_stride": "i32", "blocks": "i32",
+}  # fmt: skip
 ALIGNED = {"V", "stride", "out_stride", "stride_p"}  # divisible by 16, like every pointer: the usual case
 
 
@@ -50,6 +55,10 @@ def cases() -> Iterator[Case]:
             constants = block | {"HAS_ENTROPY": entropy}
             name = f"gradient {kind}{' with entropy' * entropy}"
             yield name, epilogue_triton._gradient_kernel, row, constants, warps
+        row = {"logits": f"*{kind}"} | SAMPLING | NUMBERS
+        block, warps = {"BLOCK": sample_triton.BLOCK}, {"num_warps": sample_triton.WARPS}
+        yield f"sample totals {kind}", sample_triton._totals_kernel, row, block, warps
+        yield f"sample draw {kind}", sample_triton._draw_kernel, row, block | {"BLOCKS": 64}, warps
     terms = ("logprob", "old_logprob", "advantages", "log_ratio", "ref_logprob", "loss", "through_ratio", "through_kl")
     types = dict.fromkeys((*terms, "through_score", "statistics"), "*fp32") | {"mask": "*i1", "T": "i32"}
     types |= dict.fromkeys(("low", "high", "dual", "beta"), "fp32")
