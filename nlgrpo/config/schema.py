@@ -61,8 +61,9 @@ class RolloutConfig:
     """Sample from tokens with at least this fraction of the probability of the most likely token."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end a completion, in addition to the model's EOS."""
-    max_rows: int = 256
-    """Maximum number of completions decoded together per rank. It bounds the KV cache."""
+    max_rows: int | None = None
+    """Maximum number of completions decoded together per rank. It bounds the KV cache. None: 256 on a CPU, and on a GPU
+    as many as its free memory holds."""
     engine: Literal["nlgrpo", "vllm"] = "nlgrpo"
     """Engine that samples: nlgrpo's own, or vLLM (section `vllm`)."""
     ahead: int = 0

@@ -169,7 +169,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("rollout.top_p", "in (0, 1]", 0 < rollout.top_p <= 1),
         need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
         need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
-        need("rollout.max_rows", ">= 1", rollout.max_rows >= 1),
+        need("rollout.max_rows", ">= 1", rollout.max_rows is None or rollout.max_rows >= 1),
         need("rollout.ahead", ">= 0", rollout.ahead >= 0),
         *_engine_faults(config),
         need("calibration.samples", ">= 2", config.calibration.samples >= 2),
