@@ -16,6 +16,7 @@ ROWS = 256  # decoded together where the free memory does not decide: on a CPU
 USABLE = 0.9  # share of the free memory to give to rows: blocks of the allocator are rounded up, and split
 BLOCK = 4096  # logits of a row that one program of the Triton sampler reads
 PER_BLOCK = 32  # bytes of its results in the first pass: largest logit, sums, and the place of the token
+COPIES = 0.5  # share of the free memory that copies of weights with merged adapters may take
 PER_COLUMN = 8 + 8 + 8 + 4  # bytes: uniform noise and its bits, the token, its log-prob
 
 Sampler = Literal["triton", "torch", "top_p"]

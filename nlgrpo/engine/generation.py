@@ -6,7 +6,8 @@ depends only on (seed, prompt, sample, position), not on the batch or the number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nlgrpo.engine import decoding_memory
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.kernels import BlockWeights, Segments, linear, split_and_rotate
+from nlgrpo.kernels.dispatch import HAS_TRITON
 from nlgrpo.model.attention import PackedAttention, Rope
 from nlgrpo.model.decoder import Decoder, Head
+from nlgrpo.runtime.device import free_memory
 
 FIRST_COLUMNS = 32  # of the cache of a row; it doubles when it is full, because most rows finish before the limit
 
@@ -74,7 +78,7 @@ def generate(
     *,
     seed: int = 0,
     index: Sequence[int] | None = None,
-    max_rows: int = 256,
+    max_rows: int | None = None,
     first_sample: int | Sequence[int] = 0,
 ) -> Rollout:
     """Sample ``samples`` completions of each prompt.
@@ -82,23 +86,60 @@ def generate(
     ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
     same completions. ``first_sample``: number of the first one; 2 with ``samples=3`` returns the samples 2, 3, 4 of
     each prompt; or one number per prompt. ``max_rows`` limits the rows that are decoded together, and thus the size of
-    the cache; the samples of one prompt are never divided. A sharded model must be gathered (``fsdp.gathered``).
+    the cache; the samples of one prompt are never divided. None: see `rows_together`. A sharded model must be gathered
+    (``fsdp.gathered``).
 
     Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
-    ``sampling.max_new_tokens`` in the model's context.
+    ``sampling.max_new_tokens`` in the model's context, and if the rows do not fit into the memory of a GPU.
     """
     if samples < 1:
         raise ValueError(f"samples = {samples}: expected at least 1")
     check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
     first = firsts(first_sample, len(prompts))
+    if max_rows is None:
+        max_rows = rows_together(model, max(map(len, prompts), default=0), samples, sampling)
     chunk = max(1, max_rows // samples)
-    with torch.inference_mode():
-        parts = [
-            _decode(model, prompts[i : i + chunk], samples, sampling, seed, index[i : i + chunk], first[i : i + chunk])
-            for i in range(0, len(prompts), chunk)
-        ]
+    parts = []
+    with torch.inference_mode(), _out_of_memory(min(chunk, len(prompts)) * samples):
+        for i in range(0, len(prompts), chunk):
+            part = slice(i, i + chunk)
+            parts.append(_decode(model, prompts[part], samples, sampling, seed, index[part], first[part]))
     return rollout_of(prompts, parts, samples, sampling, model.head_weight.device)
+
+
+def rows_together(model: Decoder, prompt_tokens: int, samples: int, sampling: Sampling) -> int:
+    """Return how many rows to decode together: as many as the free memory of a GPU holds, and `ROWS` on a CPU.
+
+    ``prompt_tokens``: of the longest prompt. With deterministic algorithms it is `ROWS` on a GPU too: free memory may
+    differ when a run is resumed, and the number of rows changes how products round.
+    """
+    weight = model.head_weight
+    if weight.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return decoding_memory.ROWS
+    return decoding_memory.rows_that_fit(
+        model.shape,
+        prompt_tokens=prompt_tokens,
+        columns=sampling.max_new_tokens,
+        samples=samples,
+        itemsize=weight.itemsize,
+        free=decoding_memory.USABLE * free_memory(weight.device),
+        sampler=decoding_memory.sampler_of(
+            filtered=sampling.filtered, top_p=sampling.top_p, fused=HAS_TRITON and weight.dtype != torch.float64
+        ),
+    )
+
+
+@contextmanager
+def _out_of_memory(rows: int) -> Iterator[None]:
+    """Context in which an allocation that fails on a GPU raises a ValueError that names the setting."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"sampling {rows} completions together needs more memory than the GPU has; set rollout.max_rows below "
+            f"{rows}, or lower rollout.max_new_tokens: {error}"
+        ) from error
 
 
 def firsts(first_sample: int | Sequence[int], prompts: int) -> list[int]:

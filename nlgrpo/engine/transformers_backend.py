@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers import logging as transformers_logging
 
 from nlgrpo.engine import generation
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.model import decoder
@@ -110,7 +111,7 @@ class TransformersModel(nn.Module):
         *,
         seed: int = 0,
         index: Sequence[int] | None = None,
-        max_rows: int = 256,
+        max_rows: int | None = None,
         first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         """Sample completions; arguments, result and errors as in `engine.generate`."""
@@ -120,8 +121,9 @@ class TransformersModel(nn.Module):
         index, limit, parts = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
         first = firsts(first_sample, len(prompts))
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
-        for start in range(0, len(keys), max_rows):
-            batch = keys[start : start + max_rows]
+        together = max_rows or ROWS
+        for start in range(0, len(keys), together):
+            batch = keys[start : start + together]
             key = torch.tensor([index[p] for p, _ in batch], device=self.device)
             sample = torch.tensor([first[p] + m for p, m in batch], device=self.device)
             noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))

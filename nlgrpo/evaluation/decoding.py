@@ -21,6 +21,7 @@ from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine import cascade_sampling, guided_search, transformers_backend
 from nlgrpo.engine.cascade_sampling import Cascade
 from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue, Prefixes
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.guided_search import Candidate, Cost, Search, Value
 from nlgrpo.engine.inference import guides, implicit_reward
 from nlgrpo.engine.inference.choosing import Chooser
@@ -302,7 +303,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
         batch=unseen.take(0, min(cfg.evaluation.prompts or len(unseen), len(unseen))),
         held_out=held_out is not training,
         left_out=len(held_out) - len(unseen),
-        sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows, cfg.train.seed ^ (1 << 62), []),
+        sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows or ROWS, cfg.train.seed ^ (1 << 62), []),
         scorers=reward_scorers,
         gold=gold[0] if gold else None,
         pair=pair,
@@ -338,7 +339,7 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
         choose = "value" if method.own_choice else c.options.choose
         found, cost = guided_search.search(
             model, c.batch.ids, method.search, c.sampler.sampling, values,
-            seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=choose == "value",
+            seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows or ROWS, valued=choose == "value",
         )  # fmt: skip
         answers = _by_reward(c, found) if by_reward else _by_chooser(c, found, choose)
     seconds, peak_bytes = perf_counter() - began, peak.bytes()
@@ -374,7 +375,7 @@ def _cascade(c: Comparison, how: Cascade) -> tuple[list[list[Candidate]], Cost]:
 
     responses, cost = cascade_sampling.sample(
         c.model, c.batch.ids, how, c.sampler.sampling, rewards,
-        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows,
+        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows or ROWS,
     )  # fmt: skip
     return [[response] for response in responses], cost
 

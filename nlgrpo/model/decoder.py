@@ -116,21 +116,22 @@ class Block(nn.Module):
             return cast(Tensor, layer(x))
 
     def llama_weights(self) -> BlockWeights | None:
-        """Weights for `kernels.decode_block`; None if the block does not have Llama's form, or has adapters."""
+        """Weights for `kernels.decode_block`; None if the block does not have Llama's form, or adds adapters."""
         shape = self.shape
-        if not all(isinstance(layer, Linear) for layer in (self.qkv, self.out, self.up, self.down)):
+        layers = (self.qkv, self.out, self.up, self.down)
+        if any(isinstance(layer, lora.LoraLinear) and layer.merged is None for layer in layers):
             return None
         gated = shape.gated and shape.activation == "silu" and not shape.mlp_bias
         if shape.parallel or shape.norm != "rms" or shape.qk_norm or shape.out_bias or not gated:
             return None
         return BlockWeights(
             norm1=self.norm1.weight,
-            qkv=self.qkv.weight,
+            qkv=lora.active_weight(self.qkv),
             qkv_bias=self.qkv.bias,
-            out=self.out.weight,
+            out=lora.active_weight(self.out),
             norm2=self.norm2.weight,
-            up=self.up.weight,
-            down=self.down.weight,
+            up=lora.active_weight(self.up),
+            down=lora.active_weight(self.down),
         )
 
     def mlp(self, x: Tensor) -> Tensor:

@@ -90,14 +90,20 @@ class LoraLinear(nn.Module):
         self.weight, self.bias = base.weight, base.bias
         self.parts, self.scaling = dict(parts), config.scaling
         self.enabled, self.dropout = True, nn.Dropout(config.dropout).eval()
+        self.merged: Tensor | None = None  # set by `merged_for_sampling`
         empty = functools.partial(torch.empty, dtype=dtype, device=base.weight.device)
         self.lora_A = nn.ParameterDict({name: empty(config.rank, base.in_features) for name in parts})
         self.lora_B = nn.ParameterDict({name: empty(rows, config.rank) for name, (_, rows) in parts.items()})
 
+    @property
+    def active(self) -> Tensor | None:
+        """The one weight with which the layer computes; None if it adds adapters to the product with ``weight``."""
+        return self.merged if self.enabled else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.active is not None:
+            return linear(x, self.active, self.bias)
         y = linear(x, self.weight, self.bias)
-        if not self.enabled:
-            return y
         dropped = self.dropout(x)
         for name, (first, rows) in self.parts.items():
             low = F.linear(dropped, self.lora_A[name].to(x.dtype))
@@ -112,10 +118,13 @@ class Retrained(nn.Module):
         super().__init__()
         self.weight, self.enabled = base.weight, True
         self.trained = nn.Parameter(torch.empty_like(base.weight, dtype=dtype))
+        self.merged: Tensor | None = None  # set by `merged_for_sampling`
 
     @property
     def active(self) -> Tensor:
-        return self.trained.to(self.weight.dtype) if self.enabled else self.weight
+        if not self.enabled:
+            return self.weight
+        return self.trained.to(self.weight.dtype) if self.merged is None else self.merged
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.active)
@@ -125,8 +134,8 @@ Adapted = LoraLinear | Retrained
 
 
 def active_weight(module: nn.Module) -> Tensor:
-    """Weight with which an embedding or a head computes."""
-    weight = module.active if isinstance(module, Retrained) else module.weight
+    """Weight with which an embedding, a head or a linear layer computes, if it is one; see `LoraLinear.active`."""
+    weight = module.active if isinstance(module, Adapted) else module.weight
     assert isinstance(weight, Tensor)
     return weight
 
@@ -302,6 +311,32 @@ def disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.enabled = True
+
+
+def adapted_bytes(model: nn.Module) -> int:
+    """Bytes of the full weights that have an adapter or a trained copy: what `merged_for_sampling` allocates."""
+    return sum(module.weight.numel() * module.weight.itemsize for module in adapted(model))
+
+
+@contextmanager
+def merged_for_sampling(model: nn.Module) -> Iterator[None]:
+    """Context in which each adapted layer is one product, with a copy of its weight W + s B A in the dtype of W.
+
+    The copies exist in the context only, in which the parameters must be full tensors (`fsdp.gathered`). Sums are
+    computed in float32 and rounded once, so results differ from those with separate adapters by the rounding of W.
+    """
+    modules = adapted(model)
+    try:
+        with torch.no_grad():
+            for module in modules:
+                values = {name: p.detach() for name, p in module.named_parameters()}
+                values["weight"] = values["weight"].clone()
+                merged_values = dict(_merge(module, values))
+                module.merged = merged_values["weight"].to(module.weight.dtype)
+        yield
+    finally:
+        for module in modules:
+            module.merged = None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: the compute dtype and the size of a micro-batch."""
+"""What depends on the device: the compute dtype, the size of a micro-batch, and free memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def master_dtype(compute: torch.dtype) -> torch.dtype:
     """Return the dtype of trained parameters: float32 for a model that computes in bfloat16, else the compute dtype."""
     return torch.float32 if compute == torch.bfloat16 else compute
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that PyTorch can still allocate: free ones, and those that it keeps for itself."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class MicroBatchLimit(NamedTuple):

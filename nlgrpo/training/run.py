@@ -21,6 +21,7 @@ from nlgrpo.data import prompt_dataset
 from nlgrpo.engine import backends
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.backends.base import Engine, PolicyEngine
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.sampler import Sampler
@@ -198,7 +199,7 @@ class Run:
             compute=self.compute,
             options=self.config.vllm,
             context=self.longest,
-            max_rows=self.config.rollout.max_rows,
+            max_rows=self.config.rollout.max_rows or ROWS,
             adapter=self.adapter,
             folder=Path(self.config.vllm.folder or self.folder / "engine"),
             pauses=self.folder / "paused-servers",

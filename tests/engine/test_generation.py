@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from test_decoder import CASES, random_model
 from transformers.generation import logits_process
 
+from nlgrpo.engine import decoding_memory, generation
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
@@ -219,3 +221,55 @@ def test_every_family_is_covered():
     families = {kind.removesuffix("Config") for kind, _ in CASES.values()}
     assert families == {"Llama", "Mistral", "Qwen2", "Qwen3", "GPTNeoX", "GPT2"}
     assert all(hasattr(transformers, f"{f}Config") for f in families)
+
+
+# --- rows that are decoded together -----------------------------------------------------------------------------------
+
+
+def test_a_cpu_decodes_256_rows_together(tmp_path, monkeypatch):
+    random_model("llama").save_pretrained(tmp_path)
+    model, seen = decoder.load(tmp_path), []
+    decode = generation._decode
+    monkeypatch.setattr(
+        generation, "_decode", lambda m, prompts, *rest: seen.append(len(prompts)) or decode(m, prompts, *rest)
+    )
+    generate(model, [[5]] * 100, 4, Sampling(max_new_tokens=1))
+    assert seen == [64, 36]
+
+
+@pytest.mark.parametrize("free", [2**20, 2**24, 2**28])
+def test_a_gpu_decodes_as_many_rows_as_its_free_memory_holds(tmp_path, monkeypatch, free):
+    """The count of rows_that_fit is tested with its own module; here, what it is asked for."""
+    random_model("qwen2-window").save_pretrained(tmp_path)
+    model = decoder.load(tmp_path, dtype=torch.bfloat16)
+    monkeypatch.setattr(generation, "free_memory", lambda device: free)
+    on_gpu = SimpleNamespace(
+        shape=model.shape, head_weight=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2)
+    )
+    found = generation.rows_together(on_gpu, 7, 8, Sampling(max_new_tokens=30))
+    options = {"prompt_tokens": 7, "columns": 30, "itemsize": 2, "sampler": "triton"}
+    used = decoding_memory.peak_bytes(model.shape, prompts=found // 8, rows=found, **options)
+    more = decoding_memory.peak_bytes(model.shape, prompts=found // 8 + 1, rows=found + 8, **options)
+    assert found % 8 == 0
+    assert used <= 0.9 * free < more or found == 8
+    fewer = generation.rows_together(on_gpu, 7, 8, Sampling(max_new_tokens=30, top_p=0.9))
+    assert fewer <= found
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert generation.rows_together(on_gpu, 7, 8, Sampling(max_new_tokens=30)) == 256
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_running_out_of_memory_names_the_setting(tmp_path, monkeypatch):
+    random_model("llama").save_pretrained(tmp_path)
+    model = decoder.load(tmp_path)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+
+    monkeypatch.setattr(generation, "_decode", fails)
+    with pytest.raises(
+        ValueError, match=r"sampling 8 completions together .* set rollout.max_rows below 8, .* 3.00 GiB"
+    ):
+        generate(model, PROMPTS, 2, Sampling(max_new_tokens=3))

@@ -363,3 +363,58 @@ def test_values_out_of_range():
     ]  # fmt: skip
     assert "leave 0" in LoraConfig(rank=4, path="x").faults()[0]
     assert not LoraConfig().enabled
+
+
+# --- sampling with merged weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "neox", "gpt2-untied"])
+def test_merged_weights_sample_what_the_adapters_sample(case, base):
+    """In float64 both round far below the noise; the weights are the same objects afterwards, and unchanged."""
+    _, folder = base(case)
+    config = replace(PLAIN, modules_to_save=EMBEDDINGS.get(case, ()))
+    ours = adapted(folder, config)
+    before = {name: (p, p.clone()) for name, p in ours.named_parameters()}
+    sampling = Sampling(max_new_tokens=12)
+    separate = generate(ours, [[5, 6, 7], [8]], 3, sampling, seed=1)
+    with lora.merged_for_sampling(ours):
+        held = sum(m.merged.numel() * m.merged.itemsize for m in lora.adapted(ours))
+        assert held == lora.adapted_bytes(ours)
+        assert all(m.active is m.merged for m in lora.adapted(ours))
+        together = generate(ours, [[5, 6, 7], [8]], 3, sampling, seed=1)
+        with lora.disabled(ours):
+            plain = generate(ours, [[5, 6, 7], [8]], 3, sampling, seed=1)
+    assert torch.equal(together.tokens, separate.tokens)
+    torch.testing.assert_close(together.logprobs, separate.logprobs, atol=1e-9, rtol=0)
+    assert (plain.logprobs - separate.logprobs).abs().max() > 1e-3
+    assert all(m.merged is None for m in lora.adapted(ours))
+    for name, p in ours.named_parameters():
+        assert p is before[name][0]
+        assert torch.equal(p, before[name][1])
+
+
+def test_merged_weights_are_rounded_once(base):
+    """Base weights in bfloat16 beside adapters in float32, as on a GPU."""
+    _, folder = base("llama")
+    ours = decoder.load(folder, dtype=torch.float32, shard=lambda m: lora.attach(m, PLAIN, torch.bfloat16))
+    adapters.begin(ours, PLAIN, 0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    layer = ours.blocks[0].qkv
+    with lora.merged_for_sampling(ours):
+        assert layer.merged.dtype == torch.bfloat16
+        for name, (first, rows) in layer.parts.items():
+            truth = layer.lora_B[name].double() @ layer.lora_A[name].double() * layer.scaling
+            truth += layer.weight[first : first + rows].double()
+            error = (layer.merged[first : first + rows].double() - truth).abs()
+            assert (error <= truth.abs() * 2**-8 + 1e-5).all()
+
+
+def test_weights_are_not_merged_after_an_error(base):
+    _, folder = base("llama")
+    ours = adapted(folder)
+    with pytest.raises(RuntimeError, match="in the context"), lora.merged_for_sampling(ours):
+        raise RuntimeError("in the context")
+    assert all(m.merged is None for m in lora.adapted(ours))

@@ -25,14 +25,14 @@ class Engine(Protocol):
         *,
         seed: int = 0,
         index: Sequence[int] | None = None,
-        max_rows: int = 256,
+        max_rows: int | None = None,
         first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         """Sample completions with their log-probs; arguments as in `nlgrpo.engine.generate`.
 
         The same seed and index give the same completions with the same engine on the same machine, as far as its
         arithmetic allows; another engine gives other ones. ``max_rows`` may be ignored by an engine that schedules by
-        itself. Raises ValueError as `nlgrpo.engine.generate`, and EngineError.
+        itself; None: the engine's own choice. Raises ValueError as `nlgrpo.engine.generate`, and EngineError.
         """
 
     def close(self) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
 
-from nlgrpo.engine import generation
+from nlgrpo.engine import decoding_memory, generation
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.generation import Limits, Rollout
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import gathered
+from nlgrpo.runtime.device import free_memory
 
 
 @dataclass
@@ -38,10 +41,10 @@ class NativeEngine:
         *,
         seed: int = 0,
         index: Sequence[int] | None = None,
-        max_rows: int = 256,
+        max_rows: int | None = None,
         first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
-        with gathered(self.model, by_block=self.by_block):
+        with gathered(self.model, by_block=self.by_block), self._merged():
             rollout = generation.generate(
                 self.model,
                 prompts,
@@ -53,6 +56,18 @@ class NativeEngine:
                 first_sample=first_sample,
             )
         return replace(rollout, version=self.version)
+
+    def _merged(self) -> AbstractContextManager[None]:
+        """Context in which adapters cost no launches on a GPU: they are merged into copies of the weights.
+
+        Not if the copies do not fit, not on a CPU, where a seed keeps its draws, and not by block, where the weights
+        exist only while a block computes.
+        """
+        device = self.model.head_weight.device
+        if device.type != "cuda" or self.by_block:
+            return nullcontext()
+        fits = lora.adapted_bytes(self.model) <= decoding_memory.COPIES * free_memory(device)
+        return lora.merged_for_sampling(self.model) if fits else nullcontext()
 
     def take(self, model: Decoder, version: int) -> None:
         self.model, self.version = model, version

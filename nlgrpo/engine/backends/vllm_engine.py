@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.runtime import atomic_files
@@ -44,7 +45,7 @@ class VLLMEngine(ABC):
         *,
         seed: int = 0,
         index: Sequence[int] | None = None,
-        max_rows: int = 256,
+        max_rows: int | None = None,
         first_sample: int | Sequence[int] = 0,
     ) -> Rollout:
         """Sample completions; see `Engine.generate`. Raises EngineError as `rollout_from`, and for other weights."""
@@ -54,7 +55,7 @@ class VLLMEngine(ABC):
         index, first = range(len(prompts)) if index is None else index, firsts(first_sample, len(prompts))
         seeds = request_seeds(seed, index, first)
         requests = [(list(ids), request_of(sampling, samples, own)) for ids, own in zip(prompts, seeds, strict=True)]
-        found = self._sample(requests, max(1, max_rows // samples))
+        found = self._sample(requests, max(1, (max_rows or ROWS) // samples))
         rollout = rollout_from(prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device)
         if self.version is None:
             return rollout

@@ -41,7 +41,7 @@ class Environment(Protocol):
         """
 
     def draw(
-        self, engine: Engine, batch: Batch, samples: int, sampling: Sampling, *, seed: int, max_rows: int
+        self, engine: Engine, batch: Batch, samples: int, sampling: Sampling, *, seed: int, max_rows: int | None
     ) -> Rollout:
         """Sample ``samples`` conversations for each prompt of ``batch``, with what the environment made of them.
 

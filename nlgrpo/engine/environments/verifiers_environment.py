@@ -161,7 +161,7 @@ class VerifiersEnvironment:
         )
 
     def draw(
-        self, engine: Engine, batch: Batch, samples: int, sampling: Sampling, *, seed: int, max_rows: int
+        self, engine: Engine, batch: Batch, samples: int, sampling: Sampling, *, seed: int, max_rows: int | None
     ) -> Rollout:
         """See `Environment.draw`. ``sampling.max_new_tokens`` limits each answer."""
         sampling = replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.rendering.stop_ids()))))
@@ -214,7 +214,7 @@ class VerifiersEnvironment:
         sampling: Sampling,
         *,
         seed: int,
-        max_rows: int,
+        max_rows: int | None,
     ) -> list[Answer]:
         """Sample an answer to each request. The prompts of whole groups are read once, if there is nothing else."""
         order = sorted(range(len(requests)), key=lambda k: (requests[k].prompt, requests[k].sample))

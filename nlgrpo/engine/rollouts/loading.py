@@ -9,6 +9,7 @@ from functools import cache, partial
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.backends import frozen
 from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.rollouts.collect import RolloutCollector
 from nlgrpo.runtime.distributed import Ranks
 
@@ -26,7 +27,7 @@ def loaded(
     load = cache(
         partial(
             frozen.load, draws.source, draws.dtype, ranks, engine, options=options, context=context,
-            max_rows=draws.sampler.max_rows,
+            max_rows=draws.sampler.max_rows or ROWS,
         )
     )  # fmt: skip
     if engine != "nlgrpo" and ranks.any(missing):

@@ -33,7 +33,7 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     samples: int
-    max_rows: int
+    max_rows: int | None
     seed: int
     rewards: Sequence[reward_functions.Reward]
     environment: Environment | None = None

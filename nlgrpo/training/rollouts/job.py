@@ -13,6 +13,7 @@ from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends import Engine, frozen
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.inputs import all_prompts, load_rewards, refuse_environment, sampling_of
@@ -80,7 +81,7 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
 
 def prompts_per_file(job: Job) -> int:
     """Number of prompts that are sampled together and saved in one file."""
-    return max(1, job.sampler.max_rows // job.sampler.samples)
+    return max(1, (job.sampler.max_rows or ROWS) // job.sampler.samples)
 
 
 def open_folder(job: Job) -> RolloutCollector:

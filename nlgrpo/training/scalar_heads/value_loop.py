@@ -27,6 +27,7 @@ from nlgrpo.config.value_config import (
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.backends import Engine, NativeEngine
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.guided_search import Candidate, Search, Value
 from nlgrpo.engine.inference import guides
@@ -126,7 +127,7 @@ class GuidedSampler(Sampler):
         for number in range(self.searches):
             candidates, _ = guided_search.search(
                 model, batch.ids, self.guide.search, self.sampling, self.values,
-                seed=self.seed ^ (number << 32), index=batch.index, max_rows=self.max_rows,
+                seed=self.seed ^ (number << 32), index=batch.index, max_rows=self.max_rows or ROWS,
             )  # fmt: skip
             candidates = self._best(batch, candidates) if self.scorers else candidates
             found = [[*kept, *more] for kept, more in zip(found, candidates, strict=True)]
