@@ -126,7 +126,6 @@ class CudaTensor(torch.Tensor):
     def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None):
         if isinstance(gradient, Tensor) and not isinstance(gradient, CudaTensor):
             raise RuntimeError("Expected the gradient to be on the same device as the loss, cuda:0, but it is on cpu")
-        # torch.Tensor.backward would run the whole backward pass with overrides of tensor methods switched off.
         torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     # A new value needs the new numbers, too.
@@ -259,9 +258,7 @@ class FakeCuda(TorchDispatchMode):
         if name == "rms_norm":
             return rms_norm(*args, **kwargs)
         if _is_composite(func) and _full_name(func) not in IMPLEMENTATIONS:
-            result = self.decompose(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
+            return self.decompose(func, args, kwargs)
         return self.run_kernel(func, name, args, kwargs, tensors)
 
     def run_custom_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -285,7 +282,7 @@ class FakeCuda(TorchDispatchMode):
     def decompose(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that is made of others: without gradients, PyTorch leaves that to the device."""
         with self:
-            return func.decompose(*args, **kwargs)
+            return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def run_kernel(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Check, count and compute one op."""
@@ -397,7 +394,7 @@ def _result_is_on_the_device(named: torch.device | str | None, on_device: bool) 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CALLERS = {  # of C++ code
     CudaTensor.__torch_function__.__func__.__code__,
-    torch._ops.OpOverload.decompose.__code__,
+    FakeCuda.decompose.__code__,
     _call_for_the_host.__code__,
     _ENGINE,
 }

@@ -72,6 +72,14 @@ def _patch_torch(patched: pytest.MonkeyPatch, device: FakeCuda) -> None:
     for name in silent:
         patched.setattr(torch.cuda, name, partial(_answer, None))
     patched.setattr(torch.cuda, "synchronize", lambda *_: device.waits("torch.cuda.synchronize"))
+    apply = torch.autograd.function.BackwardCFunction.apply
+
+    def with_overrides(node: Any, *gradients: Any) -> Any:
+        """Run a backward pass in Python like other Python code: autograd was called with overrides switched off."""
+        with torch._C._EnableTorchFunction():
+            return apply(node, *gradients)
+
+    patched.setattr(torch.autograd.function.BackwardCFunction, "apply", with_overrides)
     patched.setattr(torch.Tensor, "to", _with_index(torch._C.TensorBase.to))
     for name in ("tensor", "as_tensor"):
         patched.setattr(torch, name, _with_index(getattr(torch, name)))

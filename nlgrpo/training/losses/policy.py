@@ -156,7 +156,8 @@ def packed_loss_from_hidden(
 
 def _counted(statistics: dict[str, Tensor], tokens: int, ratios: int) -> dict[str, Tensor]:
     more = {"clip_region": statistics["clip_low"] + statistics["clip_high"]}  # a ratio is never in both
-    more |= {name: statistics["ratio_max"].new_tensor(n) for name, n in (("tokens", tokens), ("ratios", ratios))}
+    # new_full and not new_tensor, which would copy the number to the GPU and wait for it.
+    more |= {name: statistics["ratio_max"].new_full((), n) for name, n in (("tokens", tokens), ("ratios", ratios))}
     return statistics | more
 
 
