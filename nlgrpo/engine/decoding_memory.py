@@ -148,13 +148,13 @@ def _attention(shape: Shape, prompt_tokens: int, columns: int, itemsize: int) ->
 
     Until the end there are the scores of the prompt, and all scores with the mask applied. Beside them are, at the
     softmax, its result and a copy in the compute dtype; at the products with the values, that copy, and its part of the
-    prompt grouped by prompts, which is copied twice. With few heads, the int64 positions behind the mask take more.
+    prompt grouped by prompts. With few heads, the int64 positions behind the mask take more.
     """
     wide = max(4, itemsize)
     narrow = itemsize if itemsize < wide else 0
     seen = prompt_tokens + columns
     softmax = shape.heads * (wide + narrow) * seen
-    products = shape.heads * itemsize * (seen + 2 * prompt_tokens)
+    products = shape.heads * itemsize * (seen + prompt_tokens)
     positions = (8 + 8 + 1) * seen
     mask = seen  # bool
     scores = shape.heads * wide * (prompt_tokens + seen)

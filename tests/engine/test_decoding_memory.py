@@ -107,8 +107,8 @@ def test_scores_of_a_layer_allocate_what_is_counted(tmp_path, plain, prompt, col
     shape = dataclasses.replace(SHAPE, heads=32, kv_heads=1, head_dim=2)
     rows, prompt = 4, max(1, prompt)
     branches = Branches(torch.tensor([prompt] * 2), torch.tensor([0, 0, 1, 1]))
-    own = torch.randn(rows, 2, column + 1, 2)
-    prompts, qkv = torch.randn(2, 2, prompt, 2), torch.randn(rows, 34, 2)
+    own = torch.randn(2, rows, 1, column + 1, 2)
+    prompts, qkv = torch.randn(2, 2, 1, prompt, 2), torch.randn(rows, 34, 2)
     work = lambda: branch_attention(qkv, None, own, column, prompts, branches, heads=32, scale=1.0)  # noqa: E731
     counted = rows * decoding_memory._attention(shape, prompt, column + 1, 4)
     assert 0.6 * counted <= measured(tmp_path, work) <= 1.02 * counted
