@@ -11,8 +11,8 @@ from nlgrpo.model.architectures import Shape
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.gpus import GPUS
-from nlgrpo.training.planning import advice, memory, roofline
-from nlgrpo.training.planning.roofline import Machine
+from nlgrpo.training.planning import advice, memory, roofline, sampling_memory
+from nlgrpo.training.planning.machine import Machine
 from nlgrpo.training.planning.workload import CONTEXT, Workload
 
 GIB = 2**30
@@ -59,10 +59,28 @@ def test_a_model_that_fits_with_no_settings_needs_more_gpus_or_adapters():
     more, adapters, offloaded = advice.alternatives(work, H100)
     assert offloaded.options.startswith("--parallel.offload True")
     assert offloaded.host == 18 * LLAMA_7B.parameters
-    assert "in the memory of the host; at least" in str(offloaded)
+    assert "in the memory of the host; about" in str(offloaded)
     assert more.change in ("2 GPUs", "4 GPUs")
     assert more.options.startswith(f"--gpus {more.change[0]}")
     assert adapters.options.startswith("--lora.rank 16")
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(rank=16)], ids=["full", "lora"])
+def test_as_many_rows_as_fit_are_recommended(adapter):
+    """By default on a GPU whose memory is known: fewer rows are slower, and one more prompt would not fit."""
+    work = workload(adapter, world=1 if adapter else 8, rollout__prompts=512, train__micro_batch_tokens=4096)
+    work = dataclasses.replace(work, gpu_memory=H100.gpu.memory)
+    limit = advice.FITS * H100.gpu.memory
+    assert memory.estimate(work).total("sampling") <= limit
+    choice = advice.best(work, H100, limit)
+    assert "rollout.max_rows" not in choice.settings
+    few = advice.best(advice.with_settings(work, {"rollout.max_rows": 8}), H100, limit)
+    assert few.settings["rollout.max_rows"] is None
+    assert "--rollout.max_rows None" in few.options
+    prompts, rows = sampling_memory.rows(work, 512, 8)
+    assert rows == 8 * prompts < 512
+    more = advice.with_settings(work, {"rollout.max_rows": rows + rows // 6})
+    assert memory.estimate(more).total("sampling") > limit
 
 
 @pytest.mark.slow
@@ -74,8 +92,8 @@ def test_adapters_are_not_suggested_twice():
 
 
 def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
-    work = workload(LoraConfig(rank=16))
-    message = r"needs about 89.7 GiB .* evaluation .*KV cache, 68.0 GiB\), but the GPU has 79.1 GiB; it fits with"
+    work = workload(LoraConfig(rank=16), rollout__max_rows=256)
+    message = r"needs about 101.3 GiB .* evaluation .*KV cache, 68.0 GiB\), but the GPU has 79.1 GiB; it fits with"
     with pytest.raises(ValueError, match=message) as e:
         advice.check(work, H100.gpu.memory, "the GPU")
     options = str(e.value).split("fits with ")[1].split(",")[0].split()

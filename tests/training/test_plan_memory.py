@@ -17,7 +17,7 @@ from nlgrpo.model.decoder import RECOMPUTED_WIDTH, Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import pack
 from nlgrpo.training.learner import make_optimizer
-from nlgrpo.training.planning import activations, memory
+from nlgrpo.training.planning import activations, memory, sampling_memory
 from nlgrpo.training.planning.activations import Allocated, per_token
 from nlgrpo.training.planning.workload import Workload
 
@@ -195,3 +195,76 @@ def test_what_the_settings_change():
     replicas = memory.estimate(workload(world=2, parallel__replicate=2))
     assert replicas.persistent["parameters"] == plain.persistent["parameters"]
     assert plain.peak == max(plain.total(phase) for phase in plain.phases)
+
+
+# --- sampling on a GPU ------------------------------------------------------------------------------------------------
+
+
+def on_gpu(adapter=None, world=1, total=0.0, **changes):
+    """Sampling of a model that computes in bfloat16."""
+    work = workload(adapter=adapter, dtype=torch.bfloat16, world=world, **changes)
+    return dataclasses.replace(work, device="cuda", gpu_memory=total)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")], ids=["all", "some"])
+def test_adapters_are_merged_into_copies_of_the_weights_that_they_adapt(name, targets):
+    shape = SHAPES[name]
+    known = lora.layer_names(shape)
+    if targets[0] not in ("all-linear", *known):
+        targets = (known[0], known[-1])
+    adapter = LoraConfig(rank=4, target_modules=targets)
+    model = decoder(shape, torch.float32, adapter)
+    adapted = [module for module in model.modules() if isinstance(module, lora.LoraLinear)]
+    plan = memory.estimate(dataclasses.replace(on_gpu(adapter), shape=shape))
+    assert plan.phases["sampling"]["merged adapters"] == 2 * sum(module.weight.numel() for module in adapted)
+    assert "merged adapters" not in plan.phases["update"]
+
+
+def test_retrained_weights_are_copied_too():
+    adapter = LoraConfig(rank=4, modules_to_save=("lm_head", "embed_tokens"))
+    plain = memory.estimate(on_gpu(LoraConfig(rank=4))).phases["sampling"]["merged adapters"]
+    both = memory.estimate(on_gpu(adapter)).phases["sampling"]["merged adapters"]
+    assert both - plain == 2 * 2 * LLAMA.vocab * LLAMA.width
+
+
+def test_gathered_weights_take_the_adapters_without_a_copy():
+    plan = memory.estimate(on_gpu(LoraConfig(rank=4), world=2))
+    assert "merged adapters" not in plan.phases["sampling"]
+    assert plan.phases["sampling"]["unsharded parameters"] == 2 * LLAMA.parameters
+    assert "merged adapters" not in memory.estimate(workload(adapter=LoraConfig(rank=4))).phases["sampling"]  # a CPU
+
+
+def test_filters_take_the_memory_of_plain_pytorch():
+    """28 bytes a logit, and 36 with a sort, where the kernel of two passes needs almost nothing."""
+    wide = dataclasses.replace(LLAMA, vocab=10**6)
+    sizes = {}
+    for name, options in {"plain": {}, "top_k": {"rollout__top_k": 50}, "top_p": {"rollout__top_p": 0.9}}.items():
+        work = dataclasses.replace(on_gpu(rollout__max_rows=16, rollout__prompts=2, **options), shape=wide)
+        sizes[name] = memory.estimate(work).phases["sampling"]["decoding"] / (16 * wide.vocab)
+    assert sizes["plain"] == pytest.approx(2 + 2, rel=0.01)  # logits, and those of the next token
+    assert sizes["top_k"] == pytest.approx(2 + 28, rel=0.01)
+    assert sizes["top_p"] == pytest.approx(2 + 36, rel=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_known_gpu_256_rows_are_decoded_together(device):
+    work = dataclasses.replace(workload(rollout__prompts=1000), device=device)
+    assert sampling_memory.rows(work, 1000, 8) == (32, 256)
+    assert sampling_memory.rows(work, 10, 8) == (10, 80)
+    assert sampling_memory.rows(work, 1000, 300) == (1, 300)
+
+
+def test_rows_fill_the_memory_of_a_gpu():
+    """By hand: what is free beside weights and Adam, divided by the cache of a group, of which most of it consists."""
+    total, columns = 10 * 2**30, 4000
+    work = on_gpu(total=float(total), rollout__prompts=10**6, rollout__max_new_tokens=columns)
+    prompts, rows = sampling_memory.rows(work, 10**6, work.config.rollout.samples)
+    per_token = 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 2
+    group = (9 + work.config.rollout.samples * columns) * per_token
+    assert rows == prompts * work.config.rollout.samples
+    assert 0.6 < prompts * group / (0.9 * 0.95 * total) < 1.0
+    plan = memory.estimate(work)
+    assert 0.85 * total < plan.total("sampling") <= 0.95 * total
+    tight = dataclasses.replace(work, gpu_memory=1000.0)
+    assert sampling_memory.rows(tight, 10**6, 8) == (1, 8)

@@ -14,7 +14,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.gpus import GPUS
 from nlgrpo.training.planning import advice, memory
-from nlgrpo.training.planning.roofline import Machine
+from nlgrpo.training.planning.machine import Machine
 from nlgrpo.training.planning.workload import CONTEXT, Workload
 
 GIB = 2**30
@@ -207,7 +207,8 @@ def test_settings_of_the_other_engine_are_no_remedy(engine, world, sleep):
 
 
 def test_they_are_a_remedy_for_samples_of_the_reference():
-    work = of_7b(adapter=LoraConfig(rank=16), calibration__missing="draw", train__micro_batch_tokens=4096, **SERVED)
+    work = of_7b(adapter=LoraConfig(rank=16), calibration__missing="draw", train__micro_batch_tokens=4096,
+                 rollout__max_rows=256, **SERVED)  # fmt: skip
     next(iter(work.config.rewards.values())).transform = "log"
     found = memory.estimate(work)
     assert found.largest == "reference samples"

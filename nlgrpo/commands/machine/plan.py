@@ -15,20 +15,19 @@ import tyro
 from rich.console import Console
 
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.runtime import gpus
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.runtime.console import duration, named_lines, size
-from nlgrpo.training.planning import advice, ahead, memory, roofline
-from nlgrpo.training.planning.advice import FITS, Choice
+from nlgrpo.training.planning import advice, ahead, machine, memory, roofline
+from nlgrpo.training.planning.advice import Choice
 from nlgrpo.training.planning.ahead import Ahead
+from nlgrpo.training.planning.machine import CONSTANTS, Costs, Machine
 from nlgrpo.training.planning.memory import Memory
-from nlgrpo.training.planning.roofline import Machine
 from nlgrpo.training.planning.table import adapter_row, engine_row, memory_lines
-from nlgrpo.training.planning.workload import Workload
+from nlgrpo.training.planning.workload import FITS, Workload
 
 ABOUT = """Plan a training run on GPUs: nlgrpo plan [recipe] [file.toml] --gpus 8 --gpu h100 [--section.key value ...]
 
-Estimates the memory of each phase and the shortest time of a step, and recommends settings. Recipe, file and keys are
+Estimates the memory and the time of each phase of a step, and recommends settings. Recipe, file and keys are
 those of `nlgrpo train`. Only the config.json of the model is read: no weights, data or rewards.
 
 Exit status 1 if the run does not fit into the memory."""
@@ -82,18 +81,17 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo plan", description=ABOUT, return_unknown_args=True
     )
-    gpu = gpus.named(options.gpu)
+    gpus = machine.machine(options.gpu, options.gpus_per_node)
     _check(options)
     cfg, _ = from_arguments(rest)
-    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens, gpu_memory=gpu.memory)
-    machine = Machine(gpu, options.gpus_per_node)
+    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens, gpu_memory=gpus.gpu.memory)
     plan = Plan(
         options,
         found,
-        machine,
+        gpus,
         memory.estimate(found.work),
-        roofline.seconds(found.work, machine),
-        advice.best(found.work, machine, FITS * gpu.memory),
+        roofline.seconds(found.work, gpus),
+        advice.best(found.work, gpus, FITS * gpus.gpu.memory),
     )
     _write(plan)
     if not plan.fits:
@@ -174,10 +172,13 @@ def _time(plan: Plan) -> str:
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in plan.seconds.items())
     phases += ", sampling on the servers (not counted)" * (plan.work.engine == "servers")
     speed = roofline.tokens_per_second(plan.work, plan.machine)
-    in_bfloat16 = " in bfloat16, although the run computes in another dtype" * (plan.work.compute != torch.bfloat16)
+    in_bfloat16 = "; the peak is in bfloat16, although the run computes in another dtype" * (
+        plan.work.compute != torch.bfloat16
+    )
+    vllm = f", {1e3 * plan.machine.costs.vllm_seconds:g} ms for vLLM's part of a token" * (plan.work.engine == "vllm")
     return (
-        f"at least {duration(plan.step)}: {phases}\nat most {speed:,.0f} completion tokens per second on all GPUs\n"
-        f"(the roofline of the GPU{in_bfloat16}; real kernels take longer, and rewards are not counted)"
+        f"about {duration(plan.step)}: {phases}\nabout {speed:,.0f} completion tokens per second on all GPUs\n"
+        f"(seconds: {plan.machine.costs}{vllm}{in_bfloat16}; rewards and evaluations are not counted)"
     )
 
 
@@ -188,7 +189,7 @@ def _recommended(plan: Plan) -> str:
         return "\n".join(["no settings fit on these GPUs", *(f"fits with {line}" for line in lines)])
     if not better.settings:
         return "these settings; no others are faster by 3%"
-    numbers = f"at most {size(better.peak)}, at least {duration(better.seconds)} per step"
+    numbers = f"at most {size(better.peak)}, about {duration(better.seconds)} per step"
     return f"{better.options}\n{numbers}"
 
 
@@ -201,6 +202,12 @@ def _refusal(plan: Plan) -> str:
 def _alternative(found: advice.Alternative) -> dict[str, Any]:
     peak, seconds = round(found.choice.peak), found.choice.seconds
     return {"change": found.change, "options": found.options, "peak_bytes": peak, "seconds": seconds}
+
+
+def _constants(costs: Costs) -> dict[str, Any]:
+    """The constants behind the seconds: which of them are estimates, and where the others were measured."""
+    values = {name: getattr(costs, name) for name in CONSTANTS}
+    return values | {"unmeasured": list(costs.unmeasured), "file": costs.file, "date": costs.date}
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -225,6 +232,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "totals": {name: round(plan.memory.total(name)) for name in plan.memory.phases},
         "host": {use: round(number) for use, number in plan.memory.host.items()},
         "seconds": plan.seconds,
+        "constants": _constants(plan.machine.costs),
         "tokens_per_second": roofline.tokens_per_second(work, plan.machine),
         "recommended": better,
         "alternatives": [] if plan.better else [_alternative(a) for a in advice.alternatives(work, plan.machine)],

@@ -11,11 +11,10 @@ from typing import Any
 
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.console import duration, size
-from nlgrpo.training.planning import memory, roofline, vllm_memory
-from nlgrpo.training.planning.roofline import Machine
-from nlgrpo.training.planning.workload import Workload
+from nlgrpo.training.planning import memory, roofline, sampling_memory, vllm_memory
+from nlgrpo.training.planning.machine import Machine
+from nlgrpo.training.planning.workload import FITS, Workload
 
-FITS = 0.95  # share of the memory that recommended settings may need: the plan is an estimate
 FASTER = 0.97  # other settings are recommended if they need at most this share of the time
 MICRO_BATCHES = (2048, 4096, 8192, 16384, 32768, 65536)
 SHARES = tuple(n / 10 for n in range(9, 0, -1))  # of a GPU for vLLM
@@ -78,10 +77,7 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
     cfg = work.config
     group = work.prompt + work.samples * (work.columns - 1)
     budgets = sorted({cfg.train.micro_batch_tokens, *MICRO_BATCHES, _power(group)}, key=lambda n: n or 0)
-    rows = {cfg.rollout.max_rows}
-    if not cfg.loss.offline and (work.engine != "servers" or work.draws):
-        most = max(cfg.rollout.samples, -(-cfg.rollout.prompts // work.world) * cfg.rollout.samples)
-        rows |= {cfg.rollout.samples * 2**i for i in range(12) if 2**i * cfg.rollout.samples <= _power(most)}
+    rows = {cfg.rollout.max_rows, *_numbers_of_rows(work)}
     nodes = max(1, work.world // machine.per_node)
     replicas = {cfg.parallel.replicate} | ({1, nodes} if work.world % nodes == 0 else {1})
     gathers = ("model", "block") if work.sharded and work.decodes else (cfg.parallel.gather_for_sampling,)
@@ -95,8 +91,20 @@ def _variants(work: Workload, machine: Machine) -> Iterator[Settings]:
         "vllm.gpu_memory",
     )
     shares = (cfg.vllm.gpu_memory, *_smaller_shares(work))
-    for values in itertools.product(budgets, sorted(checkpointing), sorted(rows), sorted(replicas), gathers, shares):
+    ordered = sorted(rows, key=lambda n: n or 0)
+    for values in itertools.product(budgets, sorted(checkpointing), ordered, sorted(replicas), gathers, shares):
         yield dict(zip(names, values, strict=True))
+
+
+def _numbers_of_rows(work: Workload) -> set[int | None]:
+    """Values of ``rollout.max_rows`` to try: on a GPU whose memory is known, None takes as many as fit."""
+    rollout = work.config.rollout
+    if work.config.loss.offline or (work.engine == "servers" and not work.draws):
+        return set()
+    if work.engine == "nlgrpo" and work.device != "cpu" and work.gpu_memory:
+        return {None}
+    most = max(rollout.samples, -(-rollout.prompts // work.world) * rollout.samples)
+    return {rollout.samples * 2**i for i in range(12) if 2**i * rollout.samples <= _power(most)}
 
 
 def _smaller_shares(work: Workload) -> tuple[float, ...]:
@@ -126,7 +134,7 @@ class Alternative:
 
     def __str__(self) -> str:
         host = f", and {size(self.host)} per GPU in the memory of the host" if self.host else ""
-        numbers = f"{size(self.choice.peak)}{host}; at least {duration(self.choice.seconds)} per step"
+        numbers = f"{size(self.choice.peak)}{host}; about {duration(self.choice.seconds)} per step"
         return f"{self.change}: {self.options} ({numbers})"
 
 
@@ -201,8 +209,9 @@ def check_host(work: Workload, limit: float) -> None:
 def remedies(work: Workload, limit: float) -> str:
     """Settings that make a run fit into ``limit`` bytes, or what else may help."""
     cfg, fitting = work.config, []
+    rows = sampling_memory.most_rows(work, cfg.rollout.samples)
     changes: dict[str, tuple[Any, ...]] = {
-        "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < cfg.rollout.max_rows) if work.decodes else (),
+        "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < rows) if work.decodes else (),
         "vllm.sleep": (True,) if work.engine == "vllm" and work.device != "cpu" and not cfg.vllm.sleep else (),
         "vllm.gpu_memory": _smaller_shares(work),
         "model.activation_checkpointing": () if cfg.model.activation_checkpointing else (True,),

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nlgrpo.training.planning import update, vllm_memory
+from nlgrpo.training.planning import sampling_memory, update, vllm_memory
+from nlgrpo.training.planning.sampling_memory import BY_OTHERS, ROUNDING
 from nlgrpo.training.planning.update import Uses
 from nlgrpo.training.planning.workload import Workload
 
@@ -19,7 +20,6 @@ from nlgrpo.training.planning.workload import Workload
 # multiple of what one block keeps. Fitted to measured peaks of Linux with glibc (docs/experiments/plan-memory.md).
 KEPT_SHARE, KEPT_BLOCKS = 0.1, 2.0
 CODE = 60 * 2**20  # pages of libraries that a CPU run maps when it first uses them
-ROUNDING = 1.05  # of PyTorch's allocator on a GPU: blocks are rounded up, and split
 COMPLETIONS = ("sampling", "evaluation", "hand-over", "reference samples")
 
 
@@ -49,15 +49,9 @@ class Memory:
 
 def estimate(work: Workload) -> Memory:
     """Estimate the memory of one rank."""
-    shards = {
-        "parameters": sum(map(work.shard_bytes, work.models)),
-        "reference": work.shape.parameters * work.compute.itemsize / work.shards if work.reference else 0.0,
-    }
-    host = _clean(shards | update.whole_state(work, gradients=True)) if work.offloaded else {}
+    host = _clean(sampling_memory.shards(work) | update.whole_state(work, gradients=True)) if work.offloaded else {}
     host |= vllm_memory.on_host(work)
-    persistent = {"process": float(work.process)} | ({} if work.offloaded else shards)
-    persistent["reward models"] = float(work.reward_models)
-    persistent |= vllm_memory.lasting(work)
+    persistent = sampling_memory.persistent(work)
     phases = {"load": _load(work)} | _completions(work)
     if work.passes:
         phases["scoring"] = _scoring(work)
@@ -93,59 +87,29 @@ def _completions(work: Workload) -> dict[str, Uses]:
         if cfg.evaluation.prompts:
             found["evaluation"] = _by_engine(work, cfg.evaluation.prompts, cfg.evaluation.samples)
     if work.draws:
-        found["reference samples"] = _sampling(work, cfg.rollout.prompts, cfg.calibration.samples)
+        samples = cfg.calibration.samples
+        found["reference samples"] = sampling_memory.sampling(work, cfg.rollout.prompts, samples, adapted=False)
     return found
 
 
 def _by_engine(work: Workload, prompts: int, samples: int) -> Uses:
-    return _sampling(work, prompts, samples) if work.engine == "nlgrpo" else vllm_memory.sampling(work)
-
-
-def _sampling(work: Workload, prompts: int, samples: int) -> Uses:
-    shape, size = work.shape, work.compute.itemsize
-    together, rows = work.rows(prompts, samples)
-    cached = together * work.prompt + rows * work.columns
-    per_token = 2 * shape.kv_heads * shape.head_dim * size
-    noise = rows * work.columns * (8 + 8 + 8 + 4)  # uniform numbers and their bits, tokens, log-probs
-    logits = rows * shape.vocab * (size + (0 if update.in_place(work) else 3 * 4))
-    prefill = together * work.prompt * (work.block.forward + 2 * shape.width * size)
-    growing = rows * work.columns * per_token * 3 / 2  # one layer at a time: the old cache and the new one
-    return {
-        "unsharded parameters": _unsharded_to_sample(work),
-        "KV cache": cached * per_token * shape.layers,
-        "decoding": max(logits + growing, prefill) + noise,
-    }
+    if work.engine == "nlgrpo":
+        return sampling_memory.sampling(work, prompts, samples)
+    return vllm_memory.sampling(work)
 
 
 def _scoring(work: Workload) -> Uses:
     hidden = 2 * work.micro_batch * work.shape.width * work.compute.itemsize
     return {
-        "unsharded parameters": _forward(work),
+        "unsharded parameters": sampling_memory.of_a_pass(work),
         "activations": work.micro_batch * work.block.forward + hidden,
         "logits": update.logits(work),
     }
 
 
-def _forward(work: Workload) -> float:
-    """Gathered parameters of a forward pass: two blocks, this one and the next, and what is not in blocks.
-
-    In the first block, the buffer from which the latter was gathered still exists.
-    """
-    buffer = update.gathered(work, [work.shape], 0) if work.shards > 1 else 0.0
-    return update.gathered(work, [work.shape], 2) + buffer
-
-
-def _unsharded_to_sample(work: Workload) -> float:
-    """Gathered parameters while sampling: the whole model, or one block after another."""
-    if work.config.parallel.gather_for_sampling == "block":
-        return _forward(work)
-    return work.shape.parameters * work.compute.itemsize if work.sharded else 0.0
-
-
 def _overhead(work: Workload, phase: str, persistent: Uses, uses: Uses) -> float:
     if work.device != "cpu":
-        limited = ("process", "vLLM")  # with all that they allocate
-        return (ROUNDING - 1) * sum(size for name, size in (persistent | uses).items() if name not in limited)
+        return (ROUNDING - 1) * sum(size for name, size in (persistent | uses).items() if name not in BY_OTHERS)
     lasting = ("optimizer", "gradients", "file")
     temporary = sum(size for name, size in uses.items() if name not in lasting)
     churned = KEPT_BLOCKS * work.micro_batch * work.block.saved if "activations" in uses else 0.0

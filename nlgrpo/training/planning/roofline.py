@@ -1,42 +1,32 @@
-"""Shortest time of a training step on a GPU: the roofline of each phase.
+"""Time of a training step on a GPU: the roofline of each phase, at the shares of the peaks that kernels reach.
 
-    seconds = max(operations / peak, bytes / bandwidth, bytes between GPUs / link)
+    seconds = max(operations / (share x peak), bytes / (share x bandwidth), bytes between GPUs / link, launches)
 
-Operations are those of matrix products and attention, and the peak is that of bfloat16. Sampling takes at least the
-time to launch its kernels. Kernels never reach the roofline, so a real step takes longer; the ratio of two plans is
-more reliable than their seconds. Rewards and evaluations are not counted, nor what vLLM servers do.
+Operations are those of matrix products and attention, and the peak is that of bfloat16. What kernels reach, and how
+long a launch takes, is measured by card or estimated (`machine.Costs`). Rewards and evaluations are not counted, nor
+what vLLM servers do.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
-from nlgrpo.runtime.gpus import GPU
-from nlgrpo.training.planning import vllm_memory
+from nlgrpo.training.planning import decoding_time, sampling_memory, vllm_memory
+from nlgrpo.training.planning.decoding_time import attention_flops, pairs
+from nlgrpo.training.planning.machine import Machine
 from nlgrpo.training.planning.workload import Workload
 
-LAUNCHES, LAUNCH = 10, 3e-6  # kernels of a block in a pass of sampling at least, and seconds to launch one
+FORWARD, BACKWARD = 45, 105  # kernels of a layer in a micro-batch at least: about as in decoding, and twice with more
 HOST_BANDWIDTH = 40e9  # bytes per second of the host's memory, per GPU: a node of 8 GPUs has several hundred GB/s
 ATTENTION_BACKWARD = 2.5  # of the forward pass: five matrix products, one of them computed again, instead of two
 
 
-@dataclass(frozen=True)
-class Machine:
-    """GPUs of one kind, ``per_node`` in each node."""
-
-    gpu: GPU
-    per_node: int
-
-    def link(self, ranks: int) -> float:
-        """Bytes per second that a GPU exchanges with others in a group of consecutive ``ranks``."""
-        return self.gpu.link if ranks <= self.per_node else self.gpu.network
-
-
 def seconds(work: Workload, machine: Machine) -> dict[str, float]:
-    """Seconds of each phase of a step at least, for the longest prompt and completions of the maximal length.
+    """Seconds of each phase of a step, for the longest prompt and completions of the maximal length.
 
     vLLM servers have other GPUs: there is no "sampling" then.
     """
@@ -51,25 +41,11 @@ def seconds(work: Workload, machine: Machine) -> dict[str, float]:
 
 
 def tokens_per_second(work: Workload, machine: Machine) -> float:
-    """Completion tokens of all ranks per second, at most."""
+    """Completion tokens of all ranks per second."""
     return work.world * work.completions * work.columns / sum(seconds(work, machine).values())
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
-
-
-def pairs(start: int, tokens: int, window: int | None = None) -> int:
-    """Number of (query, key) pairs of ``tokens`` causal queries after ``start`` earlier tokens."""
-    if window is None or start + tokens <= window:
-        return tokens * start + tokens * (tokens + 1) // 2
-    inside = max(0, window - start)
-    return inside * start + inside * (inside + 1) // 2 + (tokens - inside) * window
-
-
-def attention_flops(shape: Shape, start: int, tokens: int) -> float:
-    """Operations of q k^T and of its product with v, over all layers, for one sequence."""
-    layers = Counter(shape.windows)
-    return 4 * shape.heads * shape.head_dim * sum(n * pairs(start, tokens, window) for window, n in layers.items())
 
 
 def _of_groups(work: Workload, shape: Shape) -> float:
@@ -138,9 +114,9 @@ def _gather(work: Workload, shape: Shape, machine: Machine) -> float:
 def _sampling(work: Workload, machine: Machine) -> float:
     """Prompts are decoded in waves of those that fit together."""
     samples = work.config.rollout.samples
-    together, rows = work.rows(work.config.rollout.prompts, samples)
+    together, rows = sampling_memory.rows(work, work.config.rollout.prompts, samples)
     gather, passes = _gather(work, work.shape, machine), -(-work.groups // together) * work.columns
-    decoding = _waves(work, machine, work.groups * samples, rows)
+    decoding = _waves(work.groups * samples, rows, partial(decoding_time.seconds, work, machine))
     if work.config.parallel.gather_for_sampling == "block":
         return max(decoding, passes * gather)
     return decoding + gather
@@ -150,7 +126,8 @@ def _sampling_by_vllm(work: Workload, machine: Machine) -> float:
     """An engine has the completions of all its ranks, each of which computes a part of every product."""
     ranks = work.config.vllm.tensor_parallel
     rows = work.groups * work.config.rollout.samples * ranks
-    return _taking(work, machine) + _waves(work, machine, rows, vllm_memory.rows(work), ranks)
+    wave = partial(_wave_of_vllm, work, machine, ranks)
+    return _taking(work, machine) + _waves(rows, vllm_memory.rows(work), wave)
 
 
 def _taking(work: Workload, machine: Machine) -> float:
@@ -162,30 +139,29 @@ def _taking(work: Workload, machine: Machine) -> float:
     return copied + shard * (work.shards - 1) / machine.link(work.shards)
 
 
-def _waves(work: Workload, machine: Machine, rows: int, together: int, ranks: int = 1) -> float:
-    """Seconds to sample ``rows`` completions, ``together`` at a time."""
+def _waves(rows: int, together: int, wave: Callable[[int], float]) -> float:
+    """Seconds to sample ``rows`` completions, ``together`` at a time, where ``wave`` gives those of some rows."""
     full, rest = divmod(rows, min(rows, together))
-    seconds = full * _wave(work, machine, min(rows, together), ranks)
-    return seconds + (_wave(work, machine, rest, ranks) if rest else 0.0)
+    return full * wave(min(rows, together)) + (wave(rest) if rest else 0.0)
 
 
-def _wave(work: Workload, machine: Machine, rows: int, ranks: int) -> float:
-    """Seconds to sample ``rows`` completions together: a prefill, and a pass for each further token.
+def _wave_of_vllm(work: Workload, machine: Machine, ranks: int, rows: int) -> float:
+    """Seconds in which vLLM samples ``rows`` completions together: a prefill, and a pass for each further token.
 
-    ``ranks`` share the work. A prompt is computed once for all its completions.
+    ``ranks`` share the work. A prompt is computed once for all its completions, and no scores are in the memory.
     """
-    shape, size, gpu = work.shape, work.compute.itemsize, machine.gpu
+    shape, size = work.shape, work.compute.itemsize
     prompts, steps = rows / work.config.rollout.samples, work.columns - 1
-    flops, bandwidth = gpu.flops * ranks, gpu.bandwidth * ranks
+    flops, bandwidth = machine.flops * ranks, machine.bandwidth * ranks
+    scheduling = machine.costs.vllm_seconds
     head = 2 * shape.vocab * shape.width
     prefill = prompts * (2 * shape.matrices * work.prompt + attention_flops(shape, 0, work.prompt) + head)
     decode = rows * ((2 * shape.matrices + head) * steps + attention_flops(shape, work.prompt, steps))
     weights = (shape.matrices + shape.vocab * shape.width) * size
     columns = steps * prompts * work.prompt + rows * pairs(0, steps)  # read over all steps; a prompt is read once
     cache = columns * 2 * shape.kv_heads * shape.head_dim * shape.layers * size
-    launches = LAUNCHES * shape.layers * LAUNCH
-    return max(prefill / flops, weights / bandwidth, launches) + max(
-        decode / flops, (weights * steps + cache) / bandwidth, steps * launches
+    return max(prefill / flops, weights / bandwidth, scheduling) + max(
+        decode / flops, (weights * steps + cache) / bandwidth, steps * scheduling
     )
 
 
@@ -193,8 +169,9 @@ def _scoring(work: Workload, machine: Machine) -> float:
     """Log-probs of the reference, those of the policy before several optimizer steps, and the critic's values."""
     return sum(
         max(
-            forward_flops(work, shape, outputs) / machine.gpu.flops,
+            forward_flops(work, shape, outputs) / machine.update_flops,
             work.micro_batches * _gather(work, shape, machine),
+            work.micro_batches * shape.layers * FORWARD * machine.costs.launch_seconds,
         )
         for shape, outputs in work.passes
     )
@@ -203,9 +180,10 @@ def _scoring(work: Workload, machine: Machine) -> float:
 def _update(work: Workload, machine: Machine) -> float:
     cfg, replicas = work.config, work.config.parallel.replicate
     gathers = 2 if cfg.parallel.reshard_after_forward else 1
-    compute = exchange = 0.0
+    compute = exchange = launches = 0.0
     for shape, outputs in _outputs(work):
-        compute += update_flops(work, shape, outputs) / machine.gpu.flops
+        compute += update_flops(work, shape, outputs) / machine.update_flops
+        launches += work.micro_batches * shape.layers * (FORWARD + BACKWARD) * machine.costs.launch_seconds
         exchange += work.micro_batches * gathers * _gather(work, shape, machine)
         reduced = work.trained(shape) * max(4, work.stored.itemsize)
         if work.shards > 1:
@@ -216,10 +194,10 @@ def _update(work: Workload, machine: Machine) -> float:
         between = machine.link(work.world) * work.shards
         sums = work.micro_batches if work.offloaded else cfg.loss.minibatches
         exchange += sums * 2 * reduced * (1 - 1 / replicas) / between
-    return cfg.loss.epochs * max(compute, exchange)
+    return cfg.loss.epochs * max(compute, exchange, launches)
 
 
 def _optimizer(work: Workload, machine: Machine) -> float:
     """Adam reads and writes the parameters and two moments, and reads the gradients."""
     moved = 7 * sum(map(work.trained, work.models)) * work.stored.itemsize / work.shards
-    return work.updates * moved / (HOST_BANDWIDTH if work.offloaded else machine.gpu.bandwidth)
+    return work.updates * moved / (HOST_BANDWIDTH if work.offloaded else machine.bandwidth)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from nlgrpo.engine.backends.vllm_library import ENVIRONMENT_ON_CPU
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.runtime.console import size
@@ -74,7 +75,8 @@ def cache_per_token(work: Workload) -> float:
 
 def rows(work: Workload) -> int:
     """Completions of full length that an engine decodes together: as many as its KV cache holds, or max_rows."""
-    rollout, most = work.config.rollout, work.config.rollout.max_rows
+    rollout = work.config.rollout
+    most = ROWS if rollout.max_rows is None else rollout.max_rows
     if not work.gpu_memory:
         return most
     tokens = max(0.0, share(work) - weights(work)) / cache_per_token(work)

@@ -18,6 +18,7 @@ from nlgrpo.training.planning import activations
 from nlgrpo.training.planning.activations import BlockBytes
 
 CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
+FITS = 0.95  # share of the memory that a run should need: the plan is an estimate
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Workload:
     process: int = 0
     """Bytes of the process before it loads a model: libraries and data, and on a GPU the CUDA context."""
     gpu_memory: float = 0.0
-    """Bytes of the GPU, of which vLLM takes a share. 0: unknown."""
+    """Bytes of the GPU, of which vLLM takes a share, and rows the rest. 0: unknown."""
 
     # --- what samples -------------------------------------------------------------------------------------------------
 
@@ -175,12 +176,6 @@ class Workload:
     def micro_batches(self) -> int:
         """Micro-batches of a step, at most."""
         return max(1, -(-self.tokens // self.micro_batch))
-
-    def rows(self, prompts: int, samples: int) -> tuple[int, int]:
-        """Prompts and rows that are decoded together, of ``prompts`` on all ranks with ``samples`` each."""
-        together = max(1, self.config.rollout.max_rows // samples)
-        together = min(together, max(1, -(-prompts // self.world)))
-        return together, together * samples
 
     @property
     def updates(self) -> int:
