@@ -25,9 +25,9 @@ from nlgrpo.commands.machine.diagnosis import (
     check_ranks,
     check_training,
 )
-from nlgrpo.commands.machine.diagnosis.findings import Check, run
+from nlgrpo.commands.machine.diagnosis.findings import Check, attempt, run
 from nlgrpo.kernels import dispatch, extension
-from nlgrpo.model import attention
+from nlgrpo.model import attention, fsdp
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.gpus import bandwidth
 from nlgrpo.training import learner
@@ -582,6 +582,74 @@ def test_a_training_step_is_that_of_transformers(step):
     assert step.numbers["loss_error"] < 1e-6
     assert step.numbers["gradient_norm_error"] < 1e-5
     assert {"update_error", "bound"} <= step.numbers.keys()
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """Folder of the random model, its step in float64, and the model before it."""
+    folder = tmp_path_factory.mktemp("model")
+    start = check_training.random_model(folder)
+    return folder, check_training.plain_step(start), start
+
+
+def test_a_step_in_bfloat16_is_sharded_and_close_to_that_of_transformers(monkeypatch, truth):
+    """The policy has float32 shards, and the reference is bfloat16. The process group is gone afterwards."""
+    seen, real = [], fsdp.shard
+
+    def spy(model, ranks, compute):
+        result = real(model, ranks, compute)
+        kinds = {type(parameter).__name__ for parameter in model.parameters()}
+        seen.append((kinds, model.embed.weight.dtype, compute, torch.distributed.get_world_size()))
+        return result
+
+    monkeypatch.setattr(fsdp, "shard", spy)
+    found = check_training.sharded(*truth)
+    assert seen == [({"DTensor"}, torch.float32, torch.bfloat16, 1), ({"Parameter"}, torch.bfloat16, torch.bfloat16, 1)]
+    assert found.status == "ok"
+    assert found.detail.startswith("a step in ")
+    assert found.detail.endswith("in bfloat16 under FSDP2, on cpu")
+    assert found.numbers["loss_error"] < 2e-3
+    assert 1e-4 < found.numbers["update_error"] < 0.05 == found.numbers["bound"]
+    assert found.numbers["step_seconds"] > 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_wrong_sharded_step_fails(monkeypatch, truth):
+    real = learner.packed_loss_from_hidden
+
+    def wrong(*arguments, **options):
+        loss, *others = real(*arguments, **options)
+        return (loss + 0.1 * (loss - loss.detach()), *others)  # a gradient that is 10% too large
+
+    monkeypatch.setattr(learner, "packed_loss_from_hidden", wrong)
+    found = check_training.sharded(*truth)
+    assert found.status == "failed"
+    assert "NLGRPO_ATTENTION=packed" in found.advice
+    assert found.numbers["gradient_norm_error"] == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_group_of_one_rank_that_does_not_start_names_the_interface(monkeypatch, truth):
+    def fails(*arguments):
+        raise RuntimeError("Bootstrap : no socket interface found\nmore")
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", fails)
+    found = check_training.sharded(*truth)
+    assert found.status == "failed"
+    assert found.detail == (
+        "the process group of one rank does not start: RuntimeError: Bootstrap : no socket interface found"
+    )
+    assert "NCCL_SOCKET_IFNAME=lo" in found.advice
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_sharded_step_that_raises_is_a_failed_result(monkeypatch, truth):
+    def fails(*arguments):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(check_training, "learner_step", fails)
+    found = attempt("fsdp", lambda: check_training.sharded(*truth), "advice")
+    assert (found.status, found.detail) == ("failed", "RuntimeError: no kernel image is available")
+    assert not torch.distributed.is_initialized()
 
 
 FAULTS = {

@@ -49,7 +49,11 @@ CHECKS = (
         check_kernels.triton_kernels,
         check_kernels.COMPILER,
     ),
-    Check("training", "a training step of a small random model, against float64", check_training.training),
+    Check(
+        "training",
+        "training steps of a small random model, in float32 and in bfloat16 under FSDP2, against float64",
+        check_training.training,
+    ),
 )
 FORMAT = 1  # of the JSON file
 # Environment variables that change what is checked. No others are written, as they may contain secrets.

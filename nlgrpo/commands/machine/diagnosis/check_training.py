@@ -1,61 +1,111 @@
-"""A training step of a small random model, compared with transformers and autograd in float64.
+"""Training steps of a small random model, compared with transformers and autograd in float64.
 
-Packing, shared prompts, the fused loss, the KL penalty and the optimizer run as in training. The truth is the formula
-of the loss, one sequence at a time, in transformers' model, of which only the norms compute in float32.
+Packing, shared prompts, the fused loss, the KL penalty and the optimizer run as in training. One step is in float32,
+where errors are small. Another one is as on a GPU by default: in bfloat16, with master weights in float32 that FSDP2
+shards over a group of one rank. The truth is the formula of the loss, one sequence at a time, in transformers' model,
+of which only the norms compute in float32.
 """
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from nlgrpo.commands.machine.diagnosis.findings import Result, attempt
+from nlgrpo.commands.machine.diagnosis.findings import Result, attempt, message
+from nlgrpo.runtime.distributed import Ranks
 
 PROMPTS, SAMPLES, LONGEST, VOCABULARY = (5, 9, 3), 4, 12, 64
 TEMPERATURE, BETA, LR, EPS, SHIFT = 0.8, 0.3, 1e-2, 0.1, 1e-2
-BOUND = 1e-4  # relative error in float32; about 100 roundings of a sum over two layers
+# Relative errors: in float32 about 100 roundings of a sum over two layers, in bfloat16 about 12 of its 0.4%.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 CPU_ADVICE = "run again with NLGRPO_EXT=0; if that passes, a compiled CPU op is wrong, and NLGRPO_EXT=0 avoids it"
 GPU_ADVICE = "run again with NLGRPO_TRITON=0; if that passes, a Triton kernel is wrong, and NLGRPO_TRITON=0 avoids it"
+SHARDED_ADVICE = (
+    "if the steps in float32 pass, the attention or the sharding in bfloat16 is wrong: run again with "
+    "NLGRPO_ATTENTION=packed, and look at the check attention; model.dtype = 'float32' avoids both"
+)
+GROUP_ADVICE = (
+    "one rank needs no network: set NCCL_SOCKET_IFNAME=lo and GLOO_SOCKET_IFNAME=lo (the loopback interface, lo0 on "
+    "macOS), unset MASTER_ADDR, and run again with NCCL_DEBUG=INFO, which says what NCCL misses"
+)
 
 
 class Step(NamedTuple):
-    """Result of one optimizer step: loss, norm of the gradient, and the change of every parameter by its name."""
+    """Result of one optimizer step: loss, norm of the gradient, the change of every parameter by its name, and time."""
 
     loss: float
     grad_norm: float
     change: dict[str, Tensor]
+    seconds: float = 0.0
 
 
 def training() -> Iterator[Result]:
-    """Compare a step in float32 on the CPU, and on the first GPU if there is one, with the same in float64."""
-    with tempfile.TemporaryDirectory() as folder:
-        start = random_model(Path(folder))
+    """Compare a step in float32 on the CPU and on the first GPU, and one in bfloat16 under FSDP2, with float64."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, on_gpu = Path(name), torch.cuda.is_available()
+        start = random_model(folder)
         truth = plain_step(start)
-        yield attempt("cpu", partial(compare, Path(folder), "cpu", truth, start, CPU_ADVICE), CPU_ADVICE)
-        if torch.cuda.is_available():
-            yield attempt("cuda", partial(compare, Path(folder), "cuda", truth, start, GPU_ADVICE), GPU_ADVICE)
+        yield attempt("cpu", partial(unsharded, folder, "cpu", truth, start, CPU_ADVICE), CPU_ADVICE)
+        if on_gpu:
+            yield attempt("cuda", partial(unsharded, folder, "cuda", truth, start, GPU_ADVICE), GPU_ADVICE)
         else:
             yield Result("skipped", "no GPU", part="cuda")
+        yield attempt("fsdp", partial(sharded, folder, truth, start), SHARDED_ADVICE)
 
 
-def compare(folder: Path, device: str, truth: Step, start: Any, advice: str) -> Result:
-    """Compare loss, norm of the gradient and parameters after the step. Errors are relative to the largest value."""
-    ours = learner_step(folder, device, start)
+def unsharded(folder: Path, device: str, truth: Step, start: Any, advice: str) -> Result:
+    """A step in float32 without a process group."""
+    ranks = Ranks(0, 1, torch.device(device))
+    return compare(learner_step(folder, ranks, torch.float32, start), truth, torch.float32, advice)
+
+
+def sharded(folder: Path, truth: Step, start: Any) -> Result:
+    """A step in bfloat16 under FSDP2, in the process group that a run without torchrun has: NCCL on a GPU, or gloo."""
+    from nlgrpo.runtime.supervision import process_group
+
+    with ExitStack() as group:
+        try:
+            ranks = group.enter_context(process_group.start())
+            dist.all_reduce(torch.ones(1, device=ranks.device))  # NCCL starts with the first collective
+        except (RuntimeError, ValueError) as error:
+            return Result("failed", f"the process group of one rank does not start: {message(error)}", GROUP_ADVICE)
+        try:
+            step = learner_step(folder, ranks, torch.bfloat16, start)
+        finally:
+            gc.collect()  # cycles of a sharded model would keep the group alive after its end
+        result = compare(step, truth, torch.bfloat16, SHARDED_ADVICE)
+        return replace(result, detail=f"{result.detail} under FSDP2, on {ranks.device}")
+
+
+def compare(ours: Step, truth: Step, dtype: torch.dtype, advice: str) -> Result:
+    """Compare loss, norm of the gradient, and change of the parameters.
+
+    Its error is the largest one in float32. In bfloat16 it is that of the whole vector, as Adam's division by the size
+    of a gradient leaves a tenth of the learning rate of error where that size is close to epsilon.
+    """
+    bound = BOUNDS[dtype]
     errors = {"loss": abs(ours.loss - truth.loss) / abs(truth.loss)}
     errors["gradient norm"] = abs(ours.grad_norm - truth.grad_norm) / truth.grad_norm
-    largest = max(float(change.abs().max()) for change in truth.change.values())
-    differences = [(ours.change[name] - change).abs().max() for name, change in truth.change.items()]
-    errors["update"] = float(torch.stack(differences).max()) / largest
-    detail = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    detail = f"relative error of {detail} (bound {BOUND:g}) in float32"
-    numbers = {f"{name.replace(' ', '_')}_error": error for name, error in errors.items()} | {"bound": BOUND}
-    right = all(error <= BOUND for error in errors.values())  # false for NaN
+    exact = torch.cat([change.flatten() for change in truth.change.values()])
+    difference = torch.cat([ours.change[name].flatten() for name in truth.change]) - exact
+    order = torch.inf if dtype == torch.float32 else 2
+    errors["update"] = float(difference.norm(order) / exact.norm(order))
+    found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    detail = f"a step in {ours.seconds:.2g} s; relative error of {found} (bound {bound:g}) in {str(dtype)[6:]}"
+    numbers = {f"{name.replace(' ', '_')}_error": error for name, error in errors.items()}
+    numbers |= {"bound": bound, "step_seconds": ours.seconds}
+    right = all(error <= bound for error in errors.values())  # false for NaN
     return Result("ok", detail, numbers=numbers) if right else Result("failed", detail, advice, numbers=numbers)
 
 
@@ -96,18 +146,22 @@ def batch() -> tuple[list[list[int]], Tensor, Tensor, Tensor]:
     return prompts, tokens, lengths, advantages
 
 
-def learner_step(folder: Path, device: str, start: Any) -> Step:
-    """One update by `Learner`. The reference model is the policy plus `SHIFT`, so that the KL penalty is not 0."""
+def learner_step(folder: Path, ranks: Ranks, compute: torch.dtype, start: Any) -> Step:
+    """One update by `Learner`, with its time. The reference model is the policy plus `SHIFT`, so that the KL is not 0.
+
+    `fsdp.shard` shards what computes in another dtype than that of its master weights: the policy in bfloat16.
+    """
     from nlgrpo.config.schema import LossConfig, OptimConfig
     from nlgrpo.engine.generation import Rollout
-    from nlgrpo.model import decoder, hf_weights
+    from nlgrpo.model import decoder, fsdp, hf_weights
     from nlgrpo.model.architectures import tensor_map
-    from nlgrpo.runtime.device import micro_batch_limit
-    from nlgrpo.runtime.distributed import Ranks
+    from nlgrpo.runtime.device import master_dtype, micro_batch_limit
     from nlgrpo.training.learner import Learner, make_optimizer
 
-    where, optim = torch.device(device), OptimConfig(eps=EPS, max_grad_norm=0.0)
-    policy, reference = (decoder.load(folder, device=where) for _ in range(2))
+    where, optim = ranks.device, OptimConfig(eps=EPS, max_grad_norm=0.0)
+    shard = partial(fsdp.shard, ranks=ranks, compute=compute)
+    policy = decoder.load(folder, dtype=master_dtype(compute), device=where, shard=shard)
+    reference = decoder.load(folder, dtype=compute, device=where, shard=shard)
     shift(reference.requires_grad_(False))
     prompts, tokens, lengths, advantages = batch()
     tokens, lengths, advantages = (x.to(where) for x in (tokens, lengths, advantages.float()))
@@ -118,17 +172,19 @@ def learner_step(folder: Path, device: str, start: Any) -> Step:
         optimizer=make_optimizer(policy, optim),
         loss=LossConfig(beta=BETA),
         optim=optim,
-        ranks=Ranks(0, 1, where),
+        ranks=ranks,
         temperature=TEMPERATURE,
         max_new_tokens=LONGEST,
         micro_batch_limit=micro_batch_limit(None, where),
         seed=0,
     )
+    begin = time.perf_counter()
     ref = learner.reference_logprobs(rollout)
     metrics = learner.update(rollout, advantages, step=0, lr=LR, beta=BETA, ref_logprobs=ref)
-    values = ((name, parameter.detach().double().cpu()) for name, parameter in policy.named_parameters())
+    values = [(name, full.double().cpu()) for name, full in fsdp.each_replicated(policy, None)]  # waits for a GPU
+    seconds = time.perf_counter() - begin
     after = dict(hf_weights.all_stored(values, policy.shape, tensor_map(policy.shape)))
-    return Step(metrics["loss"], metrics["grad_norm"], changes(start, after))
+    return Step(metrics["loss"], metrics["grad_norm"], changes(start, after), seconds)
 
 
 def plain_step(start: Any) -> Step:
