@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from nlgrpo.training.planning import sampling_memory, update, vllm_memory
 from nlgrpo.training.planning.sampling_memory import BY_OTHERS, ROUNDING
-from nlgrpo.training.planning.update import Uses
-from nlgrpo.training.planning.workload import Workload
+from nlgrpo.training.planning.workload import Uses, Workload
 
 # A C library keeps part of the memory that was freed for later use: a share of the temporary memory of a phase, and a
 # multiple of what one block keeps. Fitted to measured peaks of Linux with glibc (docs/experiments/plan-memory.md).

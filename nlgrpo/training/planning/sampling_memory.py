@@ -13,8 +13,7 @@ from nlgrpo.kernels import dispatch
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.training.planning import update, vllm_memory
-from nlgrpo.training.planning.update import Uses
-from nlgrpo.training.planning.workload import FITS, Workload
+from nlgrpo.training.planning.workload import FITS, Uses, Workload
 
 ROUNDING = 1.05  # of PyTorch's allocator on a GPU: blocks are rounded up, and split
 BY_OTHERS = ("process", "vLLM")  # uses whose bytes PyTorch's allocator does not hand out

@@ -12,9 +12,7 @@ from nlgrpo.kernels import extension
 from nlgrpo.kernels.epilogue_torch import CHUNK
 from nlgrpo.kernels.head import BLOCK_BYTES
 from nlgrpo.model.architectures import Shape
-from nlgrpo.training.planning.workload import Workload
-
-Uses = dict[str, float]  # bytes by use
+from nlgrpo.training.planning.workload import Uses, Workload
 
 
 def largest_moment(work: Workload) -> Uses:

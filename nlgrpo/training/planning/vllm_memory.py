@@ -13,8 +13,7 @@ from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.runtime.console import size
-from nlgrpo.training.planning.update import Uses
-from nlgrpo.training.planning.workload import Workload
+from nlgrpo.training.planning.workload import Uses, Workload
 
 GIB = 2**30
 LIBRARIES = 270 * 2**20  # of vLLM 0.32 for a CPU: what importing it and starting an engine add

@@ -17,6 +17,8 @@ from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_lim
 from nlgrpo.training.planning import activations
 from nlgrpo.training.planning.activations import BlockBytes
 
+Uses = dict[str, float]  # bytes by use
+
 CONTEXT = int(1.5 * 2**30)  # of a GPU: the CUDA context, workspaces of cuBLAS, buffers of NCCL
 FITS = 0.95  # share of the memory that a run should need: the plan is an estimate
 
