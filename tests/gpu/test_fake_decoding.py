@@ -13,6 +13,7 @@ from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.sampling import Sampling, next_tokens
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.training.planning import decoding_time
 
 SIZES = {
     "vocab_size": 97,
@@ -103,6 +104,13 @@ def test_launches_of_a_layer_for_each_token(family, counts):
     layer, outside = counts[family, False]
     check_launches(layer, LAUNCHES[family])
     check_launches(outside, OUTSIDE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_counts_the_launches_of_the_device(family, counts):
+    layer, outside = counts[family, False]
+    assert layer.launches.total() == decoding_time.of_a_layer(build(family, 1).shape)
+    assert outside.launches.total() == decoding_time.OUTSIDE + decoding_time.DRAW["triton"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

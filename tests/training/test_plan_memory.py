@@ -17,9 +17,9 @@ from nlgrpo.model.decoder import RECOMPUTED_WIDTH, Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.packing import pack
 from nlgrpo.training.learner import make_optimizer
-from nlgrpo.training.planning import activations, memory, sampling_memory
+from nlgrpo.training.planning import activations, decoding_time, memory, sampling_memory
 from nlgrpo.training.planning.activations import Allocated, per_token
-from nlgrpo.training.planning.workload import Workload
+from nlgrpo.training.planning.workload import FITS, Workload
 
 LAYERS = {"layers": 2, "windows": (None, None), "scales": (1.0, 1.0)}
 LLAMA = Shape("llama", vocab=40, width=64, heads=8, kv_heads=8, head_dim=8, ffn=160, context=4096, rotary_dim=8,
@@ -228,11 +228,21 @@ def test_retrained_weights_are_copied_too():
     assert both - plain == 2 * 2 * LLAMA.vocab * LLAMA.width
 
 
-def test_gathered_weights_take_the_adapters_without_a_copy():
-    plan = memory.estimate(on_gpu(LoraConfig(rank=4), world=2))
-    assert "merged adapters" not in plan.phases["sampling"]
-    assert plan.phases["sampling"]["unsharded parameters"] == 2 * LLAMA.parameters
-    assert "merged adapters" not in memory.estimate(workload(adapter=LoraConfig(rank=4))).phases["sampling"]  # a CPU
+def test_adapters_are_merged_on_a_gpu_if_half_of_the_free_memory_holds_the_copies():
+    adapter = LoraConfig(rank=4)
+    one, two = (memory.estimate(on_gpu(adapter, world=world)).phases["sampling"] for world in (1, 2))
+    assert two["merged adapters"] == one["merged adapters"] > 0
+    assert two["unsharded parameters"] == 2 * LLAMA.parameters
+    assert "merged adapters" not in memory.estimate(workload(adapter=adapter)).phases["sampling"]  # a CPU
+    by_block = on_gpu(adapter, world=2, parallel__gather_for_sampling="block")
+    assert "merged adapters" not in memory.estimate(by_block).phases["sampling"]
+    held = 10**9 * FITS - sampling_memory._beside(on_gpu(adapter, total=10**9), 0.0)
+    for share, merged in ((1.9, False), (2.2, True)):
+        small = on_gpu(adapter, total=(held + share * one["merged adapters"]) / FITS)
+        assert (sampling_memory.merged(small) > 0) == merged
+        plain = dataclasses.replace(small, adapter=None)
+        parts = 7 * LLAMA.layers * 4
+        assert decoding_time.launches(small) - decoding_time.launches(plain) == (0 if merged else parts)
 
 
 def test_filters_take_the_memory_of_plain_pytorch():

@@ -14,6 +14,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.training.planning import sampling_memory
 from nlgrpo.training.planning.machine import Machine
@@ -21,10 +22,11 @@ from nlgrpo.training.planning.workload import Workload
 
 BLOCK = 9  # two norms, four products, an activation and two sums
 GATED = 1  # the product of gate and up
-ATTENTION = 23  # copies to the cache, four products, scores, mask, softmax, and the order by prompts and by rows
+ATTENTION = 16  # two copies to the cache, four products, four gathers by prompt or by row, scores, mask, softmax, ..
 ROTATION = 7  # four products, two sums, and their concatenation
 QK_NORM = 4  # the norm, its weight, their product, and the concatenation with the values
-OUTSIDE = 10  # of the layers: embedding, position, the rows of cos and sin, norm, head, and the state of the rows
+ADAPTER = 4  # for each part of a layer with an adapter that is not merged: two casts, two products
+OUTSIDE = 22  # of the layers: embedding, positions, cos and sin, the mask, norm, head, and the state of the rows
 DRAW = {"triton": 2, "torch": 9, "top_p": 25}  # by sampler; a sort is several kernels
 
 
@@ -49,12 +51,15 @@ def attention_flops(shape: Shape, start: int, tokens: int) -> float:
 
 
 def launches(work: Workload) -> int:
-    """Kernels for a token of all rows. Adapters add none, because they are merged before."""
-    return work.shape.layers * of_a_layer(work.shape) + OUTSIDE + DRAW[sampling_memory.sampler(work)]
+    """Kernels for a token of all rows. Adapters that are merged add none."""
+    layer = of_a_layer(work.shape)
+    if work.adapter is not None and not sampling_memory.merged(work):
+        layer += ADAPTER * len(lora.targets(work.adapter, work.shape))
+    return work.shape.layers * layer + OUTSIDE + DRAW[sampling_memory.sampler(work)]
 
 
 def of_a_layer(shape: Shape) -> int:
-    """Kernels of a layer for a token: 40 for Llama and Qwen2, 44 for Qwen3, 39 for GPT-NeoX, 32 for GPT-2."""
+    """Kernels of a layer for a token: 33 for Llama and Qwen2, 37 for Qwen3, 32 for GPT-NeoX, 25 for GPT-2."""
     rotation = ROTATION if shape.rotary_dim else 0
     return BLOCK + ATTENTION + rotation + GATED * shape.gated + QK_NORM * shape.qk_norm
 
@@ -88,12 +93,12 @@ def products(work: Workload, machine: Machine, rows: int) -> float:
 def of_a_draw(work: Workload) -> float:
     """Bytes that the sampler reads and writes for a row.
 
-    Triton's kernel reads the logits twice. Plain PyTorch casts them, divides them, and makes log-probs, probabilities,
-    a float64 copy and its sums. With top_p a radix sort of values and indices comes first, about 175 bytes a logit.
+    Triton's kernels read the logits once, and a block of them again. Plain PyTorch casts them, divides them, and makes
+    log-probs, probabilities, a float64 copy and its sums. With top_p a radix sort of values and indices comes first, about 175 bytes a logit.
     """
     vocab, size = work.shape.vocab, work.compute.itemsize
     plain = (size + 4) + (4 + 4) + (8 + 4) + (4 + 4) + (4 + 8) + (8 + 8)
-    per_logit = {"triton": 2 * size, "torch": plain, "top_p": plain + 175}
+    per_logit = {"triton": size, "torch": plain, "top_p": plain + 175}
     return float(vocab * per_logit[sampling_memory.sampler(work)])
 
 
@@ -112,12 +117,12 @@ def _cache(work: Workload, t: Tensor, prompts: float, rows: int) -> Tensor:
 def _scores(work: Workload, t: Tensor, rows: int) -> Tensor:
     """Bytes of the scores and probabilities that the attention of each token ``t`` writes to the memory and reads.
 
-    A score is float32. It is written by the product, copied twice between the order by prompts and by rows (those of
-    the prompt), concatenated, masked in a copy, and normalized. A probability is cast, copied twice into the order by
-    prompts (again those of the prompt), and read by the product with the values. A window masks scores, but all exist.
+    A score is float32. It is written by the product, copied from the order by prompts to that by rows (those of the
+    prompt), concatenated, masked in place, and normalized. A probability is cast, copied into the order by prompts
+    (again those of the prompt), and read by the product with the values. A window masks scores, but all exist.
     """
     size = work.compute.itemsize
     cast = 4 + size if size < 4 else 0
-    own = 4 + 8 + (8 + 8) + 8 + cast + size
-    of_prompt = own + 2 * 8 + 2 * 2 * size
+    own = 4 + 8 + 8 + 8 + cast + size
+    of_prompt = own + 8 + 2 * size
     return rows * work.shape.heads * work.shape.layers * (of_prompt * work.prompt + own * t)

@@ -72,8 +72,13 @@ def most_rows(work: Workload, samples: int) -> int:
 
 def free(work: Workload) -> float:
     """Bytes of a GPU beside what a rank holds while it samples, from the second step on."""
+    return _beside(work, merged(work))
+
+
+def _beside(work: Workload, copies: float) -> float:
+    """The same with ``copies`` bytes of merged adapters."""
     held = persistent(work) | update.state(work, gradients=False)
-    held |= {"unsharded parameters": unsharded(work), "merged adapters": merged(work)}
+    held |= {"unsharded parameters": unsharded(work), "merged adapters": copies}
     others = sum(size for use, size in held.items() if use in BY_OTHERS)
     return FITS * work.gpu_memory - others - ROUNDING * (sum(held.values()) - others)
 
@@ -124,18 +129,20 @@ def unsharded(work: Workload) -> float:
 
 
 def merged(work: Workload) -> float:
-    """Copies of the adapted weights with the adapters in them, on a GPU.
+    """Copies of the adapted weights with the adapters in them, as in `engine.backends.NativeEngine`.
 
-    Adapters of a sharded model are merged into the gathered weights, which are copies already.
+    On a GPU, if the share `COPIES` of what is free holds them, and not if parameters are gathered by block.
     """
-    if work.adapter is None or work.device == "cpu" or work.shards > 1:
+    if work.adapter is None or work.device == "cpu" or work.config.parallel.gather_for_sampling == "block":
         return 0.0
     targets = set(lora.targets(work.adapter, work.shape))
     sizes = _projections(work.shape)
     adapted = [name for name in sizes if targets & set(lora.parts_of(work.shape, f"blocks.0.{name}"))]
     numbers = work.shape.layers * sum(sizes[name] for name in adapted)
     numbers += len(work.adapter.modules_to_save) * work.shape.vocab * work.shape.width
-    return float(numbers * work.compute.itemsize)
+    size = float(numbers * work.compute.itemsize)
+    fits = not work.gpu_memory or size <= decoding_memory.COPIES * _beside(work, 0.0)
+    return size if fits else 0.0
 
 
 def _projections(shape: Shape) -> dict[str, int]:
