@@ -111,12 +111,12 @@ def test_a_group_that_is_split_repeats_its_prompt():
 OWN = sum((
     4,  # written by the product
     4 + 4,  # concatenated with those of the prompt
-    4 + 4 + 4 + 4,  # copied, and the mask filled in
+    4 + 4,  # the mask filled in
     4 + 4,  # softmax
     4 + 2,  # cast
     2,  # read by the product with the values
 ))  # fmt: skip
-PROMPT = OWN + 2 * (4 + 4) + 2 * (2 + 2)  # and copied twice to the rows' order, and twice back to that of the prompts
+PROMPT = OWN + (4 + 4) + (2 + 2)  # and copied to the order of the rows, and back to that of the prompts
 
 
 def test_decoding_reads_the_weights_once_per_token():
@@ -126,7 +126,7 @@ def test_decoding_reads_the_weights_once_per_token():
     cache = 2 * 2 * SHAPE.kv_heads * SHAPE.head_dim * SHAPE.layers
     columns = sum(9 + 2 * t for t in range(1, 6))
     scores = 2 * SHAPE.layers * SHAPE.heads * sum(9 * PROMPT + t * OWN for t in range(1, 6))
-    logits = 6 * 2 * SHAPE.vocab * (2 + 2)  # 6 tokens of 2 rows; the sampler reads each logit twice
+    logits = 6 * 2 * SHAPE.vocab * 2  # 6 tokens of 2 rows; the sampler reads each logit once
     seconds = roofline.seconds(work, ideal(NARROW))["sampling"]
     assert seconds == pytest.approx((6 * weights + columns * cache + scores + logits) / 1e9)
 

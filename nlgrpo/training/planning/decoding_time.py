@@ -94,7 +94,8 @@ def of_a_draw(work: Workload) -> float:
     """Bytes that the sampler reads and writes for a row.
 
     Triton's kernels read the logits once, and a block of them again. Plain PyTorch casts them, divides them, and makes
-    log-probs, probabilities, a float64 copy and its sums. With top_p a radix sort of values and indices comes first, about 175 bytes a logit.
+    log-probs, probabilities, a float64 copy and its sums. With top_p a radix sort of values and indices comes first,
+    about 175 bytes a logit.
     """
     vocab, size = work.shape.vocab, work.compute.itemsize
     plain = (size + 4) + (4 + 4) + (8 + 4) + (4 + 4) + (4 + 8) + (8 + 8)
