@@ -206,7 +206,10 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_launches_about_the_kernels_that_are_counted(name, monkeypatch):
-    """Ops of the engine for one token, between two and three layers, in plain PyTorch and in float32."""
+    """Ops of the engine for one token, between two and three layers, in plain PyTorch and in float32.
+
+    Some launch two kernels, such as `masked_fill`, and copies inside of `matmul` are not seen.
+    """
     monkeypatch.setattr(extension, "available", lambda: False)
     counts = []
     for layers in (2, 3):
@@ -221,7 +224,7 @@ def test_a_token_launches_about_the_kernels_that_are_counted(name, monkeypatch):
                 decoder.read(torch.ones(4, 1, dtype=torch.int64))
         counts.append(kernels.count)
     found = counts[1] - counts[0]
-    assert 0.8 * found <= decoding_time.of_a_layer(FAMILIES[name]) <= 1.2 * found
+    assert 0.9 * found <= decoding_time.of_a_layer(FAMILIES[name]) <= 1.3 * found
 
 
 def test_launches_bound_a_token():
