@@ -100,15 +100,43 @@ def implementation(name: str, impl: str) -> ModuleType:
     return importlib.import_module(f".{name}_{impl}", __package__)
 
 
+class KernelError(RuntimeError):
+    """A Triton kernel could not be compiled or launched. The message names the ops and the options that avoid it."""
+
+
+# The ops that launch the kernels of a module; a module that is not listed has the name of its only op.
+KERNELS_OF = {"epilogue": "linear_logprob, token_logprob and linear_policy_loss"}
+
+
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run ``launch(tensor, ...)`` with the tensor's GPU as the current device, on which Triton launches."""
+    """Decorator: run ``launch(tensor, ...)`` with the tensor's GPU as the current device, on which Triton launches.
+
+    A kernel that cannot be compiled or launched (no C compiler, too much shared memory, a GPU that Triton does not
+    know) raises KernelError. Running out of memory is no fault of a kernel and raises torch.OutOfMemoryError.
+    """
+    module = launch.__module__.rpartition(".")[2].removesuffix("_triton")
+    ops = KERNELS_OF.get(module, module)
 
     @functools.wraps(launch)
     def guarded(tensor: Tensor, *args: Any) -> Any:
-        with torch.cuda.device_of(tensor):
-            return launch(tensor, *args)
+        try:
+            with torch.cuda.device_of(tensor):
+                return launch(tensor, *args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # those of Triton, of the driver and of the C compiler have no common base class
+            where = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else "a CPU"
+            raise KernelError(
+                f"the Triton kernel {module}_triton.{launch.__name__} failed on {where}: {_first_line(error)}. It is "
+                f'part of {ops}; impl = "torch" avoids it for one call, and NLGRPO_TRITON=0 for all.'
+            ) from error
 
     return guarded
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def requires_grad(*tensors: Tensor) -> bool:
