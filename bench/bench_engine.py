@@ -25,21 +25,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import MIB, machine, one_line, peak_resident, save
-from random_models import EOS, LIMIT, random_llama, random_prompts, save_model
+from random_models import LIMIT, random_llama, random_prompts, save_model
+from samplers import GENERATED, by_nlgrpo, by_transformers, by_vllm
 
 SIDES = ("ours", "transformers", "vllm")
 MODELS = {
     "3.7M": {"vocab": 2048, "width": 256, "ffn": 688, "layers": 4, "heads": 8},
     "97M": {"vocab": 16384, "width": 768, "ffn": 2048, "layers": 12, "heads": 12},
 }
-GENERATED = Callable[[list[list[int]], int], int]  # prompts and a seed -> number of sampled tokens
 
 
 @dataclass(frozen=True)
@@ -68,20 +67,18 @@ CASES = [
 
 def ours(folder: Path, case: Case, result: dict[str, Any]) -> GENERATED:
     from nlgrpo.engine import kv_cache
-    from nlgrpo.engine.generation import generate
-    from nlgrpo.engine.sampling import Sampling
     from nlgrpo.model import decoder
 
-    model, sampling = decoder.load(folder).eval(), Sampling(max_new_tokens=LIMIT, stop_ids=(EOS,))
     for name in ("branch", "grow"):
         _watch_cache(kv_cache.KVCache, name, result)
+    sample = by_nlgrpo(decoder.load(folder).eval(), case.samples, LIMIT, rows=case.rows)
 
-    def sample(prompts: list[list[int]], seed: int) -> int:
+    def watched(prompts: list[list[int]], seed: int) -> int:
         columns = max(map(len, prompts)) + LIMIT
         result["copies_mib"] = max(result.get("copies_mib", 0), _cache_bytes(case, columns) / MIB)
-        return int(generate(model, prompts, case.samples, sampling, seed=seed, max_rows=case.rows).lengths.sum())
+        return sample(prompts, seed)
 
-    return sample
+    return watched
 
 
 def _cache_bytes(case: Case, columns: int) -> int:
@@ -102,40 +99,15 @@ def _watch_cache(cache: type, name: str, result: dict[str, Any]) -> None:
 
 
 def transformers(folder: Path, case: Case, result: dict[str, Any]) -> GENERATED:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-
-    def sample(prompts: list[list[int]], seed: int) -> int:
-        torch.manual_seed(seed)
-        batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-        tokens = model.generate(
-            **batch, max_new_tokens=LIMIT, num_return_sequences=case.samples, do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0,
-        )[:, batch["input_ids"].shape[1] :]  # fmt: skip
-        ended = (tokens == EOS).cumsum(-1)
-        return int((ended - (tokens == EOS).int() == 0).sum())
-
-    return sample
+    return by_transformers(model, case.samples, LIMIT)
 
 
 def vllm(folder: Path, case: Case, result: dict[str, Any]) -> GENERATED:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        str(folder), dtype="float32", max_model_len=512, max_num_seqs=case.rows, skip_tokenizer_init=True,
-        seed=result["seed"], enforce_eager=result["eager"],
-    )  # fmt: skip
-
-    def sample(prompts: list[list[int]], seed: int) -> int:
-        params = SamplingParams(
-            n=case.samples, temperature=1.0, max_tokens=LIMIT, stop_token_ids=[EOS], logprobs=0, detokenize=False
-        )  # fmt: skip
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return sum(len(one.token_ids) for output in outputs for one in output.outputs)
-
-    return sample
+    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": case.rows}
+    return by_vllm(folder, case.samples, LIMIT, **options, seed=result["seed"], enforce_eager=result["eager"])
 
 
 def child(args: argparse.Namespace) -> dict[str, Any]:

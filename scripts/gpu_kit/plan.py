@@ -1,0 +1,119 @@
+"""The steps of the kit, in the order of their value: what is measured first is kept if time runs out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"  # ignored by git
+RESULTS = ROOT / "bench" / "results" / "gpu"
+FORMAT = 1  # of the JSON; the table generator refuses others
+GROUP_SECONDS = {"check": 240.0, "speed": 240.0}
+REHEARSAL_SECONDS = 300.0  # limit of a step in a rehearsal: other programs may use the cores
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, run as ``python -m gpu_kit.child NAME``. It is stopped after ``seconds``."""
+
+    name: str
+    group: str
+    seconds: float
+    about: str
+    rehearsal: str
+    """How its rehearsal on a CPU differs from a run on a GPU, beside the sizes."""
+
+    @property
+    def module(self) -> str:
+        return f"gpu_kit.{self.group}_{self.name.replace('-', '_')}"
+
+
+STEPS = (
+    Step("versions", "check", 30, "the machine, its packages and what was carried there", "no driver and no card"),
+    Step("build", "check", 60, "build the compiled CPU ops, or say why not", "nothing is built if the package is installed"),
+    Step(
+        "smoke",
+        "check",
+        60,
+        "products with out_dtype, decoding against a packed pass, varlen attention, ECDFs",
+        "PyTorch's attention in place of varlen, and products that widen first: a CPU has neither",
+    ),
+    Step(
+        "train",
+        "check",
+        75,
+        "length-bon in bfloat16: background checkpoints, resumed by torchrun, and the same seed again",
+        "gloo in place of NCCL",
+    ),
+    Step(
+        "doctor",
+        "check",
+        60,
+        "nlgrpo doctor",
+        "four of its checks; Triton's kernels are not timed",
+    ),
+    Step(
+        "tests",
+        "check",
+        90,
+        "pytest -m gpu",
+        "one small file of tests that need no GPU; one worker",
+    ),
+    Step(
+        "sanitizer",
+        "check",
+        60,
+        "compute-sanitizer on the chunked linearize and on decoding",
+        "the programs run without the sanitizer, and the kernel in Triton's interpreter",
+    ),
+    Step(
+        "ceilings",
+        "speed",
+        25,
+        "copy bandwidth, rate of a matrix product, time of a launch",
+        "times by the host's clock",
+    ),
+    Step(
+        "ops",
+        "speed",
+        60,
+        "head op and sampler against a bare product, PyTorch, torch.compile and Liger-Kernel",
+        "float32, without torch.compile and Liger-Kernel; times by the host's clock; no peaks of memory",
+    ),
+    Step(
+        "engine",
+        "speed",
+        75,
+        "sampling at the shapes of 0.5B and 7B, launches, sampler, attention; transformers and vLLM",
+        "operators of the CPU in place of kernels; no peaks of memory",
+    ),
+    Step(
+        "update",
+        "speed",
+        75,
+        "update of 0.5B under FSDP2 and of 7B with LoRA: share of the peak rate, kernels, memory",
+        "gloo in place of NCCL; operators of the CPU in place of kernels; no peaks of memory",
+    ),
+    Step(
+        "step",
+        "speed",
+        75,
+        "the whole GRPO step against TRL's",
+        "both in float32",
+    ),
+)
+NAMES = tuple(step.name for step in STEPS)
+
+
+def of_command(command: str, only: tuple[str, ...] = ()) -> list[Step]:
+    """Return the steps of ``check``, ``speed`` or ``all``, or those of them that ``only`` names."""
+    chosen = [step for step in STEPS if command in ("all", step.group)]
+    return [step for step in chosen if not only or step.name in only]
+
+
+def tidy(text: str) -> str:
+    """Return ``text`` without folders of the user, for a file that is committed."""
+    text = text.replace(f"{ROOT}{os.sep}", "").replace(str(ROOT), ".")
+    return text.replace(str(Path.home()), "~")

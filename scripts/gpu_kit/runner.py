@@ -1,0 +1,189 @@
+"""Runs steps one after another, each in a process group of its own, and writes one JSON file after every step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_kit import plan
+from gpu_kit.plan import Step
+from nlgrpo.runtime.atomic_files import atomic_write
+
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+LEAST = 5.0  # a step that would get fewer seconds is skipped
+TAIL = 4000  # characters of a failed step's output that the JSON keeps
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived. Not an Exception: no handler of errors may swallow it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Context in which SIGINT and SIGTERM raise `Interrupted`."""
+
+    def raise_it(number: int, _: Any) -> None:
+        for known in before:  # a second signal must not interrupt the writing of the file
+            signal.signal(known, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, raise_it)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Runner:
+    """Runs steps and keeps ``record``, the content of the JSON file at ``path``."""
+
+    path: Path
+    record: dict[str, Any]
+    environment: Callable[[], dict[str, str]]
+    """Returns the environment of the next step; the step `build` changes it."""
+    rehearse: bool = False
+    group_seconds: dict[str, float] = field(default_factory=lambda: dict(plan.GROUP_SECONDS))
+    command: Callable[[Step, Path], list[str]] | None = None
+    """Command of a step that writes its values to a file; tests replace it."""
+
+    def run(self, steps: Sequence[Step]) -> int:
+        """Run ``steps``. Returns 0, 1 if one failed, or 128 and the number of the signal that stopped them."""
+        self.write()
+        left = dict.fromkeys(self.group_seconds, math.inf) if self.rehearse else dict(self.group_seconds)
+        try:
+            with interruptible():
+                for step in steps:
+                    begin = time.perf_counter()
+                    self.record["steps"][step.name] = {"status": "stopped", "group": step.group, "seconds": 0.0}
+                    entry = self.one(step, min(self.limit(step), left[step.group]))
+                    left[step.group] -= time.perf_counter() - begin
+                    self.end(step, entry)
+        except Interrupted as stop:
+            self.write()
+            print(f"stopped by {stop}; finished steps are in {self.path}", file=sys.stderr)
+            return 128 + stop.number
+        return int(any(entry["status"] == "failed" for entry in self.record["steps"].values()))
+
+    def limit(self, step: Step) -> float:
+        return plan.REHEARSAL_SECONDS if self.rehearse else step.seconds
+
+    def one(self, step: Step, limit: float) -> dict[str, Any]:
+        """Run one step for at most ``limit`` seconds; return its entry in the JSON."""
+        if limit < LEAST:
+            return {"status": "skipped", "seconds": 0.0, "error": f"no time left of the group's seconds: {step.group}"}
+        with tempfile.TemporaryDirectory(prefix="nlgrpo-gpu-") as name:
+            out, log = Path(name) / "values.json", Path(name) / "log"
+            begin = time.perf_counter()
+            command = self.command or self._command
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    command(step, out), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    env=self.environment(), cwd=plan.ROOT, start_new_session=True,
+                )  # fmt: skip
+            late = stopped = False
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                late = True
+            except Interrupted:
+                stopped = True
+                raise
+            finally:
+                stop(process)
+                seconds = round(time.perf_counter() - begin, 2)
+                entry = {"status": "failed", "seconds": seconds} | read(out)
+                if stopped:
+                    self.record["steps"][step.name] |= entry | {"status": "stopped"}
+            if late and "status" not in read(out):
+                entry |= {"status": "failed", "error": f"stopped at its time limit of {limit:.0f} s"}
+            elif "status" not in read(out):
+                entry["error"] = f"the process ended with status {process.returncode}"
+            if entry["status"] == "failed":
+                text = log.read_text("utf-8", "replace")
+                entry["output"] = plan.tidy(text[-TAIL:])
+                print(text[-TAIL:], file=sys.stderr)
+            return entry
+
+    def end(self, step: Step, entry: dict[str, Any]) -> None:
+        """Put the entry of a step that has ended into the JSON, and print a line."""
+        self.record["steps"][step.name] = {"group": step.group} | entry
+        self.record["constants"] = constants(self.record["steps"])
+        self.write()
+        error = f"  {entry['error']}" if "error" in entry else ""
+        print(f"{entry['status']:<8} {step.name:<10} {entry['seconds']:6.1f} s{error}", flush=True)
+
+    def write(self) -> None:
+        atomic_write(self.path, json.dumps(self.record, indent=1) + "\n")
+
+    def _command(self, step: Step, out: Path) -> list[str]:
+        rehearse = ["--rehearse"] if self.rehearse else []
+        return [sys.executable, "-m", "gpu_kit.child", step.name, "--out", str(out), *rehearse]
+
+
+def constants(steps: dict[str, Any]) -> dict[str, float]:
+    """Return the constants that ``nlgrpo plan`` uses, of the steps that measured them."""
+    found: dict[str, float] = {}
+    for entry in steps.values():
+        found |= {name: value for name, value in entry.get("values", {}).get("constants", {}).items() if value}
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read what a step has written; {} if it has written nothing."""
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a step: its process group, and descendants that have a group of their own (torchrun's)."""
+    others = descendants(process.pid)
+    _signal_group(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    others |= descendants(process.pid)
+    _signal_group(process.pid, signal.SIGKILL)
+    for number in others:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(number, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def descendants(process: int) -> set[int]:
+    """Numbers of the living processes below ``process``, by /proc; empty on other systems than Linux."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(after_name[1])
+    found: set[int] = set()
+    fresh = {process}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh} - found
+        found |= fresh
+    return found
