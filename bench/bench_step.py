@@ -1,4 +1,4 @@
-"""Time a whole training step against TRL's GRPOTrainer, on a CPU.
+"""Time a whole training step against TRL's GRPOTrainer, on a CPU or a GPU.
 
     python bench/bench_step.py [--quick] [--prompt-tokens 12 224 1024] [--samples 8 32] [--save]
     .venv-vllm/bin/python bench/bench_step.py --engine vllm [--quick] [--save bench_step_vllm]
@@ -12,7 +12,10 @@ tokens, 50 on average, with the same loss (dapo, one optimizer step per rollout)
 before to its own end: data, generation, reward, reference, loss, backward, optimizer, logging. Needs TRL, which
 ``pip install nlgrpo[test]`` installs.
 
-Each phase of our step is printed beside its floor: the time of its bare matrix products, without attention, measured in
+With ``--device cuda`` both sides compute in bfloat16: ours with float32 master weights, TRL with the bfloat16 weights
+that are fastest for it, and `MICRO_BATCH` completions at a time, so that its logits fit. There are no floors then.
+
+Each phase of our step on a CPU is printed beside its floor: the time of its bare matrix products, without attention, measured in
 the same process after the steps, by the same ops. Their shapes are read from the profile of one more step.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -36,20 +40,28 @@ from typing import Any
 import torch
 from common import MIB, machine, one_line, peak_resident, resident, save
 from random_models import LIMIT, random_llama, random_prompts, save_model, save_prompts
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-PROMPTS, VOCAB = 6, 2048
+PROMPTS = 6
+SHAPES = {
+    "1M": {"vocab": 2048, "width": 128, "ffn": 344, "layers": 4, "heads": 8},
+    "0.5B": {"vocab": 151_936, "width": 896, "ffn": 4864, "layers": 24, "heads": 14},
+}
+MICRO_BATCH = 32  # completions of TRL's forward pass on a GPU
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 LEARNING_RATE = 1e-6  # small, so that the lengths do not change
 SIDES = ("ours", "trl", "vllm")
 LIBRARY = ("aten::mm", "aten::addmm", "aten::addmm_")
 COMPILED = {"nlgrpo::linear": [1], "nlgrpo::decode_block": [2, 4, 6, 7]}  # the arguments that are weights (out, in)
 
 
-def write_inputs(folder: Path, prompt_tokens: int, heads: int) -> None:
-    model = random_llama(VOCAB, width=128, ffn=344, layers=4, heads=heads)
-    save_model(model, folder / "model")
-    save_prompts(random_prompts(600, prompt_tokens, VOCAB), folder / "prompts.jsonl")
+def write_inputs(folder: Path, prompt_tokens: int, shape: dict[str, int], device: str = "cpu") -> int:
+    """Write the model and the prompts; return the number of parameters."""
+    with torch.device(device):
+        model = random_llama(**shape)
+    save_model(model if device == "cpu" else model.bfloat16(), folder / "model")
+    save_prompts(random_prompts(600, prompt_tokens, shape["vocab"]), folder / "prompts.jsonl")
+    return int(model.num_parameters())
 
 
 # --- one side, in its own process -------------------------------------------------------------------------------------
@@ -67,12 +79,12 @@ class Record:
     peak: int = 0
 
     def begin(self) -> None:
-        self.before = resident()
+        self.before = torch.cuda.memory_allocated() if torch.cuda.is_available() else resident()
         self.ends.append(time.perf_counter())
 
     def end_step(self) -> None:
         self.ends.append(time.perf_counter())
-        self.peak = peak_resident()
+        self.peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_resident()
 
     def result(self, warmup: int) -> dict[str, Any]:
         seconds = [end - begin for begin, end in zip(self.ends[:-1], self.ends[1:], strict=True)]
@@ -154,9 +166,12 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
 
     steps = args.warmup + args.steps
     settings = {
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "model": {"path": str(folder / "model"), "dtype": DTYPES[args.device]},
         "data": {"source": str(folder / "prompts.jsonl")},
-        "rollout": {"prompts": PROMPTS, "samples": args.samples[0], "max_new_tokens": LIMIT, "engine": engine},
+        "rollout": {
+            "prompts": args.prompts, "samples": args.samples[0], "max_new_tokens": LIMIT, "engine": engine,
+            "max_rows": max(256, args.prompts * args.samples[0]),
+        },
         "rewards": {"length": {"function": f"{__name__}:length_reward", "objective": "mean"}},
         "loss": {"normalization": "dapo", "beta": args.beta, "kl_importance": False},
         "optim": {"lr": LEARNING_RATE},
@@ -191,15 +206,17 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
                 if step < steps:
                     RECORD.laps.append({k[5:]: v for k, v in metrics.items() if k.startswith("time/")})
                     RECORD.end_step()
-                if step == steps - 1:
+                if step == steps - 1 and args.device == "cpu":
                     setattr(Clock, "stop", marked_stop)  # noqa: B010
                     profile.start()
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
             train(run, learner, Rollouts(run, learner, sampler), StopSignal(), log)
-            profile.stop()
         RECORD.tokens.pop()
+        if args.device != "cpu":
+            return
+        profile.stop()
         RECORD.floors = {name: seconds_of(products) for name, products in phases_of(profile.events()).items()}
 
 
@@ -217,17 +234,19 @@ def run_trl(folder: Path, args: argparse.Namespace) -> None:
 
     # One generation, one forward and backward, and one optimizer step for all completions; no recomputation, logging
     # or saving.
-    samples = args.samples[0]
+    samples, on_cpu = args.samples[0], args.device == "cpu"
+    completions = args.prompts * samples
+    together = completions if on_cpu else math.gcd(completions, MICRO_BATCH)
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        output_dir=str(folder / "trl"), use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False,
         seed=args.seed,
-        max_steps=args.warmup + args.steps, per_device_train_batch_size=PROMPTS * samples, num_generations=samples,
-        gradient_accumulation_steps=1, num_iterations=1, max_completion_length=LIMIT,
+        max_steps=args.warmup + args.steps, per_device_train_batch_size=together, num_generations=samples,
+        gradient_accumulation_steps=completions // together, num_iterations=1, max_completion_length=LIMIT,
         temperature=1.0, top_k=0, top_p=1.0, loss_type="dapo",
         scale_rewards="none", beta=args.beta, use_bias_correction_kl=False, epsilon=0.2, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_strategy="no", save_strategy="no",
         report_to="none", disable_tqdm=True, dataloader_num_workers=0, dataloader_pin_memory=False,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": DTYPES[args.device]},
     )  # fmt: skip
     trainer = GRPOTrainer(
         str(folder / "model"), reward_funcs=length_reward, args=config, callbacks=[Watch()],
@@ -264,14 +283,13 @@ def measure(side: str, folder: Path, case: Case, args: argparse.Namespace, seed:
     """Run one side in a new process; exit with its error output if it fails."""
     command = [sys.executable, __file__, "--child", side, "--folder", str(folder), "--beta", str(case.beta)]
     numbers = {"warmup": args.warmup, "steps": case.steps(args.steps), "threads": args.threads, "seed": seed}
-    for name, value in (numbers | {"samples": case.samples}).items():
+    for name, value in (numbers | {"samples": case.samples, "prompts": args.prompts, "device": args.device}).items():
         command += [f"--{name}", str(value)]
     environment = {
         "OMP_NUM_THREADS": str(args.threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    } | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     if done.returncode:
         sys.exit(f"{side}, {case}: the process ended with status {done.returncode}\n{done.stderr[-4000:]}")
@@ -309,7 +327,7 @@ def compare(folder: Path, case: Case, args: argparse.Namespace) -> dict[str, Any
     for number in range(args.rounds):
         for side in args.sides:
             rounds[side].append(measure(side, folder, case, args, seed=number))
-    result = asdict(case) | {side: summary(rounds[side], PROMPTS * case.samples) for side in args.sides}
+    result = asdict(case) | {side: summary(rounds[side], args.prompts * case.samples) for side in args.sides}
     if "ours" in rounds:
         result |= {"phases": phases(rounds["ours"]), "floors": floors(rounds["ours"])}
     if "vllm" in rounds:
@@ -345,11 +363,12 @@ def show(row: dict[str, Any]) -> None:
         )
     if "phases" in row:
         parts = ", ".join(
-            f"{name} {1000 * seconds:.0f}" + (f" (floor {1000 * floor:.0f})" if (floor := row["floors"][name]) else "")
+            f"{name} {1000 * seconds:.0f}" + (f" (floor {1000 * floor:.0f})" if (floor := row["floors"].get(name)) else "")
             for name, seconds in row["phases"].items()
         )
         total, floor = sum(row["phases"].values()), sum(row["floors"].values())
-        print(f"           ours, ms: {parts}; share of the floor {floor / total:.0%}", flush=True)
+        share = f"; share of the floor {floor / total:.0%}" if floor else ""
+        print(f"           ours, ms: {parts}{share}", flush=True)
 
 
 def main() -> None:
@@ -361,21 +380,21 @@ def main() -> None:
     for prompt_tokens in args.prompt_tokens:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            write_inputs(folder, prompt_tokens, heads=4 if "vllm" in args.sides else 8)
-            parameters = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
+            shape = SHAPES[args.shape] | ({"heads": 4} if "vllm" in args.sides else {})
+            parameters = write_inputs(folder, prompt_tokens, shape, args.device)
             for samples, beta in itertools.product(args.samples, args.betas):
                 rows.append(compare(folder, Case(prompt_tokens, samples, beta), args))
                 show(rows[-1])
     other = "vllm" if "vllm" in args.sides else "trl"
     facts = machine("transformers", *({"trl"} & {*args.sides})) | ({"vllm": vllm_version()} if other == "vllm" else {})
     print(
-        f"{parameters / 1e6:.2f}M Llama, {PROMPTS} prompts, completions of up to {LIMIT} tokens, float32; "
+        f"{parameters / 1e6:.2f}M Llama, {args.prompts} prompts, completions of up to {LIMIT} tokens, {DTYPES[args.device]}; "
         f"{one_line(facts, args.threads)}, {other} {facts.get(other)}, medians of {args.rounds} processes per side, "
         "in turns"
     )
-    result = {"bench": "step", "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
+    result = {"bench": "step", "device": args.device, "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
     if args.save:
-        print(f"saved {save(args.save, result)}")
+        print(f"saved {save(args.save, result, args.device)}")
     print(json.dumps(result))
 
 
@@ -411,6 +430,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=at_least(2), nargs="+", default=[8], help="completions per prompt (default: 8)"
     )
+    parser.add_argument("--device", choices=DTYPES, default="cpu", help="default: cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="1M", help="of the model (default: 1M)")
+    parser.add_argument("--prompts", type=at_least(1), default=PROMPTS, help=f"prompts per step (default: {PROMPTS})")
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=["ours", "trl"], help="default: ours trl")
     parser.add_argument("--engine", choices=("nlgrpo", "vllm"), default="nlgrpo", help="vllm: the sides ours and vllm")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.04], help="KL weights (default: 0 0.04)")

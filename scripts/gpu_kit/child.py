@@ -76,7 +76,7 @@ def run(name: str, kit: Kit) -> int:
     except Skip as reason:
         kit.end("skipped", str(reason))
         return 0
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the benchmarks end with SystemExit
         traceback.print_exc()
         kit.end("failed", message(error))
         return 1
@@ -91,8 +91,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="nlgrpo-gpu-") as folder:
-        return run(args.name, Kit(args.out, args.rehearse, Path(folder)))
+    folder = Path(tempfile.mkdtemp())  # inside the runner's folder, which it removes also if it has to stop this step
+    return run(args.name, Kit(args.out, args.rehearse, folder))
 
 
 if __name__ == "__main__":

@@ -91,13 +91,14 @@ class Runner:
         if limit < LEAST:
             return {"status": "skipped", "seconds": 0.0, "error": f"no time left of the group's seconds: {step.group}"}
         with tempfile.TemporaryDirectory(prefix="nlgrpo-gpu-") as name:
-            out, log = Path(name) / "values.json", Path(name) / "log"
+            out, log, folder = Path(name) / "values.json", Path(name) / "log", Path(name) / "folder"
+            folder.mkdir()
             begin = time.perf_counter()
             command = self.command or self._command
             with log.open("wb") as file:
                 process = subprocess.Popen(
                     command(step, out), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=self.environment(), cwd=plan.ROOT, start_new_session=True,
+                    env=self.environment() | {"TMPDIR": str(folder)}, cwd=plan.ROOT, start_new_session=True,
                 )  # fmt: skip
             late = stopped = False
             try:

@@ -1,0 +1,76 @@
+"""The ops of the vocabulary's size: the head with its loss, forward and backward, and the sampler."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import bench_logprob
+import torch
+from kernels_side import PLAIN, child
+
+from gpu_kit.child import Kit, message
+from gpu_kit.measuring import in_turns, need, release
+from nlgrpo.kernels import sample_tokens
+
+T, WIDTHS, V = 16_384, (896, 3584), 151_936
+ROWS = (64, 256, 1024)
+ROTATED = 2**28  # bytes of logits among which calls take turns: several times the L2 cache
+
+
+def run(kit: Kit) -> None:
+    sampler(kit)
+    for width in kit.pick(WIDTHS, (64,)):
+        head(kit, width)
+
+
+def sampler(kit: Kit) -> None:
+    """`sample_tokens` at several numbers of rows, and its seconds per byte of logits."""
+    dtype, vocab = kit.pick(torch.bfloat16, torch.float32), kit.pick(V, 1000)
+    found: list[dict[str, float]] = []
+    for rows in kit.pick(ROWS, (4, 8)):
+        size = rows * vocab * dtype.itemsize
+        copies = kit.pick(max(2, ROTATED // size), 2)
+        need(copies * size + 40 * size, kit.device)
+        logits = [torch.randn(rows, vocab, device=kit.device, dtype=dtype) for _ in range(copies)]
+        noise = torch.rand(rows, device=kit.device, dtype=torch.float64)
+        took = in_turns([lambda x=x: sample_tokens(x, noise) for x in logits], kit.device)  # type: ignore[misc]
+        found.append({"rows": rows, "seconds": took, "bytes_of_logits": size, "seconds_per_byte": took / size})
+        kit.put(sampler=found)
+        del logits
+        release(kit.device)
+    kit.put(constants={"sampler_seconds_per_logit_byte": found[-1]["seconds_per_byte"]})
+
+
+def head(kit: Kit, width: int) -> None:
+    """The head and the loss at one width: milliseconds of all sides, and of three bare products."""
+    sizes = kit.pick({"T": T, "D": width, "V": V}, {})
+    args = Namespace(device=kit.device, quick=kit.rehearse, sizes=sizes, repeats=5, op=[])
+    case = bench_logprob.linear_policy_loss_case(args)
+    x = case.arguments(torch.Generator().manual_seed(0), kit.device)
+    product = in_turns([lambda: torch.mm(x.hidden, x.weight.mT)] * 2, kit.device)
+    del x
+    release(kit.device)
+    rows: dict[str, Any] = {"three products": {"ms": 3e3 * product}}
+    sides = ["ours", *kit.pick(["Liger-Kernel", "torch.compile"], []), PLAIN]
+    name = f"linear_policy_loss, T = {case.sizes['T']}, D = {case.sizes['D']}, V = {case.sizes['V']}"
+    for side in sides:
+        rows[side] = measured(kit, case, side, args)
+        kit.put(**{name: rows})
+        release(kit.device)
+    if "error" in rows["ours"]:
+        raise RuntimeError(f"{name}: {rows['ours']['error']}")
+
+
+def measured(kit: Kit, case: Any, side: str, args: Namespace) -> dict[str, Any]:
+    """Time and memory of one side; a peer that fails is reported and does not stop the others."""
+    try:
+        found = child(case, side, args)
+    except Exception as error:
+        if side == "ours":
+            raise
+        return {"error": message(error)[:300]}
+    if "error" in found:
+        return {"error": found["error"]}
+    times = sorted(sum(pair) for pair in found["seconds"])
+    return {"ms": 1e3 * times[len(times) // 2], "added_gib": found["bytes"] / 2**30, "norms": found["norms"]}
