@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+import struct
+from pathlib import Path
 from typing import Any
 
 import torch
+from random_models import word_tokenizer
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, Qwen2Config
 
 from nlgrpo.model import decoder
+from nlgrpo.model.architectures import tensor_map
 from nlgrpo.model.decoder import Decoder
+from nlgrpo.model.hf_weights import layout
 
 STD = 0.02
 # Shapes of Qwen2.5-0.5B and -7B.
@@ -51,8 +59,30 @@ def decoder_of(config: PretrainedConfig, device: str, dtype: torch.dtype = torch
 def fill(model: torch.nn.Module) -> None:
     """Draw all parameters, in place: matrices from N(0, 0.02^2), norms at 1, biases at 0."""
     for name, parameter in model.named_parameters():
-        local = getattr(parameter, "_local_tensor", parameter)  # of a parameter that FSDP2 has sharded
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.dim() > 1:
             local.normal_(0.0, STD)
         else:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def save_blank(config: PretrainedConfig, folder: Path) -> None:
+    """Write a model directory whose weights are zeros in bfloat16, in a sparse file that takes no space on the disk.
+
+    `fill` draws the weights once they are on the device.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    word_tokenizer(config.vocab_size).save_pretrained(folder)
+    model = decoder.blueprint(config).to(torch.bfloat16)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (shape, dtype) in layout(dict(model.named_parameters()), model.shape, tensor_map(model.shape)).items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
