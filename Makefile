@@ -5,6 +5,8 @@
 # make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
 # make fuzz       call the compiled CPU ops with hostile arguments, by libFuzzer (RUNS=10000000, SEED=1, ARGS="...")
 # make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); 40 minutes
+# make gpu        check and measure a GPU machine, at most eight minutes (ARGS="check" or "--rehearse")
+# make gpu-tables write the tables of the documentation from bench/results/gpu
 # make check      formatter, linter, type checker, import contracts, documentation without warnings
 # make docs       build the documentation into build/site
 
@@ -26,7 +28,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
-.PHONY: train test test-slow test-vllm test-asan fuzz chaos check docs wheels clean
+.PHONY: train test test-slow test-vllm test-asan fuzz chaos gpu gpu-tables check docs wheels clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -69,6 +71,13 @@ fuzz: $(VENV)/installed-test
 # Ends with status 1 if a run that was disturbed is not equal to an undisturbed one; see tests/chaos.
 chaos: $(VENV)/installed-test
 	PYTHONPATH=tests:bench $(RUN)python -m chaos $(ARGS)
+
+# Needs no environment of its own: it runs with what the machine has, and `scripts/gpu.sh prepare` has unpacked.
+gpu:
+	scripts/gpu.sh $(or $(ARGS),all)
+
+gpu-tables:
+	PYTHONPATH=scripts $(if $(wildcard $(VENV)),$(RUN)python,$(PYTHON)) -m gpu_kit.tables $(ARGS)
 
 check: $(VENV)/installed-check
 	$(RUN)ruff format --check .
