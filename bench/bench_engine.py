@@ -106,7 +106,7 @@ def transformers(folder: Path, case: Case, result: dict[str, Any]) -> GENERATED:
 
 
 def vllm(folder: Path, case: Case, result: dict[str, Any]) -> GENERATED:
-    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": case.rows}
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": case.rows}
     return by_vllm(folder, case.samples, LIMIT, **options, seed=result["seed"], enforce_eager=result["eager"])
 
 

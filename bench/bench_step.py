@@ -15,8 +15,8 @@ before to its own end: data, generation, reward, reference, loss, backward, opti
 With ``--device cuda`` both sides compute in bfloat16: ours with float32 master weights, TRL with the bfloat16 weights
 that are fastest for it, and `MICRO_BATCH` completions at a time, so that its logits fit. There are no floors then.
 
-Each phase of our step on a CPU is printed beside its floor: the time of its bare matrix products, without attention, measured in
-the same process after the steps, by the same ops. Their shapes are read from the profile of one more step.
+Each phase of our step on a CPU is printed beside its floor: the time of its bare matrix products, without attention,
+measured in the same process after the steps, by the same ops. Their shapes are read from the profile of one more step.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
         "model": {"path": str(folder / "model"), "dtype": DTYPES[args.device]},
         "data": {"source": str(folder / "prompts.jsonl")},
         "rollout": {
-            "prompts": args.prompts, "samples": args.samples[0], "max_new_tokens": LIMIT, "engine": engine,
+            "prompts": args.prompts,
+            "samples": args.samples[0],
+            "max_new_tokens": LIMIT,
+            "engine": engine,
             "max_rows": max(256, args.prompts * args.samples[0]),
         },
         "rewards": {"length": {"function": f"{__name__}:length_reward", "objective": "mean"}},
@@ -363,7 +366,8 @@ def show(row: dict[str, Any]) -> None:
         )
     if "phases" in row:
         parts = ", ".join(
-            f"{name} {1000 * seconds:.0f}" + (f" (floor {1000 * floor:.0f})" if (floor := row["floors"].get(name)) else "")
+            f"{name} {1000 * seconds:.0f}"
+            + (f" (floor {1000 * floor:.0f})" if (floor := row["floors"].get(name)) else "")
             for name, seconds in row["phases"].items()
         )
         total, floor = sum(row["phases"].values()), sum(row["floors"].values())
@@ -388,11 +392,19 @@ def main() -> None:
     other = "vllm" if "vllm" in args.sides else "trl"
     facts = machine("transformers", *({"trl"} & {*args.sides})) | ({"vllm": vllm_version()} if other == "vllm" else {})
     print(
-        f"{parameters / 1e6:.2f}M Llama, {args.prompts} prompts, completions of up to {LIMIT} tokens, {DTYPES[args.device]}; "
-        f"{one_line(facts, args.threads)}, {other} {facts.get(other)}, medians of {args.rounds} processes per side, "
+        f"{parameters / 1e6:.2f}M Llama, {args.prompts} prompts, completions of up to {LIMIT} tokens, "
+        f"{DTYPES[args.device]}; {one_line(facts, args.threads)}, {other} {facts.get(other)}, "
+        f"medians of {args.rounds} processes per side, "
         "in turns"
     )
-    result = {"bench": "step", "device": args.device, "parameters": parameters, "threads": args.threads, "rows": rows, "machine": facts}
+    result = {
+        "bench": "step",
+        "device": args.device,
+        "parameters": parameters,
+        "threads": args.threads,
+        "rows": rows,
+        "machine": facts,
+    }
     if args.save:
         print(f"saved {save(args.save, result, args.device)}")
     print(json.dumps(result))

@@ -1,6 +1,7 @@
 """A batch of completions by each engine, for benchmarks on a CPU and on GPUs: no filters, temperature 1.
 
-Each function takes a model and returns ``sample(prompts, seed)``, the number of sampled tokens, without those after EOS.
+Each function takes a model and returns ``sample(prompts, seed)``: the number of sampled tokens, those after EOS left
+out.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ def by_transformers(model: Any, samples: int, limit: int, *, to_the_end: bool = 
     return sample
 
 
-def by_vllm(
-    folder: Path, samples: int, limit: int, *, stop_ids: tuple[int, ...] = (EOS,), **options: Any
-) -> GENERATED:
+def by_vllm(folder: Path, samples: int, limit: int, *, stop_ids: tuple[int, ...] = (EOS,), **options: Any) -> GENERATED:
     """vLLM, from a model directory. ``options`` are those of ``vllm.LLM``."""
     from vllm import LLM, SamplingParams
 

@@ -11,7 +11,7 @@
     measuring     times, kernels and launches of a piece of code
     models        random models, made on the device from their configs
 
-``check_*`` and ``speed_*`` are the steps. Each has a function ``run(kit)``, which calls ``kit.put`` as soon as it knows a
-value. A step runs on the device that the kit names: a GPU, or in a rehearsal the CPU, by the same code. Read `plan.py`,
-then `runner.py`.
+``check_*`` and ``speed_*`` are the steps. Each has a function ``run(kit)``, which calls ``kit.put`` as soon as it knows
+a value. A step runs on the device that the kit names: a GPU, or in a rehearsal the CPU, by the same code. Read
+`plan.py`, then `runner.py`.
 """

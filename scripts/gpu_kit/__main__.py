@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gpu_kit import machine, plan, surroundings
 from gpu_kit.runner import Runner
@@ -35,8 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, as all other errors."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/gpu.sh", description="Check and measure nlgrpo on a GPU.")
+    parser = Parser(prog="scripts/gpu.sh", description="Check and measure nlgrpo on a GPU.")
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="all", help="default: all")
     parser.add_argument("--rehearse", action="store_true", help="run every step on a CPU, at tiny sizes")
     parser.add_argument("--only", type=names, default=(), metavar="STEP,..", help="only these steps")

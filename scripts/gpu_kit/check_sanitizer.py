@@ -12,12 +12,8 @@ from gpu_kit.child import Kit, Skip
 from gpu_kit.plan import ROOT
 
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-# tool, program, options. Memory checks cover both programs; races are those of shared memory.
-CASES = (
-    ("memcheck", "linearize", []),
-    ("racecheck", "linearize", []),
-    ("memcheck", "decode", []),
-)
+# Tool and program. Memory checks cover both programs; races are those of shared memory.
+CASES = (("memcheck", "linearize"), ("racecheck", "linearize"), ("memcheck", "decode"))
 
 
 def run(kit: Kit) -> None:
@@ -26,12 +22,12 @@ def run(kit: Kit) -> None:
         raise Skip("compute-sanitizer is not installed")
     processes = {
         (name, program): subprocess.Popen(
-            [*([] if kit.rehearse else [str(found), "--tool", name, "--error-exitcode", "9", *options]),
+            [*([] if kit.rehearse else [str(found), "--tool", name, "--error-exitcode", "9"]),
              sys.executable, "-m", "gpu_kit.sanitized", program, kit.device],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
             env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # a block for each tensor: its end is checked
         )
-        for name, program, options in CASES
+        for name, program in CASES
     }  # fmt: skip
     failed = []
     for (name, program), process in processes.items():

@@ -77,7 +77,7 @@ def decoded_logprobs(device: str) -> tuple[float, float]:
 
 
 def varlen_gradient(device: str) -> tuple[float, float]:
-    """Gradient of the attention that training takes, with shared prefixes, against plain packed attention in float64."""
+    """Gradient of the attention that training takes, with shared prefixes, against packed attention in float64."""
     segments = kernels.Segments([40, 30, 9, 21, 50, 1], [None, 0, 0, 0, None, None])
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(segments.lengths), 8, 64, generator=generator).bfloat16()

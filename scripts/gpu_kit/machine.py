@@ -63,4 +63,5 @@ def _first_line(command: list[str]) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return (done.stdout.splitlines() or [None])[0]
+    lines = done.stdout.splitlines()
+    return lines[0] if lines else None

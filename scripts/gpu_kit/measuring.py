@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -145,8 +146,6 @@ def peak(device: str) -> Iterator[Callable[[], int | None]]:
 
 def release(device: str) -> None:
     """Return cached memory to the device, for the next measurement."""
-    import gc
-
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

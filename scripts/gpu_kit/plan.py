@@ -32,7 +32,13 @@ class Step:
 
 STEPS = (
     Step("versions", "check", 30, "the machine, its packages and what was carried there", "no driver and no card"),
-    Step("build", "check", 60, "build the compiled CPU ops, or say why not", "nothing is built if the package is installed"),
+    Step(
+        "build",
+        "check",
+        60,
+        "build the compiled CPU ops, or say why not",
+        "nothing is built if the package is installed",
+    ),
     Step(
         "smoke",
         "check",

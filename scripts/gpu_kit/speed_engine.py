@@ -67,9 +67,7 @@ def sampled(kit: Kit, name: str) -> list[dict[str, Any]]:
 def one(kit: Kit, model: Decoder, name: str, rows: int) -> dict[str, Any]:
     """Measure one number of rows: a run of many tokens less one of a single token is the decoding."""
     prompts = inputs(kit, rows, model.shape.vocab)
-    long, middle, short = (
-        by_nlgrpo(model, SAMPLES, limit, rows=rows, stop_ids=()) for limit in (TOKENS, PROFILED, 1)
-    )
+    long, middle, short = (by_nlgrpo(model, SAMPLES, limit, rows=rows, stop_ids=()) for limit in (TOKENS, PROFILED, 1))
     long(prompts, 0)  # compiles, and fills the allocator
     with peak(kit.device) as largest:
         all_tokens = timed(kit, long, prompts)
@@ -149,7 +147,8 @@ def transformers(kit: Kit, name: str, rows: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     fill(model)
     prompts = inputs(kit, rows, config.vocab_size)
-    return rate(kit, rows, *(by_transformers(model, SAMPLES, n, to_the_end=True) for n in (TOKENS, 1)), prompts)
+    long, short = (by_transformers(model, SAMPLES, limit, to_the_end=True) for limit in (TOKENS, 1))
+    return rate(kit, rows, prompts, long, short)
 
 
 def vllm(kit: Kit, name: str, rows: int) -> dict[str, Any]:
@@ -159,12 +158,17 @@ def vllm(kit: Kit, name: str, rows: int) -> dict[str, Any]:
     folder = Path(kit.folder) / "for-vllm"
     decoder_module.save(decoder_of(config, kit.device), folder, tokenizer=word_tokenizer(config.vocab_size))
     prompts = inputs(kit, rows, config.vocab_size)
-    options = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": rows, "gpu_memory_utilization": 0.5}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": rows,
+        "gpu_memory_utilization": 0.5,
+    }
     long = by_vllm(folder, SAMPLES, TOKENS, stop_ids=(), **options)
-    return rate(kit, rows, long, None, prompts)
+    return rate(kit, rows, prompts, long)
 
 
-def rate(kit: Kit, rows: int, long: Any, short: Any, prompts: list[list[int]]) -> dict[str, Any]:
+def rate(kit: Kit, rows: int, prompts: list[list[int]], long: Any, short: Any = None) -> dict[str, Any]:
     """Seconds of a batch, and of a token after the first, by a run of one token, where the peer can do it."""
     long(prompts, 0)
     batch = timed(kit, long, prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -16,12 +17,12 @@ OPS_FILE = OPS / "nlgrpo" / "kernels" / "_ext.abi3.so"
 def environment(rehearse: bool) -> dict[str, str]:
     """Return the environment of a step.
 
-    PYTHONPATH begins with the folder of `sitecustomize`, which maps `nlgrpo.kernels` and appends the unpacked wheels.
+    PYTHONPATH begins with the folder of `sitecustomize`, which adds this tree, its kernels and the unpacked wheels.
     NLGRPO_EXT is the library that the step `build` made here, or 0 if there is none. It is left alone if it is set, and
     if an installation has put a library into ``kernels/``.
     """
     here = Path(__file__).parent
-    paths = [here / "importing", ROOT / "scripts", ROOT / "bench", ROOT]
+    paths = [here / "importing", ROOT / "scripts", ROOT / "bench"]
     old = os.environ.get("PYTHONPATH")
     found = dict(os.environ) | {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [old])]),
@@ -44,7 +45,5 @@ def installed_ops() -> bool:
 
 def has_compiler() -> bool:
     """Whether the C++ compiler is there that Python's build settings, or CXX, name."""
-    from shutil import which
-
     name = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
-    return which(name.split()[0]) is not None
+    return shutil.which(name.split()[0]) is not None

@@ -1,7 +1,7 @@
 """Makes this tree importable without an installation; Python runs it at the start if its folder is on PYTHONPATH.
 
-`nlgrpo.kernels` is the folder ``kernels/`` of the repository. The unpacked wheels go last on the path, so that they never
-replace a package of the machine. Subprocesses inherit PYTHONPATH: torchrun's ranks and pytest's workers get both as well.
+`nlgrpo.kernels` is the folder ``kernels/`` of the repository. The unpacked wheels go last on the path, so that they
+never replace a package of the machine. Subprocesses inherit PYTHONPATH: torchrun's ranks and pytest's workers too.
 """
 
 import os
@@ -33,6 +33,7 @@ def run_the_next_one() -> None:
         spec.loader.exec_module(module_from_spec(spec))
 
 
+sys.path.insert(0, str(ROOT))  # before another tree that the machine has installed
 sys.meta_path.insert(0, KernelsFinder())
 if wheels := os.environ.get("NLGRPO_KIT_WHEELS"):
     sys.path.append(wheels)
