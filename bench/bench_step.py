@@ -50,7 +50,7 @@ SHAPES = {
 MICRO_BATCH = 32  # completions of TRL's forward pass on a GPU
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 LEARNING_RATE = 1e-6  # small, so that the lengths do not change
-SIDES = ("ours", "trl", "vllm")
+SIDES = ("ours", "trl", "loop", "vllm")
 LIBRARY = ("aten::mm", "aten::addmm", "aten::addmm_")
 COMPILED = {"nlgrpo::linear": [1], "nlgrpo::decode_block": [2, 4, 6, 7]}  # the arguments that are weights (out, in)
 
@@ -238,8 +238,7 @@ def run_trl(folder: Path, args: argparse.Namespace) -> None:
     # One generation, one forward and backward, and one optimizer step for all completions; no recomputation, logging
     # or saving.
     samples, on_cpu = args.samples[0], args.device == "cpu"
-    completions = args.prompts * samples
-    together = completions if on_cpu else math.gcd(completions, MICRO_BATCH)
+    completions, together = args.prompts * samples, together_of(args)
     config = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=on_cpu, bf16=not on_cpu, gradient_checkpointing=False,
         seed=args.seed,
@@ -259,10 +258,37 @@ def run_trl(folder: Path, args: argparse.Namespace) -> None:
     trainer.train()
 
 
+def together_of(args: argparse.Namespace) -> int:
+    """Completions of one forward pass of TRL."""
+    completions: int = args.prompts * args.samples[0]
+    return completions if args.device == "cpu" else math.gcd(completions, MICRO_BATCH)
+
+
+def run_loop(folder: Path, args: argparse.Namespace) -> None:
+    """Run the loop that stands in for TRL where it cannot be imported."""
+    import trl_loop
+
+    ends = trl_loop.run(
+        folder,
+        args,
+        dtype=DTYPES[args.device],
+        lr=LEARNING_RATE,
+        limit=LIMIT,
+        together=together_of(args),
+        reward=length_reward,
+    )
+    next(ends)
+    RECORD.begin()
+    for _ in ends:
+        RECORD.end_step()
+
+
 def child(side: str, folder: Path, args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     if side == "trl":
         run_trl(folder, args)
+    elif side == "loop":
+        run_loop(folder, args)
     else:
         run_ours(folder, args, engine="vllm" if side == "vllm" else "nlgrpo")
     print(json.dumps(RECORD.result(args.warmup)))

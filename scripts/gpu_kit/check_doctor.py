@@ -9,7 +9,7 @@ import sys
 from gpu_kit.child import Kit
 from gpu_kit.plan import ROOT
 
-REHEARSED = ("packages", "cpu", "ranks", "training")
+REHEARSED = ("packages", "cpu", "training")
 
 
 def run(kit: Kit) -> None:

@@ -27,13 +27,15 @@ def run(kit: Kit) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
             env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # a block for each tensor: its end is checked
         )
-        for name, program in CASES
+        for name, program in kit.pick(CASES, (CASES[0], CASES[2]))
     }  # fmt: skip
     failed = []
     for (name, program), process in processes.items():
         output, _ = process.communicate()
         errors = [line for line in output.splitlines() if line.startswith("=========")][:20]
         kit.put(**{f"{name} {program}": {"status": process.returncode, "report": errors}})
+        if "Device not supported" in output:
+            raise Skip("compute-sanitizer does not support this device")
         if process.returncode:
             failed.append(f"{name} {program}: status {process.returncode}: {output[-300:]}")
     if failed:

@@ -14,7 +14,7 @@ from gpu_kit.child import Kit, Skip
 from gpu_kit.plan import ROOT
 
 PROCESSES = 12
-SECONDS = 80.0  # then pytest is interrupted, and reports what it has run
+REPORT = 10.0  # seconds before its limit at which pytest is interrupted, and reports what it has run
 MARKED = re.compile(r"mark\.gpu|def \w+\([^)]*\bdevice\b")  # the fixture `device` marks its case for a GPU
 REHEARSED = "tests/kernels/test_dispatch.py"
 SHOWN = 50  # failures that the JSON names
@@ -31,10 +31,10 @@ def run(kit: Kit) -> None:
     command += ["-m", kit.pick("gpu", "not gpu"), "--continue-on-collection-errors"]
     command += [str(path.relative_to(ROOT)) for path in files]
     if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(kit.pick(PROCESSES, 1))]
+        command += ["-n", str(kit.pick(PROCESSES, 0))]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
-        process.wait(SECONDS)
+        process.wait(kit.seconds - REPORT)
         kit.put(complete=True)
     except subprocess.TimeoutExpired:
         kit.put(complete=False)

@@ -33,6 +33,8 @@ class Kit:
     rehearse: bool
     folder: Path
     """For temporary files."""
+    seconds: float = 300.0
+    """After which the step is stopped."""
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -61,6 +63,14 @@ def message(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:1000]}" if text else type(error).__name__
 
 
+def need_bfloat16() -> None:
+    """Raise `Skip` on a card that computes in bfloat16 only by emulation."""
+    import torch
+
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise Skip(f"{torch.cuda.get_device_name()} has no bfloat16")
+
+
 def end_with_the_parent() -> None:
     """Be killed if the runner is (Linux); it then cannot stop its steps."""
     if sys.platform == "linux":
@@ -72,6 +82,8 @@ def run(name: str, kit: Kit) -> int:
     """Run a step and write how it ended. Returns 0 unless it failed."""
     step = next(step for step in plan.STEPS if step.name == name)
     try:
+        if step.bfloat16 and not kit.rehearse:
+            need_bfloat16()
         importlib.import_module(step.module).run(kit)
     except Skip as reason:
         kit.end("skipped", str(reason))
@@ -89,10 +101,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=plan.NAMES)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())  # inside the runner's folder, which it removes also if it has to stop this step
-    return run(args.name, Kit(args.out, args.rehearse, folder))
+    return run(args.name, Kit(args.out, args.rehearse, folder, args.seconds))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ class Step:
     about: str
     rehearsal: str
     """How its rehearsal on a CPU differs from a run on a GPU, beside the sizes."""
+    bfloat16: bool = True
+    """Whether it needs a card with bfloat16."""
 
     @property
     def module(self) -> str:
@@ -31,85 +33,53 @@ class Step:
 
 
 STEPS = (
-    Step("versions", "check", 30, "the machine, its packages and what was carried there", "no driver and no card"),
     Step(
-        "build",
-        "check",
-        60,
-        "build the compiled CPU ops, or say why not",
-        "nothing is built if the package is installed",
+        "versions", "check", 30, "the machine, its packages and what was carried there", "no driver and no card",
+        bfloat16=False,
     ),
     Step(
-        "smoke",
-        "check",
-        60,
-        "products with out_dtype, decoding against a packed pass, varlen attention, ECDFs",
+        "build", "check", 60, "build the compiled CPU ops, or say why not",
+        "nothing is built if the package is installed",
+        bfloat16=False,
+    ),
+    Step(
+        "smoke", "check", 60, "products with out_dtype, decoding against a packed pass, varlen attention, ECDFs",
         "PyTorch's attention in place of varlen, and products that widen first: a CPU has neither",
     ),
     Step(
-        "train",
-        "check",
-        75,
+        "train", "check", 75,
         "length-bon in bfloat16: background checkpoints, resumed by torchrun, and the same seed again",
         "gloo in place of NCCL",
     ),
     Step(
-        "doctor",
-        "check",
-        60,
-        "nlgrpo doctor",
-        "four of its checks; Triton's kernels are not timed",
+        "doctor", "check", 60, "nlgrpo doctor", "three of its checks; Triton's kernels are not timed", bfloat16=False
+    ),
+    Step("tests", "check", 90, "pytest -m gpu", "one small file of tests that need no GPU, in one process"),
+    Step(
+        "sanitizer", "check", 60, "compute-sanitizer on the chunked linearize and on decoding",
+        "each program once and without the sanitizer, and the kernel in Triton's interpreter",
     ),
     Step(
-        "tests",
-        "check",
-        90,
-        "pytest -m gpu",
-        "one small file of tests that need no GPU; one worker",
-    ),
-    Step(
-        "sanitizer",
-        "check",
-        60,
-        "compute-sanitizer on the chunked linearize and on decoding",
-        "the programs run without the sanitizer, and the kernel in Triton's interpreter",
-    ),
-    Step(
-        "ceilings",
-        "speed",
-        25,
-        "copy bandwidth, rate of a matrix product, time of a launch",
+        "ceilings", "speed", 25, "copy bandwidth, rate of a matrix product, time of a launch",
         "times by the host's clock",
     ),
     Step(
-        "ops",
-        "speed",
-        60,
-        "head op and sampler against a bare product, PyTorch, torch.compile and Liger-Kernel",
-        "float32, without torch.compile and Liger-Kernel; times by the host's clock; no peaks of memory",
-    ),
-    Step(
-        "engine",
-        "speed",
-        75,
-        "sampling at the shapes of 0.5B and 7B, launches, sampler, attention; transformers and vLLM",
+        "engine", "speed", 75, "sampling at the shapes of 0.5B and 7B: launches, sampler, attention, and peers",
         "operators of the CPU in place of kernels; no peaks of memory",
     ),
     Step(
-        "update",
-        "speed",
-        75,
-        "update of 0.5B under FSDP2 and of 7B with LoRA: share of the peak rate, kernels, memory",
+        "update", "speed", 65, "update of 0.5B under FSDP2 and of 7B with LoRA: share of the peak, kernels, memory",
         "gloo in place of NCCL; operators of the CPU in place of kernels; no peaks of memory",
     ),
     Step(
-        "step",
-        "speed",
-        75,
-        "the whole GRPO step against TRL's",
-        "both in float32",
+        "step", "speed", 75, "the whole GRPO step against TRL's",
+        "float32; also the loop that stands in for a missing TRL",
     ),
-)
+    Step(
+        "ops", "speed", 60, "head op and sampler against a bare product, PyTorch, torch.compile and Liger-Kernel",
+        "float32, without torch.compile and Liger-Kernel; times by the host's clock; no peaks of memory",
+    ),
+)  # fmt: skip
 NAMES = tuple(step.name for step in STEPS)
 
 

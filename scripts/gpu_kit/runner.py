@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ class Runner:
     """Returns the environment of the next step; the step `build` changes it."""
     rehearse: bool = False
     group_seconds: dict[str, float] = field(default_factory=lambda: dict(plan.GROUP_SECONDS))
-    command: Callable[[Step, Path], list[str]] | None = None
+    command: Callable[[Step, Path, float], list[str]] | None = None
     """Command of a step that writes its values to a file; tests replace it."""
 
     def run(self, steps: Sequence[Step]) -> int:
@@ -72,10 +73,11 @@ class Runner:
         try:
             with interruptible():
                 for step in steps:
-                    begin = time.perf_counter()
+                    begin, spent = time.perf_counter(), cpu_seconds()
                     self.record["steps"][step.name] = {"status": "stopped", "group": step.group, "seconds": 0.0}
                     entry = self.one(step, min(self.limit(step), left[step.group]))
                     left[step.group] -= time.perf_counter() - begin
+                    entry["cpu_seconds"] = round(cpu_seconds() - spent, 2)
                     self.end(step, entry)
         except Interrupted as stop:
             self.write()
@@ -97,7 +99,7 @@ class Runner:
             command = self.command or self._command
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    command(step, out), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    command(step, out, limit), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                     env=self.environment() | {"TMPDIR": str(folder)}, cwd=plan.ROOT, start_new_session=True,
                 )  # fmt: skip
             late = stopped = False
@@ -135,9 +137,9 @@ class Runner:
     def write(self) -> None:
         atomic_write(self.path, json.dumps(self.record, indent=1) + "\n")
 
-    def _command(self, step: Step, out: Path) -> list[str]:
-        rehearse = ["--rehearse"] if self.rehearse else []
-        return [sys.executable, "-m", "gpu_kit.child", step.name, "--out", str(out), *rehearse]
+    def _command(self, step: Step, out: Path, limit: float) -> list[str]:
+        options = ["--out", str(out), "--seconds", str(limit), *(["--rehearse"] if self.rehearse else [])]
+        return [sys.executable, "-m", "gpu_kit.child", step.name, *options]
 
 
 def constants(steps: dict[str, Any]) -> dict[str, float]:
@@ -146,6 +148,12 @@ def constants(steps: dict[str, Any]) -> dict[str, float]:
     for entry in steps.values():
         found |= {name: value for name, value in entry.get("values", {}).get("constants", {}).items() if value}
     return found
+
+
+def cpu_seconds() -> float:
+    """Seconds of the processor in all processes that have ended: what a step takes if others use the machine too."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -6,10 +6,7 @@ import sys
 
 import torch
 
-from gpu_kit.models import decoder_of, qwen2
 from nlgrpo import kernels
-from nlgrpo.engine.generation import generate
-from nlgrpo.engine.sampling import Sampling
 from nlgrpo.kernels import linearize_triton, reference
 
 
@@ -31,6 +28,10 @@ def linearize(device: str) -> None:
 
 def decode(device: str) -> None:
     """Prefill, several growths of the cache, and rows that finish early."""
+    from gpu_kit.models import decoder_of, qwen2  # imports transformers: seconds, and more under the sanitizer
+    from nlgrpo.engine.generation import generate
+    from nlgrpo.engine.sampling import Sampling
+
     torch.manual_seed(0)
     model = decoder_of(qwen2(layers=2, width=64, heads=4, kv_heads=2, ffn=128, vocab=512), device)
     sampling = Sampling(max_new_tokens=40, stop_ids=(1, 2, 3))

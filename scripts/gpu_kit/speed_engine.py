@@ -23,7 +23,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.training.planning import ahead, memory
 
 SAMPLES, PROMPT = 8, 256  # completions of a prompt; its tokens, about
-TOKENS, PROFILED = 33, 9  # of a completion; the first comes from the prefill
+TOKENS, PROFILED = 33, 3  # of a completion; the first comes from the prefill
 ROWS = (64, 256, 1024)
 PEERS_AT = 256  # rows
 

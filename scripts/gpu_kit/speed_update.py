@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,8 +78,11 @@ def measure(kit: Kit, case: Case, ranks: Ranks) -> None:
     found: dict[str, Any] = {"seconds": took, "peak_bytes": measured_peak, "planned_bytes": planned}
     found |= {"tokens": work.tokens, "micro_batches": work.micro_batches} | rate(work, took)
     kit.put(**{case.title: found})
+    few = max(1, min(case.prompts, 16_384 // (case.prompt + case.samples * case.tokens)))  # prompts of a micro-batch
+    rollout, advantages = samples(replace(case, prompts=few), run)
     profile = profiled(update, kit.device)
-    found |= {"kernel_seconds": profile.seconds, "launches": profile.launches, "top": profile.top}
+    found |= {"profiled_prompts": few, "kernel_seconds": profile.seconds, "launches": profile.launches}
+    found |= {"top": profile.top}
     kit.put(**{case.title: found})
     if "share_of_peak" in found and not case.lora:
         kit.put(constants={"update_share": found["share_of_peak"]})

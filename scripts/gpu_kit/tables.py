@@ -86,7 +86,8 @@ def sentence(records: Iterable[dict[str, Any]], link: str) -> str:
         if rates:
             parts.append(f"a 0.5B model samples {max(rates):,.0f} tokens per second")
         if "ratio" in values(record, "step"):
-            parts.append(f"a training step takes 1/{values(record, 'step')['ratio']:.2g} of TRL's time")
+            peer = "TRL's" if "trl" in values(record, "step") else "a reference loop's"
+            parts.append(f"a training step takes 1/{values(record, 'step')['ratio']:.2g} of {peer} time")
         done = " and ".join(parts) or "the checks ran"
         said.append(f"On one {record['card']}, {done} ([measured]({link}))")
     return ". ".join(said) or MISSING
@@ -231,10 +232,10 @@ def update(record: dict[str, Any]) -> str:
 def step(record: dict[str, Any]) -> str:
     found = values(record, "step")
     rows = []
-    for side, title in (("ours", "nlgrpo"), ("trl", "TRL")):
+    for side, title in (("ours", "nlgrpo"), ("loop" if "loop" in found else "trl", "TRL")):
         row = found.get(side)
-        if row is None or "error" in row:
-            rows.append([title, cell(row["error"]) if row else NONE, "", ""])
+        if row is None:
+            rows.append([title, NONE, "", ""])
         else:
             rows.append([row.get("title", title), number(row["seconds"]), number(row["tokens_per_s"]),
                          scaled(row, "peak_mib", 1 / 1024)])  # fmt: skip

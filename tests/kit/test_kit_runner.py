@@ -32,7 +32,7 @@ HANGS = (
 def runner(path, programs, **options):
     """A runner of steps that are ``programs``, by name."""
 
-    def command(step, out):
+    def command(step, out, limit):
         return [sys.executable, "-c", programs[step.name], str(out)]
 
     record = {"steps": {}, "constants": {}}
@@ -142,12 +142,8 @@ def test_a_kill_keeps_the_finished_steps(tmp_path):
     os.kill(values["grandchild"], signal.SIGKILL)
     assert status == -signal.SIGKILL
     found = json.loads(path.read_text())["steps"]
-    assert found["good"] == {
-        "group": "check",
-        "status": "ok",
-        "seconds": found["good"]["seconds"],
-        "values": {"x": 1.5},
-    }
+    assert found["good"]["status"] == "ok"
+    assert found["good"]["values"] == {"x": 1.5}
     assert "hangs" not in found
 
 

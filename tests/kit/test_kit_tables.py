@@ -13,6 +13,7 @@ ROW = {
     "launches_per_token": 1120, "launches_per_layer": 45.0, "sampler_seconds_per_token": 0.0015,
     "attention_seconds_per_token": 0.002, "peak_bytes": 3 * 2**30, "planned_bytes": 2.5 * 2**30, "prefill_seconds": 1.0,
 }  # fmt: skip
+TRL = {"title": "TRL", "seconds": 3.0, "tokens_per_s": 4000.0, "peak_mib": 2048.0}
 RECORD = {
     "format": plan.FORMAT,
     "date": "2026-12-01T10:00:00+00:00",
@@ -28,7 +29,7 @@ RECORD = {
         "train": {"status": "failed", "seconds": 60.0, "values": {}, "error": "a | b\nc"},
         "ceilings": {"status": "ok", "seconds": 5.0, "values": {"copy_bytes_per_second": 3.0e12}},
         "engine": {"status": "ok", "seconds": 50.0, "values": {"0.5B": {"parameters": 5, "rows": [ROW]}}},
-        "step": {"status": "ok", "seconds": 50.0, "values": {"ratio": 2.0}},
+        "step": {"status": "ok", "seconds": 50.0, "values": {"ratio": 2.0, "trl": TRL}},
     },
 }
 
@@ -73,6 +74,8 @@ def test_figures_of_a_card_are_shown_and_missing_steps_are_not_measured(tree):
     assert "moves 3 TB/s" in page
     assert "runs at not measured TFLOP/s" in page
     assert "Update: not measured." in page
+    assert "| nlgrpo | not measured |" in page
+    assert "| TRL | 3 | 4,000 | 2 |" in page
     assert "| failed | 60 | a / b c |" in page
     readme = (tree / "README.md").read_text()
     assert "On one NVIDIA H100 80GB HBM3, a 0.5B model samples 23,457 tokens per second" in readme
