@@ -52,10 +52,9 @@ def import_error(name: str) -> str | None:
 def card() -> list[str] | None:
     """Clocks, temperature and power of the GPUs before the run, by nvidia-smi."""
     fields = "name,driver_version,memory.used,clocks.sm,clocks.mem,temperature.gpu,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True, timeout=20
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.splitlines()

@@ -21,7 +21,11 @@ def run(kit: Kit) -> None:
     shape = kit.pick("0.5B", "1M")
     case = Case(kit.pick(PROMPT, 12), kit.pick(SAMPLES, 2), beta=0.0)
     args = Namespace(
-        prompts=kit.pick(PROMPTS, 2), device=kit.device, steps=kit.pick(3, 1), warmup=kit.pick(1, 0), threads=kit.pick(8, 1)
+        prompts=kit.pick(PROMPTS, 2),
+        device=kit.device,
+        steps=kit.pick(3, 1),
+        warmup=kit.pick(1, 0),
+        threads=kit.pick(8, 1),
     )
     need(kit.pick(24 * 2**30, 0), kit.device)
     parameters = bench_step.write_inputs(kit.folder, case.prompt_tokens, SHAPES[shape], kit.device)

@@ -36,7 +36,7 @@ PHRASES = {
 }
 FILES = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "nlgrpo/**/*.py", "kernels/*.py", "csrc/*", "scripts/*.py", "bench/*.py",
+    for pattern in ("*.md", "docs/**/*.md", "nlgrpo/**/*.py", "kernels/*.py", "csrc/*", "scripts/**/*.py", "bench/*.py",
                     "examples/*", "setup.py", "Makefile", "tests/**/*.py")
     for path in sorted(REPOSITORY.glob(pattern))
     if path.is_file() and path.name != Path(__file__).name
