@@ -6,7 +6,8 @@
 #   scripts/gpu.sh speed       how fast is everything? at most 4 minutes
 #   scripts/gpu.sh all         both
 #
-# Options: --rehearse (every step on a CPU at tiny sizes), --only STEP,.., --out FOLDER, --list. PYTHON names the Python.
+# Options: --rehearse (every step on a CPU at tiny sizes), --only STEP,.., --out FOLDER, --commit NAME, --list. The
+# variable PYTHON names the Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${PYTHON:-}" ]; then
