@@ -61,10 +61,13 @@ def start(kit: Kit, out: Path, steps: int, *, torchrun: bool = False) -> subproc
 
 
 def end(process: subprocess.Popen[str], what: str) -> None:
-    """Wait for a run. Raises RuntimeError, with the end of its output, if it failed."""
+    """Wait for a run. Raises RuntimeError, with the line of its output that names an error, if it failed."""
     output, _ = process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{what} ended with status {process.returncode}: {output[-800:]}")
+        print(output[-3000:])
+        lines = output.strip().splitlines() or ["no output"]
+        error = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        raise RuntimeError(f"{what} ended with status {process.returncode}: {error.strip()}")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The step that runs the tests marked ``gpu``: which files it takes, and what it counts."""
+"""The steps `tests` and `train`: which files they take, what they count, and how they compare and report runs."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from gpu_kit import check_tests, plan
+from gpu_kit import check_tests, check_train, plan
 
 CASES = """
 import pytest
@@ -50,3 +50,30 @@ def test_files_with_cases_for_a_gpu_are_found(tmp_path):
         (tmp_path / name).write_text(text)
     assert [path.name for path in check_tests.marked_files(tmp_path)] == ["test_device.py", "test_marked.py"]
     assert len(check_tests.marked_files(plan.ROOT / "tests")) >= 4
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        ("Traceback\\n  line\\nKeyError: <class 'type'>\\n  more\\n", "KeyError: <class 'type'>"),
+        ("first\\nlast\\n", "last"),
+        ("", "no output"),
+    ],
+)
+def test_a_run_that_fails_is_reported_by_its_error(output, error, capsys):
+    code = f"print('''{output}''', end=''); raise SystemExit(3)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with pytest.raises(RuntimeError, match="the run ended with status 3: ") as raised:
+        check_train.end(process, "the run")
+    assert str(raised.value).endswith(f": {error}")
+    assert "first" not in str(raised.value)
+
+
+def test_metrics_are_compared_to_the_bit_without_times():
+    ours = [{"step": 0, "loss": 1e-7, "grad_norm": 2.0, "time/update": 1.0, "step_time": 2.0}]
+    theirs = [{"step": 0, "loss": 1e-7, "grad_norm": 2.0, "time/update": 3.0, "step_time": 9.0}]
+    assert check_train.differences(ours, theirs) == 0.0
+    theirs[0]["loss"] = 2e-7
+    assert check_train.differences(ours, theirs) == pytest.approx(1e-4)
+    theirs[0]["grad_norm"] = 2.2
+    assert check_train.differences(ours, theirs) == pytest.approx(0.2 / 2.2)
