@@ -22,7 +22,7 @@ TOOLS = ("nvidia-smi", "nvcc", "compute-sanitizer", "ncu", "c++", "git")
 
 def run(kit: Kit) -> None:
     kit.put(
-        platform=platform.platform(),
+        platform=f"{platform.system()} {platform.machine()}",
         torch={
             "version": torch.__version__,
             "cuda": torch.version.cuda,

@@ -51,10 +51,10 @@ class Kit:
         self._write({})
 
     def end(self, status: str, error: str | None = None) -> None:
-        self._write({"status": status} | ({} if error is None else {"error": plan.tidy(error)}))
+        self._write({"status": status} | ({} if error is None else {"error": error}))
 
     def _write(self, end: dict[str, Any]) -> None:
-        atomic_write(self.out, json.dumps({"values": self.values} | end) + "\n")
+        atomic_write(self.out, plan.tidy(json.dumps({"values": self.values} | end)) + "\n")
 
 
 def message(error: BaseException) -> str:

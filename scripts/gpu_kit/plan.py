@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,8 @@ def of_command(command: str, only: tuple[str, ...] = ()) -> list[Step]:
 
 
 def tidy(text: str) -> str:
-    """Return ``text`` without folders of the user, for a file that is committed."""
+    """Return ``text`` without folders of the user and of Python, for a file that is committed."""
+    for folder in (sys.prefix, sys.base_prefix):
+        text = text.replace(folder, "<python>")
     text = text.replace(f"{ROOT}{os.sep}", "").replace(str(ROOT), ".")
     return text.replace(str(Path.home()), "~")

@@ -102,28 +102,25 @@ class Runner:
                     command(step, out, limit), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                     env=self.environment() | {"TMPDIR": str(folder)}, cwd=plan.ROOT, start_new_session=True,
                 )  # fmt: skip
-            late = stopped = False
+            error = None
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
-                late = True
+                error = f"stopped at its time limit of {limit:.0f} s"
             except Interrupted:
-                stopped = True
-                raise
-            finally:
                 stop(process)
                 seconds = round(time.perf_counter() - begin, 2)
-                entry = {"status": "failed", "seconds": seconds} | read(out)
-                if stopped:
-                    self.record["steps"][step.name] |= entry | {"status": "stopped"}
-            if late and "status" not in read(out):
-                entry |= {"status": "failed", "error": f"stopped at its time limit of {limit:.0f} s"}
-            elif "status" not in read(out):
-                entry["error"] = f"the process ended with status {process.returncode}"
+                self.record["steps"][step.name] |= read(out) | {"status": "stopped", "seconds": seconds}
+                raise
+            stop(process)
+            entry = {"seconds": round(time.perf_counter() - begin, 2)} | read(out)
+            if "status" not in entry:
+                error = error or f"the process ended with status {process.returncode}"
+                entry |= {"status": "failed", "error": error}
             if entry["status"] == "failed":
-                text = log.read_text("utf-8", "replace")
-                entry["output"] = plan.tidy(text[-TAIL:])
-                print(text[-TAIL:], file=sys.stderr)
+                text = log.read_text("utf-8", "replace")[-TAIL:]
+                entry["output"] = plan.tidy(text)
+                print(text, file=sys.stderr)
             return entry
 
     def end(self, step: Step, entry: dict[str, Any]) -> None:

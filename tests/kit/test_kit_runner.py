@@ -185,8 +185,8 @@ def test_a_step_that_raises_has_failed_with_one_line(tmp_path, monkeypatch, erro
 
 
 def test_values_name_no_folder_of_the_user(tmp_path):
-    text = plan.tidy(f"{plan.ROOT}/nlgrpo/train.py and {Path.home()}/models")
-    assert text == "nlgrpo/train.py and ~/models"
+    text = plan.tidy(f"{plan.ROOT}/nlgrpo/train.py, {sys.base_prefix}/lib/x.py and {Path.home()}/models")
+    assert text == "nlgrpo/train.py, <python>/lib/x.py and ~/models"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
