@@ -60,7 +60,9 @@ else:
     from .policy_loss import policy_loss, policy_loss_with_statistics
     from .recompute import recomputed
     from .reference import split_and_rotate
+    from .rotary import rotate_queries_and_keys
     from .segments import Segments
+    from .shared_keys import keys_of_segments
 
     __all__ = [
         "BlockWeights",
@@ -69,6 +71,7 @@ else:
         "branch_attention",
         "decode_block",
         "ecdf",
+        "keys_of_segments",
         "linear",
         "linear_logprob",
         "linear_policy_loss",
@@ -78,6 +81,7 @@ else:
         "policy_loss_with_statistics",
         "recomputed",
         "rms_norm",
+        "rotate_queries_and_keys",
         "sample_tokens",
         "split_and_rotate",
         "swiglu",

@@ -13,6 +13,7 @@ from torch import Tensor
 from .dispatch import is_cpu
 from .reference import split_and_rotate
 from .segments import Segments
+from .shared_keys import keys_of_segments
 
 
 def packed_attention(
@@ -22,9 +23,10 @@ def packed_attention(
     q, k, v = split_and_rotate(qkv, rope, heads)
     if is_cpu(qkv):
         return cast(Tensor, _PartialAttention.apply(q, k, v, scale, _parts(segments, window, q)))
-    index, sizes = segments.key_index(q.device), segments.key_lengths
+    pairs = keys_of_segments(torch.stack((k, v), dim=1), segments).split(segments.key_lengths)
     out = [q[:0]]
-    for query, key, value in zip(q.split(segments.lengths), k[index].split(sizes), v[index].split(sizes), strict=True):
+    for query, pair in zip(q.split(segments.lengths), pairs, strict=True):
+        key, value = pair.unbind(1)
         mask = _mask(len(query), len(key), window, q.device)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         grouped = q.shape[1] != k.shape[1]

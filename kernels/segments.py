@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class Segments:
     def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None = None) -> None:
         self.lengths = list(lengths)
         self.prefixes = [None] * len(self.lengths) if prefixes is None else list(prefixes)
+        self._tensors: dict[tuple[str, str], Tensor] = {}
         if len(self.prefixes) != len(self.lengths):
             raise ValueError(f"{len(self.lengths)} segments have {len(self.prefixes)} prefixes: expected one each")
         for i, prefix in enumerate(self.prefixes):
@@ -84,15 +85,77 @@ class Segments:
 
     def positions(self, device: torch.device) -> Tensor:
         """Position (T,) of each token in its sequence."""
-        spans = [torch.arange(first, first + n) for first, n in zip(self.offsets, self.lengths, strict=True)]
-        return torch.cat(spans or [torch.arange(0)]).to(device, non_blocking=True)
+        return self._kept("positions", device, lambda: spans(self.offsets, self.lengths))
+
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each segment ends among the T tokens, and among the K keys of `key_index`: 0, then S ends, int32."""
+        queries = self._kept("ends", device, lambda: _starts(self.lengths).to(torch.int32))
+        keys = self._kept("key_ends", device, lambda: _starts(self.key_lengths).to(torch.int32))
+        return queries, keys
 
     def key_index(self, device: torch.device) -> Tensor:
         """Indices (K,) of the tokens whose keys each segment reads: its prefix, then its own; segment by segment."""
-        starts = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
-        spans = []
+        return self._kept("key_index", device, self._key_index)
+
+    def _key_index(self) -> Tensor:
+        starts = _starts(self.lengths).tolist()
+        firsts = list[int]()
+        lengths = list[int]()
         for i, (length, prefix) in enumerate(zip(self.lengths, self.prefixes, strict=True)):
             if prefix is not None:
-                spans.append(torch.arange(starts[prefix], starts[prefix] + self.lengths[prefix]))
-            spans.append(torch.arange(starts[i], starts[i] + length))
-        return torch.cat(spans or [torch.arange(0)]).to(device, non_blocking=True)
+                firsts.append(starts[prefix])
+                lengths.append(self.lengths[prefix])
+            firsts.append(starts[i])
+            lengths.append(length)
+        return spans(firsts, lengths)
+
+    def key_sources(self, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Where the keys of each token are among the K of `key_index`, to add their gradients.
+
+        Returns the index (T,) of each token in the keys of its own segment; and, for each number m of segments that
+        share a prefix, the n tokens of such prefixes, and the indices (n, 1 + m) of all their keys.
+        """
+        own = self._kept("own_keys", device, self._own_keys)
+        counts = sorted({len(group.suffixes) for group in self.groups() if group.length and group.suffixes})
+        copied = list[tuple[Tensor, Tensor]]()
+        for m in counts:
+            table = self._kept(f"copies of {m}", device, partial(self._copies, m))
+            copied.append((table[:, 0], table[:, 1:]))
+        return own, copied
+
+    def _own_keys(self) -> Tensor:
+        starts = _starts(self.key_lengths).tolist()
+        firsts = [start + offset for start, offset in zip(starts, self.offsets, strict=False)]
+        return spans(firsts, self.lengths)
+
+    def _copies(self, m: int) -> Tensor:
+        """Tokens of the prefixes that m segments share, and the indices of their keys, (n, 2 + m)."""
+        starts = _starts(self.key_lengths).tolist()
+        parts = list[Tensor]()
+        segment = 0
+        for group in self.groups():
+            if len(group.suffixes) == m:
+                firsts = [group.start, *starts[segment : segment + 1 + m]]
+                parts.append(torch.arange(group.length)[:, None] + torch.tensor(firsts))
+            segment += 1 + len(group.suffixes)
+        return torch.cat(parts)
+
+    def _kept(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that is made once, on the CPU, and copied once: all layers and passes read the same."""
+        key = (name, str(device))
+        if key not in self._tensors:
+            with torch.inference_mode(False):  # a pass that autograd records may read it next
+                self._tensors[key] = make().to(device, non_blocking=True)
+        return self._tensors[key]
+
+
+def spans(firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Concatenate the ranges first, first + 1, .. of ``lengths``, on the CPU."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    shifts = torch.tensor(firsts, dtype=torch.int64) - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    """Where each of the parts of ``lengths`` begins, and where the last one ends."""
+    return torch.tensor([0, *lengths]).cumsum(0)

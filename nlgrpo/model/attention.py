@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from nlgrpo.kernels import Segments, packed_attention, split_and_rotate
+from nlgrpo.kernels import Segments, keys_of_segments, packed_attention, rotate_queries_and_keys
 
 Rope = tuple[Tensor, Tensor] | None  # cos and sin, each (T, r/2); None: no rotation
 KINDS = ("flash_attn", "varlen", "packed")
@@ -33,31 +34,42 @@ class PackedAttention:
         self.segments = Segments.of(lengths)
         self.kind = kind or implementation(device.type, dtype)
         if self.kind != "packed":
-            queries, keys = self.segments.lengths, self.segments.key_lengths
-            ends = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in (queries, keys)]
-            ends_q, ends_k = (x.to(device, non_blocking=True) for x in ends)
-            self.bounds = (ends_q, ends_k, max(queries, default=0), max(keys, default=0))
-            self.index = self.segments.key_index(device) if self.segments.shared else None
+            longest = (max(self.segments.lengths, default=0), max(self.segments.key_lengths, default=0))
+            self.bounds = (*self.segments.ends(device), *longest)
 
     def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
         if self.kind == "packed":
             return packed_attention(qkv, rope, self.segments, heads=heads, scale=scale, window=window)
-        q, k, v = split_and_rotate(qkv, rope, heads)
+        kv_heads = (qkv.shape[1] - heads) // 2
+        q, kv = rotate_queries_and_keys(qkv, rope, heads).split((heads, 2 * kv_heads), dim=1)
+        if self.segments.shared:
+            kv = keys_of_segments(kv, self.segments)
+            q = q.contiguous()  # a view would keep the keys and values from which those of the segments were copied
+        k, v = kv.split(kv_heads, dim=1)
         left = -1 if window is None else window - 1
-        if self.index is not None:
-            k, v = k[self.index], v[self.index]
         if self.kind == "flash_attn":
             from flash_attn import flash_attn_varlen_func
 
+            # PyTorch's flag says nothing to flash-attn, which has had this argument since 2.4.1.
+            exact = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
             # Queries and keys end together: query i of l sees the keys up to n + i of n + l.
             return flash_attn_varlen_func(
-                q, k, v, *self.bounds, softmax_scale=scale, causal=True, window_size=(left, 0)
+                q, k, v, *self.bounds, softmax_scale=scale, causal=True, window_size=(left, 0), **exact
             )
         from torch.nn.attention.varlen import varlen_attn
 
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        return cast(Tensor, varlen_attn(q, k, v, *self.bounds, scale=scale, window_size=(left, 0)))
+        grouped = {}
+        if q.shape[1] != k.shape[1] and takes_fewer_key_heads(varlen_attn):
+            grouped = {"enable_gqa": True}
+        elif q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return cast(Tensor, varlen_attn(q, k, v, *self.bounds, scale=scale, window_size=(left, 0), **grouped))
+
+
+@functools.cache
+def takes_fewer_key_heads(varlen_attn: Callable[..., object]) -> bool:
+    """Whether PyTorch's ``varlen_attn`` shares a key head between query heads; that of PyTorch 2.11 does not."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache

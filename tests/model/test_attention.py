@@ -1,5 +1,6 @@
 """The calls of attention kernels for a GPU, whose arguments are checked without one."""
 
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from nlgrpo.kernels import Segments, packed_attention
 from nlgrpo.model import attention
 from nlgrpo.model.attention import PackedAttention
+from nlgrpo.runtime.determinism import deterministic_algorithms
 
 ALONE = Segments([5, 5, 3, 3, 3, 7, 1, 1, 5])
 SHARED = Segments([5, 4, 3, 1, 1, 6, 9, 2, 2, 8, 1], [None, None, 1, 1, 1, None, 5, 5, 5, None, 9])
@@ -23,9 +25,13 @@ def dense(q, k, v, scale, window):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-def flash_attention(q, k, v, ends_q, ends_k, longest_q, longest_k, *, softmax_scale, causal, window_size):
+def flash_attention(
+    q, k, v, ends_q, ends_k, longest_q, longest_k, *, softmax_scale, causal, window_size, deterministic=False
+):
     """What flash_attn documents: the masks of a sequence are aligned to the last query and the last key."""
     assert causal
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert window_size[1] == 0
     assert (longest_q, longest_k) == (int(ends_q.diff().max()), int(ends_k.diff().max()))
     q, k, v = (x.tensor_split(ends[1:-1].long()) for x, ends in ((q, ends_q), (k, ends_k), (v, ends_k)))
@@ -33,28 +39,86 @@ def flash_attention(q, k, v, ends_q, ends_k, longest_q, longest_k, *, softmax_sc
     return torch.cat([dense(*qkv, softmax_scale, window) for qkv in zip(q, k, v, strict=True)])
 
 
-def varlen_attention(q, k, v, *ends, scale, window_size):
+def varlen_attention(q, k, v, *ends, scale, window_size, enable_gqa=False):
+    """That of newer versions of PyTorch, which takes key heads that several query heads share."""
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    deterministic = torch.are_deterministic_algorithms_enabled()  # PyTorch's own reads the flag of the process
+    options = {"causal": True, "window_size": window_size, "deterministic": deterministic}
+    return flash_attention(q, k, v, *ends, softmax_scale=scale, **options)
+
+
+def older_varlen_attention(q, k, v, *ends, scale, window_size):
+    """That of PyTorch 2.11."""
     assert q.shape[1] == k.shape[1] == v.shape[1]
-    return flash_attention(q, k, v, *ends, softmax_scale=scale, causal=True, window_size=window_size)
+    return varlen_attention(q, k, v, *ends, scale=scale, window_size=window_size)
+
+
+KERNELS = {"flash_attn": flash_attention, "varlen": varlen_attention, "older varlen": older_varlen_attention}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    """The call of one kernel, which is emulated; yields its name."""
+    name = request.param
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(name)
+        return KERNELS[name](*arguments, **options)
+
+    counted.__signature__ = inspect.signature(KERNELS[name])
+    monkeypatch.setattr(attention, "implementation", lambda *_: name.removeprefix("older "))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=counted))
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=counted))
+    yield name
+    assert calls
+
+
+def inputs(segments, dtype=torch.float64, rotary=6):
+    """qkv of 6 query and 2 key heads, rope, and the upstream gradient."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(segments.lengths)
+    qkv = torch.randn(tokens, 10, 8, generator=generator, dtype=dtype, requires_grad=True)
+    angle = torch.randn(tokens, rotary // 2, generator=generator, dtype=dtype)
+    rope = (angle.cos(), angle.sin()) if rotary else None
+    return qkv, rope, torch.randn(tokens, 6, 8, generator=generator, dtype=dtype)
 
 
 @pytest.mark.parametrize("segments", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kind", ["flash_attn", "varlen"])
-def test_calls_of_the_gpu_kernels(segments, window, kind, monkeypatch):
+@pytest.mark.parametrize("rotary", [0, 6, 8])
+def test_calls_of_the_gpu_kernels(segments, window, rotary, kernel):
     """The arguments are right if the kernels do what they document; the kernels themselves need a GPU."""
-    monkeypatch.setattr(attention, "implementation", lambda *_: kind)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attention))
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen_attention))
-    generator = torch.Generator().manual_seed(0)
-    tokens = sum(segments.lengths)
-    qkv = torch.randn(tokens, 10, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(tokens, 6, 8, generator=generator, dtype=torch.float64)
+    qkv, rope, upstream = inputs(segments, rotary=rotary)
     attend = PackedAttention(segments, torch.device("cpu"), torch.float64)
-    ours = attend(qkv, None, heads=6, layer=0, scale=0.3, window=window)
-    plain = packed_attention(qkv, None, segments, heads=6, scale=0.3, window=window)
+    ours = attend(qkv, rope, heads=6, layer=0, scale=0.3, window=window)
+    plain = packed_attention(qkv, rope, segments, heads=6, scale=0.3, window=window)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(out, qkv, upstream) for out in (ours, plain)))
+
+
+@pytest.mark.parametrize("segments", [ALONE, SHARED], ids=["alone", "shared"])
+def test_calls_of_the_gpu_kernels_in_float32(segments, kernel):
+    """Against float64: products of 8 numbers, and sums of up to 3 gradients of a shared key."""
+    qkv, rope, upstream = inputs(segments, torch.float32)
+    exact = qkv.detach().double().requires_grad_()
+    ours = PackedAttention(segments, torch.device("cpu"), torch.float32)(
+        qkv, rope, heads=6, layer=0, scale=0.3, window=None
+    )
+    wide = tuple(x.double() for x in rope)
+    plain = packed_attention(exact, wide, segments, heads=6, scale=0.3)
+    torch.testing.assert_close(ours.double(), plain, rtol=1e-6, atol=1e-6)
+    gradient = torch.autograd.grad(ours, qkv, upstream)[0].double()
+    torch.testing.assert_close(gradient, torch.autograd.grad(plain, exact, upstream.double())[0], rtol=5e-6, atol=5e-6)
+
+
+def test_a_deterministic_run_asks_flash_attention_for_its_deterministic_gradient(kernel):
+    """`flash_attention` compares its argument with the flag of the process."""
+    qkv, rope, _ = inputs(SHARED)
+    attend = PackedAttention(SHARED, torch.device("cpu"), torch.float64)
+    with deterministic_algorithms(True):
+        attend(qkv, rope, heads=6, layer=0, scale=0.3, window=None)
+    attend(qkv, rope, heads=6, layer=0, scale=0.3, window=None)
 
 
 @pytest.fixture
