@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nlgrpo.kernels import Segments
 
 Inserted = Sequence[Mapping[int, Sequence[int]]]
+Ids = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,23 @@ class MicroBatch:
     targets: Tensor  # (S,)
     row: Tensor  # (S,) the completion of the rollout that each target belongs to
     offset: Tensor  # (S,) its position in that completion
+    completions: list[int]  # the n completions that have targets, in the order of the targets
+    lengths: list[int]  # their numbers of targets
+
+    @cached_property
+    def present(self) -> Tensor:
+        """``completions`` (n,) on the device."""
+        return _on(self.row.device, _array(self.completions))[0]
+
+    @cached_property
+    def sequence(self) -> Tensor:
+        """Number (S,) of the completion of each target, among the n that are present."""
+        return _on(self.row.device, np.repeat(np.arange(len(self.lengths)), self.lengths))[0]
+
+    def sets(self, width: int) -> Tensor:
+        """Numbers, in their order, of the sets that are present: ``width`` consecutive completions each."""
+        numbers = sorted({completion // width for completion in self.completions})
+        return _on(self.row.device, _array(numbers))[0]
 
     def pick(self, values: Tensor) -> Tensor:
         """Select the values (S,) of the targets from ``values (R, L)``, indexed by completion and position."""
@@ -35,7 +55,7 @@ class MicroBatch:
 
 def pack(
     prompt_ids: Sequence[Sequence[int]],
-    completion_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Ids],
     rows: Sequence[int],
     max_tokens: int,
     device: torch.device | str = "cpu",
@@ -58,7 +78,7 @@ def pack(
 
 def pack_sets(
     prompt_ids: Sequence[Sequence[int]],
-    completion_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Ids],
     sets: Sequence[Sequence[int]],
     max_tokens: int,
     device: torch.device | str = "cpu",
@@ -70,7 +90,8 @@ def pack_sets(
 
     ``sets``: lists of rows. A set of more than ``max_tokens`` tokens gets its own micro-batch.
     """
-    prompts, suffixes = _number(prompt_ids), dict[int, _Suffix]()
+    prompts = _number(prompt_ids)
+    suffixes = dict[int, _Suffix]()
     for r in (r for rows in sets for r in rows):
         suffixes[r] = _Suffix.of(completion_ids[r], inserted[r] if inserted else {})
     by_prompts: dict[tuple[int, ...], list[int]] = {}
@@ -84,25 +105,31 @@ def pack_sets(
             units.append([r for i in part for r in sets[i]])
             unit_sizes.append(shared + sum(sizes[i] for i in part))
     parts = [[r for unit in part for r in units[unit]] for part in bins(dict(enumerate(unit_sizes)), max_tokens)]
-    return [_micro_batch(prompt_ids, completion_ids, suffixes, prompts, part, device) for part in parts]
+    return [_micro_batch(prompt_ids, suffixes, prompts, part, device) for part in parts]
 
 
 class _Suffix(NamedTuple):
-    """The tokens that follow a prompt, without the last sampled one, which predicts nothing."""
+    """A completion, and the tokens that follow the prompt: all but the last sampled one, which predicts nothing."""
 
-    tokens: Sequence[int]
-    before: Sequence[int]  # for each sampled token, the index of the one before it; -1 is the prompt's last
+    sampled: np.ndarray
+    tokens: np.ndarray
+    before: np.ndarray  # for each sampled token, the index of the one before it; -1 is the prompt's last
 
     @classmethod
-    def of(cls, completion: Sequence[int], inserted: Mapping[int, Sequence[int]]) -> _Suffix:
+    def of(cls, completion: Ids, inserted: Mapping[int, Sequence[int]]) -> _Suffix:
+        sampled = _array(completion)
         if not inserted:
-            return cls(completion[:-1], range(-1, len(completion) - 1))
+            return cls(sampled, sampled[:-1], np.arange(-1, len(sampled) - 1))
         tokens, before = list[int](), list[int]()
         for k, token in enumerate(completion):
             tokens += inserted.get(k, ())
             before.append(len(tokens) - 1)
             tokens.append(token)
-        return cls(tokens[:-1], before)
+        return cls(sampled, _array(tokens[:-1]), _array(before))
+
+
+def _array(ids: Ids) -> np.ndarray:
+    return np.array(ids, dtype=np.int64)
 
 
 def _number(sequences: Sequence[Sequence[int]]) -> list[int]:
@@ -137,39 +164,51 @@ class _Tokens:
     """Tokens of a micro-batch, and their segments."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.parts: list[np.ndarray] = []
+        self.count = 0
         self.lengths: list[int] = []
         self.prefixes: list[int | None] = []
 
-    def add(self, prefix: Sequence[int], suffixes: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+    def add(self, prefix: np.ndarray, suffixes: Sequence[np.ndarray]) -> tuple[int, list[int]]:
         """Append sequences that share a prefix. Returns the indices of the first tokens of the prefix and suffixes."""
-        start, starts = len(self.tokens), list[int]()
-        self.tokens += prefix
-        for suffix in suffixes:
-            starts.append(len(self.tokens))
-            self.tokens += suffix
-        lengths = [len(suffix) for suffix in suffixes if suffix]
-        if len(lengths) > 1 and prefix:
+        start = self._append(prefix)
+        starts = [self._append(suffix) for suffix in suffixes]
+        lengths = [len(suffix) for suffix in suffixes if len(suffix)]
+        if len(lengths) > 1 and len(prefix):
             segment = len(self.lengths)
             self.lengths += [len(prefix), *lengths]
             self.prefixes += [None, *[segment] * len(lengths)]
         else:
-            lengths = lengths if not prefix else [len(prefix) + sum(lengths)]
+            lengths = [len(prefix) + sum(lengths)] if len(prefix) else lengths
             self.lengths += lengths
             self.prefixes += [None] * len(lengths)
         return start, starts
+
+    def _append(self, tokens: np.ndarray) -> int:
+        start = self.count
+        self.parts.append(tokens)
+        self.count += len(tokens)
+        return start
+
+    def tokens(self) -> np.ndarray:
+        return _joined(self.parts)
 
     def segments(self) -> Segments:
         return Segments(self.lengths, self.prefixes)
 
 
-def _on(device: torch.device | str, *columns: Sequence[int]) -> list[Tensor]:
-    return [torch.tensor(column, dtype=torch.int64).to(device, non_blocking=True) for column in columns]
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([_array(()), *parts])
+
+
+def _on(device: torch.device | str, *columns: np.ndarray) -> list[Tensor]:
+    """Return the columns as tensors on ``device``, which are views of one, so that one copy moves them."""
+    together = torch.from_numpy(_joined(columns)).to(device, non_blocking=True)
+    return list(together.split([len(column) for column in columns]))
 
 
 def _micro_batch(
     prompt_ids: Sequence[Sequence[int]],
-    completion_ids: Sequence[Sequence[int]],
     suffixes: Mapping[int, _Suffix],
     prompts: Sequence[int],
     rows: Sequence[int],
@@ -180,28 +219,33 @@ def _micro_batch(
     for r in rows:
         groups.setdefault(prompts[r], []).append(r)
     packed = _Tokens()
-    select, targets, row, offset = list[int](), list[int](), list[int](), list[int]()
+    select = list[np.ndarray]()
+    order = list[int]()
     for group in groups.values():
-        _, starts = packed.add(prompt_ids[group[0]], [suffixes[r].tokens for r in group])
+        _, starts = packed.add(_array(prompt_ids[group[0]]), [suffixes[r].tokens for r in group])
         last = starts[0] - 1
         for r, start in zip(group, starts, strict=True):
-            completion = completion_ids[r]
             before = suffixes[r].before
-            if isinstance(before, range):  # nothing was inserted
-                select += [last, *range(start, start + len(completion) - 1)][: len(completion)]
-            else:
-                select += [last if i < 0 else start + i for i in before]
-            targets += completion
-            row += [r] * len(completion)
-            offset += range(len(completion))
-    tokens, *columns = _on(device, packed.tokens, select, targets, row, offset)
-    return MicroBatch(tokens, packed.segments(), *columns)
+            select.append(np.where(before < 0, last, start + before))
+            order.append(r)
+    targets = [suffixes[r].sampled for r in order]
+    lengths = [len(ids) for ids in targets]
+    row = np.repeat(_array(order), lengths)
+    offset = _joined([np.arange(n) for n in lengths])
+    tokens, *columns = _on(device, packed.tokens(), _joined(select), _joined(targets), row, offset)
+    return MicroBatch(
+        tokens,
+        packed.segments(),
+        *columns,
+        completions=[r for r in order if len(suffixes[r].sampled)],
+        lengths=[n for n in lengths if n],
+    )
 
 
 def empty_micro_batch(device: torch.device | str = "cpu") -> MicroBatch:
     """One token and no target: run by a rank that has no micro-batch left, because the others need its collectives."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    return MicroBatch(nothing.new_zeros(1), Segments([1]), nothing, nothing, nothing, nothing)
+    return MicroBatch(nothing.new_zeros(1), Segments([1]), nothing, nothing, nothing, nothing, [], [])
 
 
 # --- pairs of sequences, each scored at one token -----------------------------------------------------------------
@@ -240,11 +284,11 @@ def pack_pairs(
         packed, select = _Tokens(), list[int]()
         for i in part:
             pair, shared = (chosen[rows[i]], rejected[rows[i]]), common[i]
-            start, starts = packed.add(pair[0][:shared], [ids[shared:] for ids in pair])
+            start, starts = packed.add(_array(pair[0][:shared]), [_array(ids[shared:]) for ids in pair])
             for ids, suffix in zip(pair, starts, strict=True):
                 scored = scored_at(ids, pad)
                 select.append(start + scored if scored < shared else suffix + scored - shared)
-        tokens, *columns = _on(device, packed.tokens, select, [rows[i] for i in part])
+        tokens, *columns = _on(device, packed.tokens(), _array(select), _array([rows[i] for i in part]))
         batches.append(PairBatch(tokens, packed.segments(), *columns))
     return batches
 

@@ -31,6 +31,13 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def sums(self, *numbers: float) -> list[float]:
+        """Sums over ranks of numbers that each rank knows; one rank asks no device for them."""
+        if self.world == 1:
+            return [float(number) for number in numbers]
+        values: list[float] = self.sum(torch.tensor(numbers, dtype=torch.float64, device=self.device)).tolist()
+        return values
+
     def max(self, values: Tensor) -> Tensor:
         """Maximum over ranks, in place."""
         if self.world > 1:
@@ -55,6 +62,8 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
+        if self.world == 1:
+            return flag
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
 
     def agree(self, work: Callable[[], Result], error: type[Exception] = ValueError) -> Result:

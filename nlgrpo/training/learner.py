@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +63,22 @@ def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]  # adapters have no vectors
 
 
+@dataclass
+class PackedRollout:
+    """Micro-batches of all rows of this rank's rollout, kept until the update of the step is done."""
+
+    rollout: Rollout | None = None
+    batches: list[MicroBatch] = field(default_factory=list)
+
+    def keep(self, rollout: Rollout, batches: list[MicroBatch]) -> None:
+        self.rollout = rollout
+        self.batches = batches
+
+    def clear(self) -> None:
+        self.rollout = None
+        self.batches = []
+
+
 @dataclass(frozen=True)
 class Learner:
     """The policy, the frozen reference (None without a KL penalty), PPO's critic, and their optimizer.
@@ -81,6 +97,7 @@ class Learner:
     micro_batch_limit: MicroBatchLimit
     seed: int
     critic: Critic | None = None
+    packed: PackedRollout = field(default_factory=PackedRollout, repr=False)
 
     @property
     def trained(self) -> nn.Module:
@@ -90,17 +107,31 @@ class Learner:
         return nn.ModuleDict({"policy": self.model, "critic": self.critic.module})
 
     def micro_batches(self, rollout: Rollout, rows: list[int]) -> list[MicroBatch]:
-        """Pack this rank's ``rows`` of the rollout into micro-batches, the same number on every rank."""
+        """Pack this rank's ``rows`` of the rollout into micro-batches, the same number on every rank.
+
+        All rows are packed once a step: the reference, the policy, the critic and the update read the same.
+        """
+        if len(rows) < rollout.lengths.numel():
+            return self.pad_micro_batches(self._pack(rollout, rows))
+        if self.packed.rollout is not rollout:
+            self.packed.keep(rollout, self._pack(rollout, rows))
+        return self.pad_micro_batches(self.packed.batches)
+
+    def _pack(self, rollout: Rollout, rows: list[int]) -> list[MicroBatch]:
         samples = rollout.tokens.shape[1]
         prompts = [prompt for prompt in rollout.prompt_ids for _ in range(samples)]
-        completions, (tokens, group) = rollout.completion_ids(), self.micro_batch_limit
-        packed = pack(
+        padded = rollout.tokens.flatten(0, 1).cpu().numpy()
+        lengths = rollout.lengths.flatten().tolist()
+        completions = [ids[:n] for ids, n in zip(padded, lengths, strict=True)]
+        tokens, group = self.micro_batch_limit
+        return pack(
             prompts, completions, rows, tokens, self.ranks.device, group_tokens=group, inserted=rollout.inserted
         )
-        return self.pad_micro_batches(packed)
 
     def pad_micro_batches(self, packed: list[MicroBatch]) -> list[MicroBatch]:
         """Append empty micro-batches until all ranks have the same number; collective, like each forward pass."""
+        if self.ranks.world == 1:
+            return packed
         device = self.ranks.device
         most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
         return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
@@ -160,11 +191,9 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = critic_lr if "critic" in group else lr
-        lengths = rollout.lengths.flatten()
-        kept = torch.ones_like(rollout.lengths, dtype=torch.bool)
-        if dropped is not None:
-            kept[dropped] = False
-        kept = kept.flatten()
+        device = self.ranks.device
+        lengths = rollout.lengths.flatten().cpu()  # what a step needs to know about its rows is read here, once
+        kept = _kept(rollout, dropped)
         off_policy = self.loss.epochs * self.loss.minibatches > 1  # from the second optimizer step on
         ref = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
         old = None if corrected is None else corrected.policy
@@ -172,22 +201,22 @@ class Learner:
             old = self.score(self.model, rollout)
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
-        dapo_tokens = float(self.ranks.sum(lengths[kept].sum().double())) / self.loss.minibatches
+        (all_tokens,) = self.ranks.sums(int(lengths[kept].sum()))
         totals, skipped = _Totals(self.ranks), 0
         for part, rows in enumerate(self._minibatches(kept, step)):
             row_lengths = lengths[rows]
-            counts = torch.tensor([len(rows), float(row_lengths.sum())], dtype=torch.float64, device=lengths.device)
-            sequences, tokens = self.ranks.sum(counts).tolist()
+            sequences, tokens = self.ranks.sums(len(rows), int(row_lengths.sum()))
             if sequences == 0 and other is None:
                 continue
-            weights = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+            weights = torch.zeros(len(lengths), dtype=torch.float64)
             weights[rows] = token_weights(
                 self.loss.normalization,
                 row_lengths,
                 sequences=max(1, int(sequences)),
-                tokens=dapo_tokens if self.loss.normalization == "dapo" else tokens,
+                tokens=all_tokens / self.loss.minibatches if self.loss.normalization == "dapo" else tokens,
                 max_length=self.max_new_tokens,
             )
+            weights = weights.to(device, non_blocking=True)
             self.optimizer.zero_grad()
             with lora.dropout(self.trained):
                 for batch in accumulated(self.trained, self.micro_batches(rollout, rows)):
@@ -203,6 +232,7 @@ class Learner:
             if not skips:
                 self.optimizer.step()
         self.optimizer.zero_grad()
+        self.packed.clear()
         metrics = totals.metrics() | {"learning_rate": lr}
         if self.optim.skip_grad_norm is not None:
             metrics["skipped_steps"] = float(skipped)
@@ -219,12 +249,13 @@ class Learner:
         return norms if self.critic is None else [*norms, self.critic.clip_gradients(limit, finite=finite)]
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
-        """Yield the ``kept`` (R,) rows of this rank for each optimizer step.
+        """Yield the ``kept`` (R,) rows of this rank for each optimizer step; ``kept`` is on the CPU.
 
         With several minibatches, each epoch shuffles the global rows in the same order on all ranks, so the minibatches
         do not depend on the number of ranks.
         """
-        rows, first = len(kept), len(kept) * self.ranks.rank
+        rows = len(kept)
+        first = rows * self.ranks.rank
         for epoch in range(self.loss.epochs):
             if self.loss.minibatches == 1:
                 yield kept.nonzero()[:, 0].tolist()
@@ -233,7 +264,7 @@ class Learner:
             order = torch.randperm(rows * self.ranks.world, generator=generator)
             for part in order.tensor_split(self.loss.minibatches):
                 mine = part[(part >= first) & (part < first + rows)] - first
-                yield sorted(mine[kept.cpu()[mine]].tolist())
+                yield sorted(mine[kept[mine]].tolist())
 
     def _token_targets(self, rollout: Rollout, gain: Tensor, kept: Tensor, penalty: Tensor | None) -> Targets:
         """Per-token targets from ``gain`` (R,) per completion: equal for all its tokens, or by GAE with a critic."""
@@ -241,7 +272,7 @@ class Learner:
             return Targets(gain[:, None].expand_as(rollout.logprobs.flatten(0, 1)))
         batches = self.micro_batches(rollout, list(range(len(gain))))
         values = self.critic.values_of(self.model, rollout, batches)
-        return self.critic.targets(values, gain, rollout.lengths.flatten(), kept, penalty)
+        return self.critic.targets(values, gain, rollout.lengths.flatten(), kept.to(gain.device), penalty)
 
     def _loss(
         self,
@@ -265,9 +296,9 @@ class Learner:
             "kl": "k3_iw" if self.loss.kl_importance else self.loss.kl,
         }
         if self.loss.level == "sequence":
-            present, sequence = batch.row.unique_consecutive(return_inverse=True)  # absent rows would add ratios of 1
+            present = batch.present  # absent rows would add ratios of 1
             logprob, entropy = logprobs.logprobs(self.model, batch, self.temperature)
-            terms = (old_logprob, targets.advantages[present, 0], sequence, weights[present])
+            terms = (old_logprob, targets.advantages[present, 0], batch.sequence, weights[present])
             loss, stats = packed_loss(logprob, *terms, level="sequence", token_ratios=ratio, **options)
             return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
@@ -285,8 +316,16 @@ class Learner:
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
 
+def _kept(rollout: Rollout, dropped: Tensor | None) -> Tensor:
+    """Whether each completion is trained on, (R,), on the CPU. ``dropped``: groups (P,) or completions (P, M)."""
+    kept = torch.ones(rollout.lengths.shape, dtype=torch.bool)
+    if dropped is not None:
+        kept[dropped.cpu()] = False
+    return kept.flatten()
+
+
 class _Totals:
-    """Sums of an update's statistics over micro-batches, reduced over ranks once at the end."""
+    """Sums of an update's statistics over micro-batches, on the device: they are reduced and read once, at the end."""
 
     NAMES = (
         "loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_dual", "clip_region",
@@ -295,29 +334,31 @@ class _Totals:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.sums = dict.fromkeys(self.NAMES, 0.0)
-        self.largest = {"ratio": 0.0, "gap": 0.0}
+        self.sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=ranks.device)
+        self.largest = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # ratio, and gap
         self.grad_norms: list[float] = []
         self.seen: set[str] = set()
 
+    @torch.no_grad()
     def add(self, loss: Tensor, stats: dict[str, Tensor], sampler: Tensor | None) -> None:
         """Add a micro-batch. ``sampler``: log-probs of its tokens at sampling; None after the first optimizer step."""
         self.seen |= stats.keys()
-        self.sums["loss"] += float(loss.detach())
-        for name in self.sums.keys() & stats.keys():
-            self.sums[name] += float(stats[name])
-        self.largest["ratio"] = max(self.largest["ratio"], float(stats["ratio_max"]))
+        none = torch.zeros_like(loss)
+        terms = stats | {"loss": loss.detach()}
+        largest_gap = none
         if sampler is not None and len(sampler):
             gap = (stats["logprob"].double() - sampler.double()).abs()
-            self.sums["gap"] += float(gap.sum())
-            self.sums["compared"] += len(gap)
-            self.largest["gap"] = max(self.largest["gap"], float(gap.max()))
+            terms |= {"gap": gap.sum(), "compared": torch.full_like(loss, len(gap), dtype=torch.float64)}
+            largest_gap = gap.max()
+        self.sums += torch.stack([terms.get(name, none).double() for name in self.NAMES])
+        largest = torch.stack([stats["ratio_max"].double(), largest_gap.double()])
+        self.largest = self.largest.fmax(largest)  # without NaN, as the loss or the norm of the gradient has them
 
     def metrics(self) -> dict[str, float]:
-        device = self.ranks.device
-        sums = self.ranks.sum(torch.tensor(list(self.sums.values()), dtype=torch.float64, device=device)).tolist()
-        largest = self.ranks.max(torch.tensor(list(self.largest.values()), dtype=torch.float64, device=device)).tolist()
-        total = dict(zip(self.sums, sums, strict=True))
+        sums = self.ranks.sum(self.sums)
+        largest = self.ranks.max(self.largest)
+        *read, largest_ratio, largest_gap = torch.cat([sums, largest]).tolist()
+        total = dict(zip(self.NAMES, read, strict=True))
         steps, tokens, ratios = max(len(self.grad_norms), 1), max(total["tokens"], 1.0), max(total["ratios"], 1.0)
         metrics = {
             "loss": total["loss"] / steps,
@@ -326,9 +367,9 @@ class _Totals:
             "clip_ratio/low_mean": total["clip_low"] / ratios,
             "clip_ratio/high_mean": total["clip_high"] / ratios,
             "clip_ratio/region_mean": total["clip_region"] / ratios,
-            "ratio/max": largest[0],
+            "ratio/max": largest_ratio,
             "sampling/logp_difference/mean": total["gap"] / max(total["compared"], 1.0),
-            "sampling/logp_difference/max": largest[1],
+            "sampling/logp_difference/max": largest_gap,
         }
         if "clip_dual" in self.seen:
             metrics["clip_ratio/dual_mean"] = total["clip_dual"] / ratios

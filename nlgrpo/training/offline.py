@@ -212,13 +212,13 @@ def add_likelihood(learner: Learner, chosen: OfflineBatch) -> None:
     Its weight is loss.jeffreys, and its tokens are weighted as those of the policy's loss (loss.normalization).
     """
     device, limit, ranks = learner.ranks.device, learner.micro_batch_limit, learner.ranks
-    lengths = torch.tensor([len(ids) for ids in chosen.completion_ids], dtype=torch.float64, device=device)
-    tokens = float(ranks.sum(lengths.sum()))
+    lengths = torch.tensor([len(ids) for ids in chosen.completion_ids], dtype=torch.float64)
+    (tokens,) = ranks.sums(float(lengths.sum()))
     if not tokens:
         return
     weights = token_weights(
         learner.loss.normalization, lengths, sequences=chosen.total, tokens=tokens, max_length=learner.max_new_tokens
-    )
+    ).to(device, non_blocking=True)
     ids = (chosen.prompt_ids, chosen.completion_ids)
     packed = pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
     for batch in accumulated(learner.model, learner.pad_micro_batches(packed)):
@@ -249,7 +249,7 @@ def _response_logprobs(model: Decoder, batch: MicroBatch, shape: tuple[int, int]
     responses, width = shape
     logprob, _ = logprobs.logprobs(model, batch, temperature)
     summed = logprob.new_zeros(responses, dtype=torch.float64).index_add(0, batch.row, logprob.double())
-    return summed.view(responses // width, width)[batch.row.div(width, rounding_mode="floor").unique()]
+    return summed.view(responses // width, width)[batch.sets(width)]
 
 
 NAMES = ("loss", "chosen", "rejected", "ratio_chosen", "ratio_rejected", "right")

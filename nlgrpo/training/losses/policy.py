@@ -156,8 +156,9 @@ def packed_loss_from_hidden(
 
 def _counted(statistics: dict[str, Tensor], tokens: int, ratios: int) -> dict[str, Tensor]:
     more = {"clip_region": statistics["clip_low"] + statistics["clip_high"]}  # a ratio is never in both
-    # new_full and not new_tensor, which would copy the number to the GPU and wait for it.
-    more |= {name: statistics["ratio_max"].new_full((), n) for name, n in (("tokens", tokens), ("ratios", ratios))}
+    like = statistics["ratio_max"]
+    more["tokens"] = torch.full_like(like, tokens)  # filled on the device, where a tensor from the host waits for it
+    more["ratios"] = torch.full_like(like, ratios)
     return statistics | more
 
 
