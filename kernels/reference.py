@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .running_sums import running_sums
+
 # exp(20) = 5e8. A ratio that far from 1 means that something is broken upstream. With the clamp, the loss and the norm
 # of its gradient stay finite in float32. It is one-sided, as exp of a very negative number is a harmless 0.
 MAX_LOG_RATIO = 20.0
@@ -207,7 +209,7 @@ def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
     The sum is in float64, so that no token of a large vocabulary is lost to rounding. ``noise`` is scaled by the total,
     so that a sum below 1 cannot select an index beyond the vocabulary. NaN selects the last token.
     """
-    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    cumulative = running_sums(log_probs.exp(), torch.float64)
     threshold = noise[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=log_probs.shape[-1] - 1)
 

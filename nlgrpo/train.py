@@ -25,6 +25,7 @@ from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.atomic_files import disk_errors
+from nlgrpo.runtime.determinism import deterministic_algorithms
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.supervision import process_group
@@ -173,7 +174,11 @@ def finish(
 def launch(cfg: Config, *, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     disable_progress_bar()  # transformers shows one for every model it loads
-    with StopSignal(cfg.train.grace_period) as stop, process_group.start(cfg.limits()) as ranks:
+    with (
+        deterministic_algorithms(cfg.train.deterministic),  # before CUDA starts
+        StopSignal(cfg.train.grace_period) as stop,
+        process_group.start(cfg.limits()) as ranks,
+    ):
         _launch(cfg, ranks, stop, dry_run)  # frees the model before the process group ends
 
 

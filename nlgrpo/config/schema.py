@@ -288,6 +288,9 @@ class TrainConfig(LoopConfig):
     """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
     check_memory: bool = True
     """Refuse a run whose plan needs more memory than the machine has."""
+    deterministic: bool = False
+    """On a GPU, compute with PyTorch's deterministic algorithms, so that a resumed run has the same bits as one that
+    was not interrupted. It is slower; an op that has no such algorithm is an error. CPUs need no setting."""
 
 
 @dataclass

@@ -245,6 +245,10 @@ def _engine_faults(config: Config) -> list[str]:
             f"rollout.ahead = {rollout.ahead}: needs rollout.engine = 'vllm' and vllm.servers, which sample while the "
             "trainer trains"
         )
+    if config.train.deterministic and rollout.engine == "vllm" and not config.loss.offline:
+        faults.append(
+            "train.deterministic: completions of vLLM depend on how it batches requests; use rollout.engine = 'nlgrpo'"
+        )
     return faults
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nlgrpo.kernels.running_sums import running_sums
 from nlgrpo.objectives.base import Objective, first, is_number
 from nlgrpo.objectives.rank_based import OfN, RankBased
 
@@ -62,7 +63,7 @@ class Smoothed(Objective):
             return self.objective.linearize(rewards, probs)
         borders, widths, cdf = self._intervals(rewards)
         parts = widths * self._over_nodes(self.objective._f(cdf))
-        above = torch.nn.functional.pad(parts, (0, 1)).flip(-1).cumsum(-1).flip(-1)
+        above = running_sums(torch.nn.functional.pad(parts, (0, 1)).flip(-1)).flip(-1)
         from_each = above.gather(-1, torch.searchsorted(borders, rewards))
         return from_each.gather(-1, rewards.argmax(-1, keepdim=True)) - from_each
 

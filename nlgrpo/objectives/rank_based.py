@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
+from nlgrpo.kernels.running_sums import running_sums
 from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, is_number
@@ -425,5 +426,5 @@ def _steps(M: int) -> Tensor:
 
 def _cdf(masses: Tensor) -> Tensor:
     """Return the running sum of the last dimension, scaled to end at exactly 1, where f and F may be steep."""
-    total = masses.cumsum(-1)
+    total = running_sums(masses)
     return total / total[..., -1:]

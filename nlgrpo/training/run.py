@@ -57,7 +57,8 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
         "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
-        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "divergence.",
+        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save",
+        "train.deterministic", "divergence.",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
