@@ -59,4 +59,5 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _rotate(grad, *ctx.saved_tensors, ctx.heads, back=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, ctx.heads, back=True), None, None, None

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class PackedAttention:
             )
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped = {}
+        grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1] and takes_fewer_key_heads(varlen_attn):
             grouped = {"enable_gqa": True}
         elif q.shape[1] != k.shape[1]:
@@ -68,7 +68,7 @@ class PackedAttention:
 
 @functools.cache
 def takes_fewer_key_heads(varlen_attn: Callable[..., object]) -> bool:
-    """Whether PyTorch's ``varlen_attn`` shares a key head between query heads; that of PyTorch 2.11 does not."""
+    """Whether PyTorch's ``varlen_attn`` takes key heads that query heads share; that of older versions does not."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

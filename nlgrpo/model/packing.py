@@ -232,11 +232,15 @@ def _micro_batch(
     lengths = [len(ids) for ids in targets]
     row = np.repeat(_array(order), lengths)
     offset = _joined([np.arange(n) for n in lengths])
-    tokens, *columns = _on(device, packed.tokens(), _joined(select), _joined(targets), row, offset)
+    columns = (packed.tokens(), _joined(select), _joined(targets), row, offset)
+    tokens, selected, target_ids, rows_of_targets, offsets = _on(device, *columns)
     return MicroBatch(
         tokens,
         packed.segments(),
-        *columns,
+        selected,
+        target_ids,
+        rows_of_targets,
+        offsets,
         completions=[r for r in order if len(suffixes[r].sampled)],
         lengths=[n for n in lengths if n],
     )

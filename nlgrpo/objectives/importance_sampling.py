@@ -73,7 +73,7 @@ class Correction:
         Raises ValueError for log-probs of the sampler that are not finite: it cannot have sampled such a token.
         """
         inside = torch.arange(policy.shape[1], device=policy.device) < lengths[:, None]
-        if not sampler[inside].isfinite().all():
+        if not sampler.where(inside, 0.0).isfinite().all():
             raise ValueError("a log-prob of the sampler is not finite for a token that it sampled")
         log_ratio = torch.where(inside, policy.double() - sampler.double(), 0.0)
         if self.level == "sequence":

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,10 +33,11 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
             "unset it, and the run sets it itself"
         )
     before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # a module whose settings are properties
+    filled = memory.fill_uninitialized_memory
     os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over each new tensor
+    memory.fill_uninitialized_memory = False  # it costs a pass over each new tensor
     try:
         yield
     except RuntimeError as error:
@@ -48,6 +50,6 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled
         if chosen is None:
             del os.environ[WORKSPACE]

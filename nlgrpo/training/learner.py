@@ -97,7 +97,7 @@ class Learner:
     micro_batch_limit: MicroBatchLimit
     seed: int
     critic: Critic | None = None
-    packed: PackedRollout = field(default_factory=PackedRollout, repr=False)
+    packed: PackedRollout = field(default_factory=PackedRollout, init=False, repr=False)
 
     @property
     def trained(self) -> nn.Module:

@@ -48,7 +48,7 @@ def varlen_attention(q, k, v, *ends, scale, window_size, enable_gqa=False):
 
 
 def older_varlen_attention(q, k, v, *ends, scale, window_size):
-    """That of PyTorch 2.11."""
+    """That of versions whose signature has no ``enable_gqa``."""
     assert q.shape[1] == k.shape[1] == v.shape[1]
     return varlen_attention(q, k, v, *ends, scale=scale, window_size=window_size)
 
