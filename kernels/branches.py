@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import use_cpp
-from .reference import split_and_rotate
+from .rotary import rotate_queries_and_keys
 
 
 class Slots(NamedTuple):
@@ -128,10 +128,12 @@ def branch_attention(
     rows = own.shape[1]
     n = len(qkv) // rows
     end = column + n
-    q, k, v = (x.unflatten(0, (-1, n)).transpose(1, 2) for x in split_and_rotate(qkv, rope, heads))
+    kv_heads = own.shape[2]
+    rotated = rotate_queries_and_keys(qkv, rope, heads).unflatten(0, (-1, n)).transpose(1, 2)
+    q, k, v = rotated.split((heads, kv_heads, kv_heads), dim=1)
     own[0, :, :, column:end] = k
     own[1, :, :, column:end] = v
-    q = (scale * q).unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (R, Hk, G n, d): the queries of a key head
+    q = (scale * q).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # (R, Hk, G n, d): the queries of a key head
     # Views in which a head's columns are one matrix, so that no product copies its keys or values.
     keys, values = prompts
     own_keys, own_values = own[:, :, :, :end]

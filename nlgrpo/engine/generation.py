@@ -18,7 +18,7 @@ from torch import Tensor
 from nlgrpo.engine import decoding_memory
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
-from nlgrpo.kernels import BlockWeights, Segments, linear, split_and_rotate
+from nlgrpo.kernels import BlockWeights, Segments, linear, rotate_queries_and_keys
 from nlgrpo.kernels.dispatch import HAS_TRITON
 from nlgrpo.model.attention import PackedAttention, Rope
 from nlgrpo.model.decoder import Decoder, Head
@@ -228,7 +228,7 @@ class _Prefill:
         self.prompt = number.to(device, non_blocking=True)
 
     def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
-        rotated = torch.cat(split_and_rotate(qkv, rope, heads), dim=1)
+        rotated = rotate_queries_and_keys(qkv, rope, heads)
         kv_heads = (rotated.shape[1] - heads) // 2
         cached = rotated.new_zeros(2, len(self.lengths), kv_heads, max(self.lengths), rotated.shape[2])
         for x, part in zip(cached, rotated[:, heads:].split(kv_heads, dim=1), strict=True):

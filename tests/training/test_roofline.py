@@ -231,13 +231,13 @@ def test_launches_bound_a_token():
     """5 tokens after the prefill on a GPU that needs no other time."""
     infinite = Machine(dataclasses.replace(SLOW, flops=1e30), 8, dataclasses.replace(IDEAL, launch_seconds=1e-5))
     seconds = roofline.seconds(workload(), infinite)["sampling"]
-    assert seconds == pytest.approx(6 * (2 * 33 + 22 + 2) * 1e-5)
+    assert seconds == pytest.approx(6 * (2 * 31 + 22 + 2) * 1e-5)
     with_adapters = roofline.seconds(workload(adapter=LoraConfig(rank=4)), infinite)["sampling"]
     assert with_adapters == seconds
 
 
 def test_a_token_takes_as_long_for_any_number_of_rows_until_the_kernels_take_longer():
-    """By hand for 0.5B: 24 layers of 33 launches of 10 us, and 24 more, are 8.2 ms; reading weights takes 0.4 ms."""
+    """By hand for 0.5B: 24 layers of 31 launches of 10 us, and 24 more, are 7.7 ms; reading weights takes 0.4 ms."""
     shape = dataclasses.replace(SHAPE, vocab=151936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, ffn=4864,
                                 context=32768, windows=(None,) * 24, scales=(1.0,) * 24)  # fmt: skip
     machine = Machine(GPUS["h100"], 8)
@@ -246,7 +246,7 @@ def test_a_token_takes_as_long_for_any_number_of_rows_until_the_kernels_take_lon
         work = workload(shape, prompt=512, compute=torch.bfloat16, rollout__samples=8, rollout__prompts=rows // 8,
                         rollout__max_new_tokens=512, rollout__max_rows=rows)  # fmt: skip
         token[rows] = roofline.seconds(work, machine)["sampling"] / 512
-    assert token[8] == pytest.approx(0.00816, rel=0.01)
+    assert token[8] == pytest.approx(0.00768, rel=0.01)
     assert 1.0 <= token[256] / token[8] < 1.02
     assert token[4096] > 2 * token[8]
 
