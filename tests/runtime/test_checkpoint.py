@@ -10,11 +10,13 @@ import subprocess
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.cuda import _pin_memory_utils
 
 from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.checkpoint import Keep, Saver, folders, storage
@@ -325,6 +327,57 @@ def slowed(monkeypatch, module=storage, name="write"):
     go, original = threading.Event(), getattr(module, name)
     monkeypatch.setattr(module, name, lambda *arguments: go.wait(20) and original(*arguments))
     return go
+
+
+def test_three_checkpoints_in_the_background(tmp_path):
+    """Each holds what was at its save, whether or not the memory of one before is used again."""
+    model, optimizer = make()
+    saving = saver(tmp_path, keep=Keep(3))
+    expected = []
+    for step in range(3):
+        train(model, optimizer, 1, start=step)
+        saving.save(step, model, optimizer, {"step": step}, wait=False)
+        expected.append(everything(model, optimizer))
+    saving.wait()
+    for step in reversed(range(3)):
+        other, other_optimizer = make(seed=9)
+        assert load(tmp_path, other, other_optimizer) == {"step": step}
+        assert everything(other, other_optimizer) == expected[step]
+        shutil.rmtree(tmp_path / f"step-{step:08d}")
+
+
+@contextmanager
+def gpu_of_the_stager(pinned, synchronized):
+    """Let PyTorch see a GPU, which is not there, and record calls of CUDA."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.accelerator, "is_available", lambda: True)
+        patched.setattr(torch.accelerator, "synchronize", lambda: synchronized.append(len(pinned)))
+        patched.setattr(_pin_memory_utils, "pin_memory", pinned.__setitem__)
+        patched.setattr(_pin_memory_utils, "unpin_memory", pinned.pop)
+        yield
+
+
+def test_memory_of_the_host_is_pinned_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    vectors = sorted(tensor.nbytes for tensor in tensors if tensor.dim())
+    pinned, synchronized = {}, []
+    saving = saver(tmp_path)
+    for step in (1, 2, 3):
+        with monkeypatch.context() as patched:
+            go = slowed(patched)
+            with gpu_of_the_stager(pinned, synchronized):
+                saving.save(step, model, optimizer, {"step": step}, wait=False)
+            assert sorted(size for size in pinned.values() if size > 8) == vectors
+            assert len(synchronized) == step
+            go.set()
+            saving.wait()
+        given_back = time.monotonic() + 20
+        while pinned and time.monotonic() < given_back:  # the thread may still be ending
+            time.sleep(0.01)
+        assert pinned == {}
 
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):

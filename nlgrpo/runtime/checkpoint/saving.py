@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -65,8 +66,6 @@ class Saver:
         self.background = background
         self._group = Group.all(own=background)
         self._writing: Future[Path] | None = None
-        cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda)) if background else None
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, wait: bool = True
@@ -77,10 +76,10 @@ class Saver:
         """
         self.wait()
         snapshot = Snapshot.of(step, model, optimizer, state, trained_only=self.trained_only)
-        if wait or self._stager is None:
+        if wait or not self.background:
             write(self.folder, snapshot, self.keep, self._group)
             return
-        snapshot.tensors = cast(Tensors, self._stager.stage(snapshot.tensors))
+        snapshot.tensors = _on_host(snapshot.tensors)
         self._writing = in_thread(lambda: write(self.folder, snapshot, self.keep, self._group), "nlgrpo-checkpoint")
 
     def poll(self, ranks: Ranks) -> None:
@@ -117,6 +116,17 @@ class Snapshot:
             _to_json({"state": state, "param_groups": groups, "trained_only": trained_only}),
             _to_json(random_state()),
         )
+
+
+def _on_host(tensors: Tensors) -> Tensors:
+    """Copy tensors to the memory of the host. Beside a GPU it is pinned until the copies are freed."""
+    cuda = torch.cuda.is_available()
+    options = StagingOptions(
+        use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+    )
+    # A stager for each save: that of torch 2.11 is closed by its first `stage`, and later ones keep the copies.
+    with closing(DefaultStager(options)) as stager:
+        return cast(Tensors, stager.stage(tensors))
 
 
 def write(folder: Path, snapshot: Snapshot, keep: Keep, group: Group) -> Path:
