@@ -2,6 +2,8 @@
 # make test       install the test dependencies and run the fast tests
 # make test-slow  tests marked slow: builds, many processes, or more than ten seconds
 # make test-vllm  tests with vLLM (its CPU build), in an environment of its own
+# make test-oldest  the fast tests with the oldest supported PyTorch, Triton, .., in an environment of its own
+# make test-newest  the same with the newest
 # make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
 # make fuzz       call the compiled CPU ops with hostile arguments, by libFuzzer (RUNS=10000000, SEED=1, ARGS="...")
 # make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); 40 minutes
@@ -28,7 +30,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
-.PHONY: train test test-slow test-vllm test-asan fuzz chaos gpu gpu-tables check docs wheels clean
+.PHONY: train test test-slow test-vllm test-oldest test-newest test-asan fuzz chaos gpu gpu-tables check docs wheels clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -46,6 +48,11 @@ test-slow: $(VENV)/installed-test
 # vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/with_vllm
+
+# Before a release. The compiled ops are built against that PyTorch, in build/: those of `make test` stay as they are.
+test-oldest test-newest: test-%: .venv-%/installed-test
+	NLGRPO_EXT=$(CURDIR)/build/$*/nlgrpo/kernels/_ext.abi3.so NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 \
+	.venv-$*/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(or $(ARGS),-m "not slow")
 
 # Python is not linked with the sanitizers, so LD_PRELOAD loads them first, together with libstdc++, whose exceptions
 # they intercept. Leaks are not checked: Python and torch keep memory until they exit, which would hide a leak of an op.
@@ -108,6 +115,18 @@ $(VLLM)/installed: $(VENV)/installed constraints-vllm.txt
 	NLGRPO_BUILD_EXT=0 $(VLLM)/bin/pip install --quiet -c constraints-vllm.txt --no-build-isolation -e . pytest
 	touch $@
 
+# The first of two lines about the same package is the one that holds.
+.SECONDARY: .venv-oldest/constraints.txt .venv-newest/constraints.txt
+.venv-%/constraints.txt: constraints-%.txt constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	awk -F == '!seen[$$1]++' $^ > $@
+
+.venv-%/installed-test: .venv-%/constraints.txt pyproject.toml setup.py $(wildcard csrc/*)
+	.venv-$*/bin/pip install --quiet -c $< setuptools torch
+	NLGRPO_BUILD_EXT=0 .venv-$*/bin/pip install --quiet -c $< --no-build-isolation -e ".[test]"
+	.venv-$*/bin/python setup.py --quiet build_ext --force --build-lib build/$* --build-temp build/$*
+	touch $@
+
 $(VENV)/installed-test: $(VENV)/installed
 	NLGRPO_BUILD_EXT=1 $(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e ".[test]"
 	touch $@
@@ -121,4 +140,4 @@ wheels: $(VENV)/installed-test
 	$(RUN)cibuildwheel --output-dir dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .venv-oldest .venv-newest build dist *.egg-info

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,9 +163,31 @@ def track(configuration: Configuration) -> dict[str, dict[str, int]]:
     model.configure(activation_checkpointing=configuration.checkpointing)
     with fake_ranks(configuration.ranks) as ranks:
         fsdp.prepare(model, adapter=configuration.adapter, ranks=ranks, compute=COMPUTE, parallel=work.config.parallel)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), _propagation_untracked():
             model.to_empty(device=CPU)
             return _steps(model, configuration.segments(), work)
+
+
+@contextmanager
+def _propagation_untracked() -> Iterator[None]:
+    """Context in which trackers do not see DTensor propagate shapes, on tensors of full size and without memory.
+
+    From torch 2.12 the trackers leave these tensors out themselves.
+    """
+    if torch.__version__ >= (2, 12):
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def untracked(self: ShardingPropagator, schema: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(self, schema)
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked):
+        yield
 
 
 class _PlainTracker(MemTracker):

@@ -39,8 +39,30 @@ def _interpret_faster() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
+def _interpret_with_numpy_2_4() -> None:
+    """Let a scalar of Triton 3.6's interpreter be the bound of a loop.
+
+    The scalar is an array with one dimension, which NumPy 2.4 does not make a Python number. Triton 3.7 squeezes it.
+    """
+    try:
+        import triton
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    if not triton.__version__.startswith("3.6."):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = with_index
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     _interpret_faster()
+    _interpret_with_numpy_2_4()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -60,10 +60,10 @@ def test_the_ranges_are_those_of_the_package():
 @pytest.mark.parametrize(
     ("package", "version", "status", "said"),
     [
-        ("torch", "2.10.0", "failed", "torch 2.10.0, expected >=2.11,<2.14"),
-        ("torch", "2.14.0+cu130", "failed", "torch 2.14.0+cu130"),
+        ("torch", "2.10.0", "failed", "torch 2.10.0, expected >=2.11,<2.16"),
+        ("torch", "2.16.0+cu130", "failed", "torch 2.16.0+cu130"),
         ("torch", "2.11.0+cu128", "ok", "torch 2.11.0+cu128"),
-        ("torch", "2.13.0a0+git123", "ok", "torch 2.13.0a0+git123"),
+        ("torch", "2.15.0a0+git123", "ok", "torch 2.15.0a0+git123"),
         ("transformers", "4.57.1", "failed", "transformers 4.57.1, expected >=5.0,<6"),
         ("triton", "3.5.0", "failed", "triton 3.5.0, expected >=3.6"),
         ("transformers", None, "failed", "transformers not installed, expected"),

@@ -381,8 +381,12 @@ PARTS = {2: [slice(0, 3), slice(3, 4)], 4: [slice(0, 2), slice(2, 3), slice(3, 4
 
 
 def gathered_blocks(model) -> int:
-    """Number of blocks that FSDP has gathered or begun to gather."""
-    groups = [group for block in model.blocks for group in block._get_fsdp_state()._fsdp_param_groups]
+    """Number of blocks that FSDP has gathered or begun to gather, which only private attributes of PyTorch tell."""
+    groups = []
+    for block in model.blocks:
+        state = block._get_fsdp_state()
+        # torch 2.11 has one group per module, later versions a list
+        groups += state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return sum(group.is_unsharded or group._all_gather_result is not None for group in groups)
 
 

@@ -126,7 +126,7 @@ def test_the_count_of_allocations_is_that_of_pytorch(name):
     truth = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
     with Allocated() as ours:
         run()
-    given = sum(x.nbytes for x in (rope or ())) + segments.tensor.nbytes if extension.available() else 0
+    given = sum(x.nbytes for x in (rope or ())) + segments.tensor.nbytes
     assert truth - given - sum(p.nbytes for p in model.blocks[0].parameters()) <= ours.peak <= truth
 
 

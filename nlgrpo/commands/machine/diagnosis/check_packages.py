@@ -12,7 +12,7 @@ from nlgrpo.commands.machine.diagnosis.findings import Result
 PYTHON = ">=3.11"
 # The ranges of pyproject.toml, which is not part of an installed package; a test compares them.
 REQUIRED = {
-    "torch": ">=2.11,<2.14",
+    "torch": ">=2.11,<2.16",
     "transformers": ">=5.0,<6",
     "tokenizers": ">=0.22",
     "safetensors": ">=0.5",
