@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fake_cuda.counting import Counts, place
 from fake_cuda.emulated import IMPLEMENTATIONS
@@ -247,7 +246,7 @@ class FakeCuda(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op of PyTorch, or a custom op, with any arguments."""
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = _tensors(args) + _tensors(kwargs.values())
         on_device = any(isinstance(x, CudaTensor) for x in tensors)
         named = kwargs.get("device")
         if not on_device and (named is None or torch.device(named).type == "cpu") and not _on_behalf_of_the_device():
@@ -300,13 +299,13 @@ class FakeCuda(TorchDispatchMode):
             options["device"] = torch.device("cpu")
         options.pop("pin_memory", None)
         compute = IMPLEMENTATIONS.get(_full_name(func), func)
-        result = compute(*tree_map(_unwrap, args), **tree_map(_unwrap, options))
+        result = compute(*map(_unwrap, args), **{key: _unwrap(value) for key, value in options.items()})
         if not to_device:
             return result
         # As without the device, a view of a tensor made outside of inference mode is not one of inference mode.
         ordinary = _is_view(func) and bool(on_device) and not on_device[0].is_inference()
         with torch.inference_mode(torch.is_inference_mode_enabled() and not ordinary):
-            result = tree_map(_wrap, result)
+            result = _wrap(result)
         if name != "_to_copy" and on_device and any(value.alias_info is not None for value in func._schema.returns):
             return return_and_correct_aliasing(func, args, kwargs, result)
         return result
@@ -440,9 +439,30 @@ def _check_devices(func: Any, name: str, args: Any, tensors: list[Tensor]) -> No
         )
 
 
-def _unwrap(x: Any) -> Any:
-    return x.host if isinstance(x, CudaTensor) else x
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors among the arguments of an op: they are arguments, or in a list that is one."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
-def _wrap(x: Any) -> Any:
-    return CudaTensor(x) if isinstance(x, Tensor) and not isinstance(x, CudaTensor) else x
+def _unwrap(value: Any) -> Any:
+    """The argument of an op for the CPU."""
+    if isinstance(value, CudaTensor):
+        return value.host
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)(map(_unwrap, value))
+    return value
+
+
+def _wrap(value: Any) -> Any:
+    """The result of an op on the device, from that on the CPU."""
+    if isinstance(value, Tensor) and not isinstance(value, CudaTensor):
+        return CudaTensor(value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return tuple(map(_wrap, value)) if isinstance(value, tuple) else [*map(_wrap, value)]
+    return value

@@ -81,6 +81,7 @@ def _patch_torch(patched: pytest.MonkeyPatch, device: FakeCuda) -> None:
 
     patched.setattr(torch.autograd.function.BackwardCFunction, "apply", with_overrides)
     patched.setattr(torch.Tensor, "to", _with_index(torch._C.TensorBase.to))
+    torch.utils._device._device_constructors()  # keeps the functions that ``with torch.device(..)`` changes
     for name in ("tensor", "as_tensor"):
         patched.setattr(torch, name, _with_index(getattr(torch, name)))
     patched.setattr(torch.Tensor, "cuda", lambda x, *_, **options: x.to(DEVICE, **options))
@@ -94,6 +95,8 @@ def _with_index(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function of PyTorch with "cuda:0" for "cuda", because it would ask the driver for the current device."""
 
     def call(*arguments: Any, **options: Any) -> Any:
+        if len(arguments) > 1 and isinstance(arguments[1], CudaTensor):  # x.to(other): C++ sees the wrapper's device
+            arguments = (arguments[0], DEVICE, arguments[1].dtype, *arguments[2:])
         given = [DEVICE if _is_cuda(value) else value for value in arguments]
         named = {key: DEVICE if _is_cuda(value) else value for key, value in options.items()}
         return function(*given, **named)
@@ -159,6 +162,7 @@ def training_on_fake_cuda() -> Iterator[None]:
     """Context in which training commands run on the fake device.
 
     One rank, without NCCL. Parameters have the compute dtype, because FSDP2 cannot shard tensors of the fake device.
+    Checkpoints are not written, because their code reads the memory of the tensors.
     """
     from nlgrpo.runtime import device as defaults
     from nlgrpo.training import critic, run
@@ -173,4 +177,5 @@ def training_on_fake_cuda() -> Iterator[None]:
         patched.setattr(dist, "init_process_group", without_nccl)
         for module in (defaults, critic, run, trainer):
             patched.setattr(module, "master_dtype", lambda compute: compute)
+        patched.setattr(run.Run, "save", lambda *_, **__: None)
         yield

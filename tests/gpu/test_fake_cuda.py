@@ -61,7 +61,15 @@ def test_results_are_those_of_the_cpu():
 def test_tensors_are_on_the_device_and_say_so():
     def work(device):
         x = torch.ones(2, 3, device="cuda")
-        places = [x, x[0], x.new_zeros(2), torch.zeros_like(x), x.to(torch.float64), torch.ones(2).to("cuda")]
+        places = [
+            x,
+            x[0],
+            x.new_zeros(2),
+            torch.zeros_like(x),
+            x.to(torch.float64),
+            torch.ones(2).to(x),
+            torch.ones(2).to("cuda"),
+        ]
         assert all(y.device == torch.device("cuda", 0) and y.is_cuda and not y.is_cpu for y in places)
         back = [
             x.cpu(),
