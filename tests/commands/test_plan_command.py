@@ -183,9 +183,8 @@ def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, c
     ratio = single["phases"]["update"]["activations"] / half["phases"]["update"]["activations"]
     assert 1.5 < ratio < 2.5
     plan.main([*map(str, arguments), "--model.dtype", "float32"])
-    assert "the peak is in bfloat16, although the run computes in another dtype" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the peak is in bfloat16, although the run computes in another dtype" in printed
 
 
 @pytest.mark.parametrize(
