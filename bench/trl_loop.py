@@ -24,7 +24,8 @@ class Loop:
     """The model, its optimizer, and the prompts in their order; ``step`` is one step of training."""
 
     def __init__(self, folder: Path, device: str, dtype: str, *, lr: float, limit: int, together: int) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+        self.model = model.to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0, fused=True)
         self.device, self.limit, self.together = device, limit, together

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nlgrpo.commands.guided import decode
 from nlgrpo.engine import guided_search
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.evaluation.decoding_methods import DecodingMethod
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.runtime.supervision import process_group
@@ -30,7 +31,7 @@ def values_and_rewards(c: decode.Comparison, method: DecodingMethod) -> tuple[Te
         raise ValueError(f"method {method.name!r} uses no value model; expected bon, cd, iro, iro:NUMBER or compressed")
     found, _ = guided_search.search(
         c.model, c.batch.ids, method.search, c.sampler.sampling, c.values(method),
-        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows, valued=True,
+        seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows or ROWS, valued=True,
     )  # fmt: skip
     answers = [max(own, key=lambda one: one.value) for own in found]
     weight = sum(1 / c.betas[i] for i in method.values)

@@ -11,7 +11,7 @@ from nlgrpo.engine.backends import engine_of
 from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue
 from nlgrpo.engine.guided_search import Search, search
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.model import decoder, reward_model
+from nlgrpo.model import decoder
 from nlgrpo.model.packing import pack_pairs
 from nlgrpo.model.reward_model import scores, with_score_head
 from nlgrpo.rewards.classifiers import Classifier
