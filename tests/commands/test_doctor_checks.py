@@ -460,6 +460,7 @@ WRONG_KERNELS = [
     ("epilogue_triton", "gradient", None, "gradient"),
     *(("policy_loss_triton", "policy_loss", place, "policy_loss") for place in (0, 1, 2, 4)),
     ("linearize_triton", "linearize", 0, "linearize"),
+    *(("sample_triton", "sample_tokens", place, "sample") for place in (0, 1)),
 ]
 
 
@@ -564,7 +565,7 @@ def test_the_representative_builds_have_every_kernel():
     sources = [path.read_text("utf-8") for path in (REPOSITORY / "kernels").glob("*_triton.py")]
     written = {name for text in sources for name in re.findall(r"^def (_\w*kernel\w*)\(", text, re.MULTILINE)}
     assert {kernel_of[name] for name in triton_builds.REPRESENTATIVE} == written
-    assert len(check_kernels.KERNELS) == len(written) == 7
+    assert len(check_kernels.KERNELS) == len(written) - 1 == 8  # both kernels of sampling are measured together
     targets = {target for found in triton_builds.REPRESENTATIVE.values() for target in found}
     assert targets == {80, 90, 100}
 

@@ -158,6 +158,20 @@ def policy_work(device: str) -> Work:
     return lambda: policy_loss_triton.policy_loss(logprob, old, A, None, ref, None, *settings), arrays * logprob.nbytes
 
 
+def sample_pairs(device: str) -> list[Pair]:
+    """Integers must be equal: no noise of these lies within the rounding of a border between two tokens."""
+    x, _ = logits(9, 5000, device)
+    noise = torch.linspace(0.01, 0.97, len(x), dtype=torch.float64, device=device)
+    ours = kernels.sample_tokens(x, noise, temperature=0.7, impl="triton")
+    return list(zip(ours, reference.sample_tokens(x.double(), noise, 0.7), strict=True))
+
+
+def sample_work(device: str) -> Work:
+    x, _ = large_logits(device)
+    noise = torch.rand(len(x), dtype=torch.float64, device=device)
+    return lambda: kernels.sample_tokens(x, noise, impl="triton"), x.nbytes
+
+
 def groups(P: int, M: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """Rewards (P, M), some of them equal, and positive weights (M,)."""
     rewards = (4 * normal(P, M, device=device)).round() / 4
@@ -184,6 +198,7 @@ TOKENS = ("token_logprob", "token_logprob_backward")
 KERNELS = (
     Kernel("statistics", TOKENS, statistics_pairs, statistics_work),
     Kernel("gradient", TOKENS, gradient_pairs, gradient_work),
+    Kernel("sample", (), sample_pairs, sample_work),
     Kernel("policy_loss", ("policy_loss", "policy_loss_backward"), policy_pairs, policy_work),
     _linearize("linearize", 64, torch.float32),
     _linearize("linearize float64", 64, torch.float64),
