@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nlgrpo.kernels import sample_tokens
 from nlgrpo.kernels.reference import draw
+from nlgrpo.kernels.running_sums import running_sums
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1:
         ordered, index = logits.sort(dim=-1)
-        unlikely = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        unlikely = running_sums(ordered.softmax(-1)) <= 1 - sampling.top_p
         unlikely[:, -1] = False
         logits = logits.masked_fill(unlikely.scatter(-1, index, unlikely), -torch.inf)
     if sampling.min_p > 0:
