@@ -7,6 +7,8 @@ import shutil
 import pytest
 from gpu_kit import plan, tables
 
+from nlgrpo.training.planning import machine
+
 ROOT = plan.ROOT
 ROW = {
     "rows": 256, "tokens_per_second": 23456.7, "seconds_per_token": 0.0109, "kernel_seconds_per_token": 0.004,
@@ -23,7 +25,7 @@ RECORD = {
     "versions": {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"},
     "commit": "0123456789abcdef",
     "dirty": False,
-    "constants": {"launch_seconds": 9e-6, "bandwidth_share": 0.9},
+    "constants": {"launch_seconds": 9e-6, "bandwidth_share": 0.9, "sampler_seconds_per_logit_byte": 1e-12},
     "steps": {
         "smoke": {"status": "ok", "seconds": 12.0, "values": {}},
         "train": {"status": "failed", "seconds": 60.0, "values": {}, "error": "a | b\nc"},
@@ -81,11 +83,13 @@ def test_figures_of_a_card_are_shown_and_missing_steps_are_not_measured(tree):
     assert "On one NVIDIA H100 80GB HBM3, a 0.5B model samples 23,457 tokens per second" in readme
     assert "a training step takes 1/2 of TRL's time" in readme
     assert "not measured yet" not in readme
-    assert json.loads((tree / tables.CONSTANTS).read_text()) == {
-        "cards": {
-            "h100": RECORD["constants"] | {"file": "h100-80gb-hbm3-2026-12-01.json", "date": "2026-12-01"},
-        }
-    }
+    written = (tree / tables.CONSTANTS).read_text()
+    origin = {"file": "h100-80gb-hbm3-2026-12-01.json", "date": "2026-12-01"}
+    planned = {"launch_seconds": 9e-6, "bandwidth_share": 0.9, "matmul_share": None, "update_share": None}
+    assert json.loads(written) == {"cards": {"h100": planned | origin}}
+    costs = machine.read(written)["h100"]  # as the plan reads it
+    assert (costs.launch_seconds, costs.bandwidth_share) == (9e-6, 0.9)
+    assert costs.unmeasured == ("matmul_share", "update_share")
 
 
 def test_the_newest_file_of_each_card_counts(tree):
