@@ -1,7 +1,7 @@
 """The fake device: its tensors, and how an op on them is checked, counted and computed.
 
 A tensor of the device (`CudaTensor`) wraps a tensor of the CPU, ``host``. PyTorch's C++ code believes that it is on the
-CPU, because a build without CUDA could not do anything with another one; Python code is told cuda:0. Every op on such a
+CPU, because a build without CUDA could not do anything with another one; Python code sees cuda:0. Every op on such a
 tensor, and every op that names the device, arrives at `FakeCuda.run`.
 """
 
