@@ -53,8 +53,8 @@ LENGTHS, PROMPT, COLUMN = (5, 12, 1), (1, 0, 1, 1, 2, 0), 7
 
 
 def cache(keys, values):
-    """Tensor of a cache from keys and values (R, Hk, C, d) each."""
-    return torch.cat((keys, values), dim=1)
+    """Tensor of a cache (2, R, Hk, C, d) from keys and values (R, Hk, C, d) each."""
+    return torch.stack((keys, values))
 
 
 def decoding_case(tokens):
@@ -111,5 +111,5 @@ def test_branch_attention(gpu, dtype, tokens, window):
     check(found, truth, bound, planted=dense(**exact, window=8 if window else 19))
     # The new keys and values are in the cache.
     new = exact["qkv"].unflatten(0, (len(PROMPT), -1))[:, :, HEADS:].transpose(1, 2)
-    written = cache(*(x[:, :, COLUMN : COLUMN + tokens] for x in own.chunk(2, dim=1)))
-    assert error(written, new) == 0
+    written = own[:, :, :, COLUMN : COLUMN + tokens]
+    assert error(torch.cat(written.unbind(), dim=1), new) == 0

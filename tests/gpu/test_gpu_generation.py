@@ -21,7 +21,7 @@ SAMPLES = 4
 def sampled(folder, device, temperature=0.9, max_rows=8):
     """Completions of which some stop early, so that rows leave the batch, also in the middle of a chunk of tokens."""
     model = decoder.load(folder, device=device)
-    sampling = Sampling(temperature=temperature, max_new_tokens=18, stop_ids=(2, 18, 20, 21, 22, 23, 63))
+    sampling = Sampling(temperature=temperature, max_new_tokens=18, stop_ids=(2, 18, 20, 21, 22, 23, 63, 65))
     return generate(model, PROMPTS, SAMPLES, sampling, seed=3, max_rows=max_rows)
 
 
