@@ -19,7 +19,8 @@ How it differs from a GPU:
   Python code launches, and one if that is nothing.
 - There is no NCCL, so nothing is sharded: `training_on_fake_cuda` keeps the parameters in the compute dtype, without
   FSDP2's master weights.
-- ``torch.compile`` is not supported.
+- ``torch.compile``, activation checkpointing, and threads that compute on the device, as those of rewards, are not
+  supported.
 
 Read `device.py` first. `emulated.py` has the ops that PyTorch has only on a GPU, `counting.py` the counters, and
 `machine.py` the patches and the process.
