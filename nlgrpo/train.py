@@ -25,9 +25,8 @@ from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.atomic_files import disk_errors
-from nlgrpo.runtime.determinism import deterministic_algorithms
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.seeding import seed_everything
+from nlgrpo.runtime.seeding import deterministic_algorithms, seed_everything
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.divergence import Diverged
 from nlgrpo.runtime.supervision.stop_signal import StopSignal

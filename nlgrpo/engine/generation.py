@@ -231,8 +231,10 @@ class _Prefill:
         rotated = rotate_queries_and_keys(qkv, rope, heads)
         kv_heads = (rotated.shape[1] - heads) // 2
         cached = rotated.new_zeros(2, len(self.lengths), kv_heads, max(self.lengths), rotated.shape[2])
-        for x, part in zip(cached, rotated[:, heads:].split(kv_heads, dim=1), strict=True):
-            x.transpose(1, 2)[self.prompt, self.positions] = part
+        keys, values = rotated.detach()[:, heads:].split(kv_heads, dim=1)
+        by_position = cached.transpose(2, 3)
+        by_position[0, self.prompt, self.positions] = keys
+        by_position[1, self.prompt, self.positions] = values
         self.prompts.append(cached)
         return self.attend(rotated, None, heads=heads, layer=layer, scale=scale, window=window)
 

@@ -239,7 +239,7 @@ def test_a_cpu_decodes_256_rows_together(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("free", [2**20, 2**24, 2**28])
 def test_a_gpu_decodes_as_many_rows_as_its_free_memory_holds(tmp_path, monkeypatch, free):
-    """The count of rows_that_fit is tested with its own module; here, what it is asked for."""
+    """The count of rows_that_fit is tested with its own module; here, its arguments."""
     random_model("qwen2-window").save_pretrained(tmp_path)
     model = decoder.load(tmp_path, dtype=torch.bfloat16)
     monkeypatch.setattr(generation, "free_memory", lambda device: free)

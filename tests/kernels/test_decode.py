@@ -145,7 +145,7 @@ def test_sampled_tokens_invert_the_cumulative_distribution(impl, device, rows, v
 
 
 def test_a_column_of_noise_and_rows_of_any_stride(impl, device):
-    """The noise of all positions is one tensor, of which each token reads a column."""
+    """The noise of all positions is one tensor. Each token reads a column of it."""
     logits, noise = normal(6, 300, 2).to(device), torch.rand(6, 5, dtype=torch.float64).to(device)
     apart = kernels.sample_tokens(logits[..., 0], noise[:, 3], impl=impl)
     together = kernels.sample_tokens(logits[..., 0].contiguous(), noise[:, 3].contiguous(), impl=impl)

@@ -10,7 +10,7 @@ import torch
 from nlgrpo.kernels import Segments, packed_attention
 from nlgrpo.model import attention
 from nlgrpo.model.attention import PackedAttention
-from nlgrpo.runtime.determinism import deterministic_algorithms
+from nlgrpo.runtime.seeding import deterministic_algorithms
 
 ALONE = Segments([5, 5, 3, 3, 3, 7, 1, 1, 5])
 SHARED = Segments([5, 4, 3, 1, 1, 6, 9, 2, 2, 8, 1], [None, None, 1, 1, 1, None, 5, 5, 5, None, 9])

@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run equals an uninterrupted one; damaged and unsuitable checkpoints are reported."""
 
+import concurrent.futures
 import ctypes
 import logging
 import os
@@ -422,8 +423,7 @@ def test_a_save_in_the_background_that_fails_is_reported_at_the_next_step(tmp_pa
     monkeypatch.setattr(folders, "publish", lambda *_: open("/dev/full", "wb", buffering=0).write(b"x"))  # noqa: SIM115
     saving = saver(tmp_path)
     saving.save(2, model, optimizer, {"step": 2}, wait=False)
-    while not saving._writing.done():
-        saving.poll(ALONE)
+    concurrent.futures.wait([saving._writing])
     with pytest.raises(ValueError, match=f"cannot write into {tmp_path}: No space left on device"):
         saving.poll(ALONE)
     assert names(tmp_path) == ["step-00000001"]

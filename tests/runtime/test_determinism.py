@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from nlgrpo.runtime.determinism import WORKSPACE, deterministic_algorithms
+from nlgrpo.runtime.seeding import WORKSPACE, deterministic_algorithms
 
 # What PyTorch 2.11 to 2.13 say on a GPU.
 TORCH_SAYS = (

@@ -10,7 +10,7 @@ from nlgrpo import train
 from nlgrpo.config.schema import Config, LossConfig, RolloutConfig, TrainConfig
 from nlgrpo.config.validate import check
 from nlgrpo.model.decoder import load
-from nlgrpo.runtime.determinism import WORKSPACE
+from nlgrpo.runtime.seeding import WORKSPACE
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.tracking.run_files import read_jsonl
 

@@ -28,7 +28,7 @@ STEPS = {  # settings: ops that the step calls
     (): {"linear_logprob", "linear_policy_loss", "linearize"},
     ("--loss.level", "sequence"): {"linear_logprob", "policy_loss", "linearize"},
 }
-ELSEWHERE = {"token_logprob"}  # for other trainers: this one computes log-probs from hidden states
+ELSEWHERE = {"token_logprob", "sample_tokens"}  # for other trainers, which have logits; and in sampling
 
 
 def on_cuda(x):

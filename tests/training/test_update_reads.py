@@ -4,6 +4,7 @@ import sys
 import traceback
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from helpers import tiny_model
 from test_learner import LIMIT, M, P, make_learner, make_rollout, some_advantages, update
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import nlgrpo
+from nlgrpo import kernels
 from nlgrpo.config.schema import CriticConfig, LossConfig, OfflineConfig
 from nlgrpo.model import decoder, packing
 from nlgrpo.objectives.importance_sampling import Correction
@@ -20,6 +23,8 @@ from nlgrpo.training.learner import make_optimizer
 from nlgrpo.training.losses.correction import correct
 
 CPU = torch.device("cpu")
+PACKAGE = Path(nlgrpo.__file__).parent
+OPS = Path(kernels.__file__).parent
 READS = {"_local_scalar_dense", "nonzero", "unique_consecutive", "_unique2", "masked_select", "equal"}
 
 
@@ -37,9 +42,11 @@ class HostReads(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         masked = name in ("index", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
         if name in READS or masked:
-            frames = [f for f in traceback.extract_stack(sys._getframe()) if "/nlgrpo/" in f.filename]
-            if frames and "/kernels/" not in frames[-1].filename:
-                self.lines[f"{frames[-1].filename.split('/nlgrpo/')[-1]}:{frames[-1].lineno}"] += 1
+            stack = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack(sys._getframe())]
+            own = [(path, line) for path, line in stack if path.is_relative_to(PACKAGE) or path.is_relative_to(OPS)]
+            if own and not own[-1][0].is_relative_to(OPS):
+                path, line = own[-1]
+                self.lines[f"{path.relative_to(PACKAGE)}:{line}"] += 1
         return func(*args, **(kwargs or {}))
 
 
