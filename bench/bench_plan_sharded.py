@@ -174,7 +174,7 @@ def _propagation_untracked() -> Iterator[None]:
 
     From torch 2.12 the trackers leave these tensors out themselves.
     """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+    if torch.__version__ >= "2.12":  # compared as versions
         yield
         return
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
