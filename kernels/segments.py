@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -89,8 +90,8 @@ class Segments:
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each segment ends among the T tokens, and among the K keys of `key_index`: 0, then S ends, int32."""
-        queries = self._kept("ends", device, lambda: _starts(self.lengths).to(torch.int32))
-        keys = self._kept("key_ends", device, lambda: _starts(self.key_lengths).to(torch.int32))
+        queries = self._kept("ends", device, lambda: torch.tensor(_starts(self.lengths), dtype=torch.int32))
+        keys = self._kept("key_ends", device, lambda: torch.tensor(_starts(self.key_lengths), dtype=torch.int32))
         return queries, keys
 
     def key_index(self, device: torch.device) -> Tensor:
@@ -98,7 +99,7 @@ class Segments:
         return self._kept("key_index", device, self._key_index)
 
     def _key_index(self) -> Tensor:
-        starts = _starts(self.lengths).tolist()
+        starts = _starts(self.lengths)
         firsts = list[int]()
         lengths = list[int]()
         for i, (length, prefix) in enumerate(zip(self.lengths, self.prefixes, strict=True)):
@@ -124,13 +125,13 @@ class Segments:
         return own, copied
 
     def _own_keys(self) -> Tensor:
-        starts = _starts(self.key_lengths).tolist()
+        starts = _starts(self.key_lengths)
         firsts = [start + offset for start, offset in zip(starts, self.offsets, strict=False)]
         return spans(firsts, self.lengths)
 
     def _copies(self, m: int) -> Tensor:
         """Tokens of the prefixes that m segments share, and the indices of their keys, (n, 2 + m)."""
-        starts = _starts(self.key_lengths).tolist()
+        starts = _starts(self.key_lengths)
         parts = list[Tensor]()
         segment = 0
         for group in self.groups():
@@ -151,11 +152,12 @@ class Segments:
 
 def spans(firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Concatenate the ranges first, first + 1, .. of ``lengths``, on the CPU."""
+    total = sum(lengths)  # of numbers, because fake tensors have no values
     counts = torch.tensor(lengths, dtype=torch.int64)
     shifts = torch.tensor(firsts, dtype=torch.int64) - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
+    return torch.arange(total) + shifts.repeat_interleave(counts, output_size=total)
 
 
-def _starts(lengths: Sequence[int]) -> Tensor:
+def _starts(lengths: Sequence[int]) -> list[int]:
     """Where each of the parts of ``lengths`` begins, and where the last one ends."""
-    return torch.tensor([0, *lengths]).cumsum(0)
+    return list(itertools.accumulate(lengths, initial=0))
