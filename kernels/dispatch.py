@@ -105,7 +105,7 @@ class KernelError(RuntimeError):
 
 
 # The ops that launch the kernels of a module; a module that is not listed has the name of its only op.
-KERNELS_OF = {"epilogue": "linear_logprob, token_logprob and linear_policy_loss"}
+KERNELS_OF = {"epilogue": "linear_logprob, token_logprob and linear_policy_loss", "sample": "sample_tokens"}
 
 
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:

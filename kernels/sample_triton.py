@@ -74,10 +74,14 @@ def _draw_kernel(
     tl.store(logprobs + row, tl.where(checked > 0, logprob, float("nan")))
 
 
-@on_its_device
 def sample_tokens(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """See `reference.sample_tokens`. Two kernels; ``noise`` (R,) in float64 may have any stride."""
-    _check(logits, noise, temperature)
+    _check(logits, noise, temperature)  # here: what is wrong with the arguments is no failure of a kernel
+    return _sample(logits, noise, temperature)
+
+
+@on_its_device
+def _sample(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
     rows, V = logits.shape
     block = min(BLOCK, triton.next_power_of_2(V))

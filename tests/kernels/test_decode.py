@@ -205,8 +205,9 @@ def test_sampling_refuses_what_it_cannot_read(fast):
         (logits[0], noise, 1.0, "logits must have 2 dimensions"),
         (logits, noise, 0.0, "temperature must be positive"),
     ):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=message) as raised:
             kernels.sample_tokens(x, u, temperature=temperature, impl=fast)
+        assert raised.type is RuntimeError  # not KernelError: no kernel has failed
     with pytest.raises(ValueError, match=f"impl='{fast}': sample_tokens cannot run"):
         kernels.sample_tokens(logits.double(), noise, impl=fast)
     with pytest.raises(ValueError, match="impl='fast' is not known to sample_tokens; expected 'auto', 'triton', 'cpp'"):
