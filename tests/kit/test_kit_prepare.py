@@ -11,7 +11,16 @@ import pytest
 from gpu_kit import wheels
 from gpu_kit.plan import ROOT
 
-FILES = {"datasets/__init__.py": "", "datasets-5.0.dist-info/METADATA": "Requires-Dist: dill<0.4.2\n"}
+
+def metadata(name, version="1.0", requires=""):
+    """The METADATA of a wheel. An empty file is not valid: `importlib_metadata` refuses it where it is installed."""
+    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
+
+
+FILES = {
+    "datasets/__init__.py": "",
+    "datasets-5.0.dist-info/METADATA": metadata("datasets", "5.0", "Requires-Dist: dill<0.4.2\n"),
+}
 
 
 def fake(contents):
@@ -22,7 +31,7 @@ def fake(contents):
         calls.append(list(requirements))
         for requirement in requirements:
             name = requirement.partition("=")[0].partition("<")[0].partition(">")[0].replace("-", "_")
-            files = contents.get(name, {f"{name}/__init__.py": "", f"{name}-1.0.dist-info/METADATA": ""})
+            files = contents.get(name, {f"{name}/__init__.py": "", f"{name}-1.0.dist-info/METADATA": metadata(name)})
             with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
                 for path, text in files.items():
                     archive.writestr(path, text)
@@ -31,7 +40,11 @@ def fake(contents):
 
 
 def test_wheels_are_unpacked_in_the_versions_of_the_constraints(tmp_path):
-    extra = {"tyro/__init__.py": "x = 1", "tyro-1.0.dist-info/METADATA": "", "tyro-1.0.data/scripts/tyro": "run"}
+    extra = {
+        "tyro/__init__.py": "x = 1",
+        "tyro-1.0.dist-info/METADATA": metadata("tyro"),
+        "tyro-1.0.data/scripts/tyro": "run",
+    }
     download, calls = fake({"datasets": FILES, "tyro": extra})
     shown = wheels.prepare(tmp_path / "carried", download)
     first, second = calls
@@ -40,7 +53,8 @@ def test_wheels_are_unpacked_in_the_versions_of_the_constraints(tmp_path):
     assert second == ["dill<0.4.2", "multiprocess"]  # what the wheel of datasets requires
     assert (tmp_path / "carried/tyro/__init__.py").read_text() == "x = 1"
     assert not (tmp_path / "carried/tyro-1.0.data").exists()
-    assert "0.0 MiB" in shown
+    assert "datasets 5.0, " in shown
+    assert "tyro 1.0\n0.0 MiB" in shown
     assert "copy this folder to the GPU machine" in shown
 
 
@@ -56,7 +70,7 @@ def test_a_wheel_that_is_too_large_or_replaces_a_package_is_refused(tmp_path, fi
     monkeypatch.setattr(wheels, "MOST", 4000)
     (tmp_path / "carried").mkdir()
     (tmp_path / "carried/old.py").write_text("kept")
-    download, _ = fake({"tyro": files | {"tyro-1.0.dist-info/METADATA": ""}, "datasets": FILES})
+    download, _ = fake({"tyro": files | {"tyro-1.0.dist-info/METADATA": metadata("tyro")}, "datasets": FILES})
     with pytest.raises(ValueError, match=message):
         wheels.prepare(tmp_path / "carried", download)
     assert [path.name for path in (tmp_path / "carried").iterdir()] == ["old.py"]
