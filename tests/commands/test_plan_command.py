@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from nlgrpo import cli
 from nlgrpo.commands.machine import plan
+from nlgrpo.model.attention import takes_fewer_key_heads
 from nlgrpo.runtime import gpus
 from nlgrpo.runtime.console import duration, size
 
@@ -163,11 +165,17 @@ def test_the_table_of_the_guide(models, capsys):
     """Peaks, phases and seconds in docs/guides/plan.md are those that the command prints."""
     rows = re.findall(r"^\| (7B|70B) \| `(.*)` \| (.*), (.*) \| (.*) \|$", GUIDE.read_text(), re.MULTILINE)
     assert len(rows) == 4
+    # The varlen attention of PyTorch 2.11 needs a key for each query head: 70B, which shares them, takes more memory.
+    repeated = {"70B"} if not takes_fewer_key_heads(varlen_attn) else set()
     for model, options, peak, phase, seconds in rows:
         found = record(capsys, "--model.path", models / model.lower(), "--gpu", "h100", "--prompt-tokens", 512,
                        "--rollout.max_new_tokens", 512, *options.split())  # fmt: skip
         step = sum(found["seconds"].values())
-        assert (size(found["peak_bytes"]), found["largest_phase"], duration(step)) == (peak, phase, seconds), options
+        assert (found["largest_phase"], duration(step)) == (phase, seconds), options
+        if model in repeated:
+            assert 0.99 < GIB * float(peak.removesuffix(" GiB")) / found["peak_bytes"] < 1.002, options
+        else:
+            assert size(found["peak_bytes"]) == peak, options
 
 
 def test_every_pair_of_a_set_counts(models, capsys):

@@ -49,7 +49,7 @@ def place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(REPOSITORY) and not name.startswith(HERE) and "/.venv/" not in name:
+        if name.startswith(REPOSITORY) and not name.startswith(HERE) and "/site-packages/" not in name:
             return f"{name[len(REPOSITORY) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return "outside of the repository"

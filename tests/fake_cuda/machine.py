@@ -49,6 +49,7 @@ def _patch_torch(patched: pytest.MonkeyPatch, device: FakeCuda) -> None:
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": True,
+        "is_current_stream_capturing": False,  # a build with CUDA would ask the driver
         "device_count": 1,
         "current_device": 0,
         "get_device_name": NAME,

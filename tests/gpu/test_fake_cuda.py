@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from fake_cuda import fake_cuda, on_fake_cuda
 
+from nlgrpo.model.attention import takes_fewer_key_heads
+
 try:
     import triton
     import triton.language as tl
@@ -322,10 +324,16 @@ def test_flash_attention_and_its_gradients(kv_heads, left):
 
         leaves = [x.to("cuda").requires_grad_() for x in (q, k, v)]
         ends = [torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32).to("cuda") for sizes in (sizes_q, sizes_k)]
-        out = varlen_attn(*leaves, *ends, 5, 9, scale=0.3, window_size=(left, 0), enable_gqa=kv_heads < 4)
+        keys = leaves[1:]
+        grouped = {}
+        if kv_heads < 4 and takes_fewer_key_heads(varlen_attn):
+            grouped = {"enable_gqa": True}
+        elif kv_heads < 4:
+            keys = [x.repeat_interleave(4 // kv_heads, dim=1) for x in keys]
+        out = varlen_attn(leaves[0], *keys, *ends, 5, 9, scale=0.3, window_size=(left, 0), **grouped)
         out.backward(upstream.to("cuda"))
         with pytest.raises(RuntimeError, match="the longest sequence of keys"):
-            varlen_attn(*leaves, *ends, 5, 8, scale=0.3, window_size=(left, 0), enable_gqa=kv_heads < 4)
+            varlen_attn(leaves[0], *keys, *ends, 5, 8, scale=0.3, window_size=(left, 0), **grouped)
         return [x.cpu() for x in (out.detach(), *(leaf.grad for leaf in leaves))]
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
