@@ -72,6 +72,9 @@ def _patch_torch(patched: pytest.MonkeyPatch, device: FakeCuda) -> None:
     )  # fmt: skip
     for name in silent:
         patched.setattr(torch.cuda, name, partial(_answer, None))
+    # The optimizers of PyTorch 2.15 ask it for the capture of a graph.
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    patched.setattr(torch.accelerator, "current_stream", partial(_answer, stream))
     patched.setattr(torch.cuda, "synchronize", lambda *_: device.waits("torch.cuda.synchronize"))
     apply = torch.autograd.function.BackwardCFunction.apply
 
