@@ -41,12 +41,18 @@ def workload(shape=SHAPE, adapter=None, world=1, prompt=9, compute=torch.float32
     return Workload(cfg, shape, adapter, compute, "cuda", world, prompt, critic, gpu_memory=total)
 
 
+def counted(counter):
+    """Operations that PyTorch counted, without those of attention on a CPU, which it counts since version 2.15."""
+    found = counter.get_flop_counts()["Global"]
+    return sum(flops for op, flops in found.items() if "scaled_dot_product" not in str(op))
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize(
     "adapter", [None, LoraConfig(rank=4), LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))], ids=str
 )
 def test_the_operations_of_an_update_are_those_that_pytorch_counts(adapter, checkpointing):
-    """Of the matrix products of a prompt with two completions; attention is not among PyTorch's counted products."""
+    """Of the matrix products of a prompt with two completions, without attention."""
     work = workload(adapter=adapter, model__activation_checkpointing=checkpointing)
     model = Decoder(SHAPE, torch.ones(4)).double()
     if adapter is not None:
@@ -58,7 +64,7 @@ def test_the_operations_of_an_update_are_those_that_pytorch_counts(adapter, chec
         model(tokens, segments, select, lambda hidden, weight: hidden @ weight.T).sum().backward()
     flops = roofline.update_flops(work, SHAPE, SHAPE.vocab)
     attention = roofline._of_groups(work, SHAPE) * (1 + roofline.ATTENTION_BACKWARD + checkpointing)
-    truth = counter.get_total_flops()
+    truth = counted(counter)
     if adapter is not None:
         parts = {name: rows for name, rows in adapted_rows().items() if name in lora.targets(adapter, SHAPE)}
         # PyTorch does not count addmm_, which adds an adapter's product, ..
@@ -84,7 +90,7 @@ def test_the_operations_of_a_forward_pass_are_those_that_pytorch_counts():
               lambda hidden, weight: hidden @ weight.T)  # fmt: skip
     work = workload()
     attention = roofline._of_groups(work, SHAPE)
-    assert roofline.forward_flops(work, SHAPE, SHAPE.vocab) - attention == counter.get_total_flops()
+    assert roofline.forward_flops(work, SHAPE, SHAPE.vocab) - attention == counted(counter)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
