@@ -1,4 +1,4 @@
-"""Processes that are started, counted and ended: each command is a tree of processes in a session of its own."""
+"""Processes that are started, counted and ended: each command is a tree of processes in a process group of its own."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Forked:
 
 
 def start(main: Callable[[], int], log: Path, environment: dict[str, str]) -> Forked:
-    """Start a command in a session of its own, with its output in a file, and with the faults of the environment."""
+    """Start a command in a process group of its own, with its output in a file, and with the environment's faults."""
 
     def run() -> int:
         os.setsid()

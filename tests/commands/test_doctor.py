@@ -169,10 +169,10 @@ def test_no_secret_and_no_folder_is_written(call, monkeypatch, tmp_path):
 
 def test_folders_are_replaced_the_longest_first(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
     monkeypatch.setattr(getpass, "getuser", lambda: "jane")
-    text = without_folders(f"{tmp_path}/work/a {tmp_path}/b /data/jane/c")
+    text = without_folders(f"{tmp_path}/project/a {tmp_path}/b /data/jane/c")
     assert text == "./a ~/b /data/<user>/c"
 
 

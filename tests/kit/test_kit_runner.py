@@ -21,7 +21,7 @@ PUT = "import json, sys; json.dump({'values': {'x': 1.5}%s}, open(sys.argv[1], '
 GOOD = PUT % ", 'status': 'ok'"
 BAD = "print('what it printed'); raise SystemExit(7)"
 SKIPS = PUT % ", 'status': 'skipped', 'error': 'no such card'"
-# Its grandchild has a session of its own, as the ranks of torchrun have.
+# Its grandchild has a process group of its own, as the ranks of torchrun have.
 HANGS = (
     PUT % "" + "; import subprocess, time; "
     "p = subprocess.Popen(['sleep', '300'], start_new_session=True); "
