@@ -23,7 +23,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.rewards.reward_functions import RewardError
-from nlgrpo.runtime import host_memory
+from nlgrpo.runtime import cpu_threads, host_memory
 from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import deterministic_algorithms, seed_everything
@@ -184,12 +184,15 @@ def launch(cfg: Config, *, dry_run: bool = False) -> None:
 def _launch(cfg: Config, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
     console = Console(quiet=not ranks.first)
     seed_everything(cfg.train.seed + ranks.rank)
+    if note := cpu_threads.use(cfg.run, ranks, restart=cfg.train.restart):
+        console.print(note, highlight=False)
     run = build(cfg, ranks)
     console.print(table.show(run))
     ranks.agree(partial(table.check_memory, run))  # nodes may differ
     if dry_run:
         return
     open_folder(run)
+    cpu_threads.record(run.folder, ranks)
     learner = run.learner()
     with run.engine(learner, lambda: stop.received) as engine:
         before = evaluate_before(run, learner, engine)

@@ -33,7 +33,7 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.rewards.reward_functions import Scores
-from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
@@ -72,6 +72,7 @@ WRITTEN = (
         *LOGGED,
         evaluation_samples.FILE,
         run_files.REPORT_FILE,
+        cpu_threads.FILE,
     ),
     *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
 )

@@ -53,6 +53,17 @@ def test_quick_ends_with_json(name, ops):
             assert row["rate"] > 0
 
 
+def test_quick_contention_ends_with_json():
+    done = run("bench_contention.py", "--quick", "--busy", "0", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [row["busy"] for row in result["rows"]] == [0, 1]
+    for row in result["rows"]:
+        for side in ("fixed", "chosen"):
+            assert row[side]["seconds"] > 0
+            assert 1 <= row[side]["threads"][0] <= result["cores"]
+
+
 def test_quick_step_ends_with_json():
     done = run("bench_step.py", "--quick", "--sides", "ours", "--prompt-tokens", "12", "--threads", "1")
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.rollouts.collect import refuse_pairwise
 from nlgrpo.model import reward_model
-from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
@@ -157,6 +157,8 @@ def main(arguments: Sequence[str]) -> int:
     disable_progress_bar()  # of transformers, for every model
     with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:
         assert options.out is not None
+        if note := cpu_threads.use(options.out, ranks):
+            Console(quiet=not ranks.first).print(note, highlight=False)
         loop = Loop(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop), options.out)
         loop.queue.console.print(plan(loop))
         if not options.dry_run:

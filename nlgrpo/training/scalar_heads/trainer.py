@@ -35,7 +35,7 @@ from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime import atomic_files, checkpoint
+from nlgrpo.runtime import atomic_files, checkpoint, cpu_threads
 from nlgrpo.runtime.device import MicroBatchLimit, compute_dtype, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import ParallelConfig, Ranks
 from nlgrpo.runtime.seeding import seed_everything
@@ -350,6 +350,8 @@ def launch(cfg: TrainerConfig, build: Callable[[Any, Ranks], Trainer], *, dry_ru
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one."""
     disable_progress_bar()
     with StopSignal(cfg.train.grace_period) as stop, process_group.start(cfg.train.limits()) as ranks:
+        if note := cpu_threads.use(cfg.run, ranks, restart=cfg.train.restart):
+            Console(quiet=not ranks.first).print(note, highlight=False)
         fit(cfg, build, ranks, stop, dry_run=dry_run)  # frees the model before the process group ends
 
 
@@ -363,8 +365,9 @@ def fit(
     console.print(run.plan())
     if dry_run:
         return True
-    written = ("checkpoints", "model", "adapter", *WRITTEN, run.RESULTS)
+    written = ("checkpoints", "model", "adapter", *WRITTEN, cpu_threads.FILE, run.RESULTS)
     run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
+    cpu_threads.record(run.folder, ranks)
     before = evaluate_before(run)
     if run.restore():
         console.print(f"resuming from step {run.progress.step}")
