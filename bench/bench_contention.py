@@ -3,8 +3,8 @@
     python bench/bench_contention.py [--quick] [--rounds 5] [--busy 0 1 2] [--save]
 
 Each process trains the same random Llama (1.05 million parameters, float32) on 6 prompts x 8 completions of up to 128
-tokens, by ``nlgrpo train``. "fixed" sets OMP_NUM_THREADS to the number of cores, which is PyTorch's own choice; "chosen"
-leaves it to the load at the start. Beside them run 0, 1 or 2 processes that each use a core. The sides take turns.
+tokens, by ``nlgrpo train``. "fixed" sets OMP_NUM_THREADS to the number of cores, which is PyTorch's own choice;
+"chosen" leaves it to the load at the start. Beside them run 0, 1 or 2 processes that each use a core. The sides take turns.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def measure(side: str, folder: Path, steps: int, cores: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "nlgrpo", "train", "blank"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
     environment["CUDA_VISIBLE_DEVICES"] = ""
     if side == "fixed":
         environment["OMP_NUM_THREADS"] = str(cores)

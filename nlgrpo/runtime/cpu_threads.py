@@ -37,7 +37,7 @@ def use(folder: Path, ranks: Ranks, *, restart: bool = False) -> str:
     """Set the number of threads for the run in ``folder``; return a note for the user, or an empty string.
 
     A number that the user has set (OMP_NUM_THREADS, which torchrun sets for several ranks) stays. A run that resumes
-    takes the number that it began with. Else it is that of the idle cores. Several ranks and a GPU keep PyTorch's number.
+    takes the number that it began with. Else it is that of the idle cores. Several ranks and GPUs keep PyTorch's.
     """
     if ranks.device.type != "cpu":
         return ""

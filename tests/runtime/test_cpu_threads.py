@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from nlgrpo.runtime import cpu_threads
 from nlgrpo.runtime.distributed import Ranks
 
