@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import math
 import os
 import signal
@@ -58,8 +57,7 @@ class StopSignal:
             signal.set_wakeup_fd(self._wakeup_before, warn_on_full_buffer=False)
 
     def _start_terminator(self) -> None:
-        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)  # prints the stacks
+        terminator.print_stacks_on_abort()
         reading, self._pipe = os.pipe()
         arguments = [str(os.getpid()), str(self.grace), str(self.AGAIN)]
         # -I -S: starts within 20 ms, and imports nothing from the folder of the user.

@@ -1,16 +1,22 @@
-"""A process that ends its parent if that does not stop: ``python terminator.py PID GRACE AGAIN``.
+"""Processes that end their parent if it does not stop, or interrupt it if a call of a function takes too long.
 
-The parent writes the numbers of the signals that it receives to standard input, by `signal.set_wakeup_fd`: this works
-while a function holds the parent's interpreter lock, for example in a regular expression that takes for ever. After
-GRACE seconds from the first signal, or AGAIN from the second SIGTERM or SIGINT, the parent gets SIGABRT, so that
-`faulthandler` prints the stacks of its threads, and then SIGKILL.
+    python terminator.py PID GRACE AGAIN      after a signal
+    python terminator.py PID                  after the time limit of a call
 
-Imports the standard library only.
+Both work while a function holds the parent's interpreter lock, when none of its threads can run Python.
+
+After a signal: the parent writes the numbers of the signals that it receives to standard input, by
+`signal.set_wakeup_fd`. After GRACE seconds from the first one, or AGAIN from the second SIGTERM or SIGINT, it is ended.
+
+After a time limit: see `keep_time`. A parent that is ended gets SIGABRT, so that `faulthandler` prints the stacks of
+its threads, and then SIGKILL. Imports the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import math
 import os
 import select
@@ -22,6 +28,12 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CHECK = 5.0  # seconds between checks that the parent is alive
 PRINTING = 5.0  # seconds between SIGABRT and SIGKILL
 
+# Interrupts a call: a real-time signal, which programs rarely use. macOS has none.
+INTERRUPT = int(signal.SIGRTMAX) - 3 if sys.platform == "linux" else int(signal.SIGVTALRM)
+GRACE = 10.0  # seconds after its limit in which a call can still be interrupted
+SECOND = 0.5  # seconds from the first interrupt to the second: the function may clean up
+LATER = 0.1  # seconds between later ones
+
 
 def watch(parent: int, grace: float, again: float) -> None:
     """Wait for the end of the parent or of the pipe; end the parent if it does not stop in time."""
@@ -29,7 +41,8 @@ def watch(parent: int, grace: float, again: float) -> None:
     while os.getppid() == parent:
         left = deadline - time.monotonic()
         if left <= 0:
-            return end(parent, received)
+            signals = "a signal" if received == 1 else f"{received} signals"
+            return end(parent, f"process {parent} received {signals} and did not stop in time. It is ended")
         if select.select([0], [], [], min(left, CHECK))[0]:
             numbers = os.read(0, 4096)
             if not numbers:
@@ -41,12 +54,41 @@ def watch(parent: int, grace: float, again: float) -> None:
                     deadline = min(deadline, time.monotonic() + (again if insisted > 1 else grace))
 
 
-def end(parent: int, received: int) -> None:
+def keep_time(parent: int) -> None:
+    """Interrupt each call of the parent that exceeds its limit; end the parent if that does not help for `GRACE` s.
+
+    Standard input has two lines for each call. At its beginning: a JSON list of the time at which it must have returned
+    (of `time.monotonic`, which all processes share), and of a text for the case that the parent is ended. At its end:
+    an empty line, which is answered by one; no signal is sent after it.
+    """
+    deadline, following, why, received = math.inf, math.inf, "", b""
+    while os.getppid() == parent:
+        now = time.monotonic()
+        if now >= deadline + GRACE:
+            return end(parent, why)
+        if now >= following:
+            os.kill(parent, INTERRUPT)
+            following = now + (SECOND if now < deadline + SECOND else LATER)
+        left = min(following, deadline + GRACE) - time.monotonic()
+        if not select.select([0], [], [], max(0.0, min(left, CHECK)))[0]:
+            continue
+        more = os.read(0, 65536)
+        if not more:
+            return
+        *lines, received = (received + more).split(b"\n")
+        for line in lines:
+            if line:
+                deadline, why = json.loads(line)
+                following = deadline
+            else:
+                deadline = following = math.inf
+                os.write(1, b"\n")
+
+
+def end(parent: int, why: str) -> None:
     """End the parent: SIGABRT, then SIGKILL."""
-    signals = "a signal" if received == 1 else f"{received} signals"
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"error: process {parent} received {signals} and did not stop in time. It is ended; its threads are:",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(f"error: {why}; its threads are:", file=sys.stderr, flush=True)
     os.kill(parent, signal.SIGABRT)
     deadline = time.monotonic() + PRINTING
     while os.getppid() == parent and time.monotonic() < deadline:
@@ -55,7 +97,16 @@ def end(parent: int, received: int) -> None:
         os.kill(parent, signal.SIGKILL)
 
 
+def print_stacks_on_abort() -> None:
+    """In the parent: let SIGABRT print the stacks of all threads."""
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+
+
 if __name__ == "__main__":
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # for the parent, not for this process
-    watch(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
+    if len(sys.argv) == 2:
+        keep_time(int(sys.argv[1]))
+    else:
+        watch(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
-
-import torch
 
 Result = TypeVar("Result")
 
@@ -19,11 +18,12 @@ def in_thread(work: Callable[[], Result], name: str = "nlgrpo-background") -> Fu
     The future gets whatever ``work`` raises, also KeyboardInterrupt and SystemExit.
     """
     future: Future[Result] = Future()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    torch = sys.modules.get("torch")  # without it, nothing uses a GPU
+    gpu = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
-            if gpu is not None:
+            if torch is not None and gpu is not None:
                 torch.cuda.set_device(gpu)  # per thread
             future.set_result(work())
         except BaseException as error:
