@@ -92,7 +92,11 @@ class RewardConfig:
     "mean". InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", "fp:PROCEDURE" ("fp:cvar:0.1"), "power:N"
     (with "bon:N"), or a function of the rank. Variational best-of-N: "vbon:N", "vbon:N:bound"."""
     timeout: float = 600.0
-    """Timeout of one call, in seconds."""
+    """Timeout of one call, in seconds; inf: no limit. Over it, a Python function is interrupted; one that cannot be,
+    such as C code that does not return, ends the run, or with `process` its process."""
+    process: bool = False
+    """Run the function in the main thread of a process of its own, which is ended and started again if a call takes too
+    long. False: in the main thread of the trainer."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens when the function fails: stop the run, or skip (drop the affected groups and count them)."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nlgrpo.objectives.diversity import check_kernel
+from nlgrpo.rewards.outputs import values_of
 
 _CONVERSION_ERRORS = (TypeError, ValueError, RuntimeError)  # RuntimeError: float() of a tensor with several numbers
 
@@ -18,25 +19,21 @@ _CONVERSION_ERRORS = (TypeError, ValueError, RuntimeError)  # RuntimeError: floa
 def read_rewards(values: Any, count: int, name: str) -> Tensor:
     """Convert the return value of a reward function to float64 (count,), with NaN where it abstained.
 
-    Raises ValueError for anything but one finite number or None per completion.
+    Raises ValueError for anything but one finite number, NaN or None per completion.
     """
-    try:
-        rewards = _numbers(values)
-    except _CONVERSION_ERRORS as error:
+    read = values_of(values, count, 1.0)
+    if not read.faults:
+        return read.values
+    fault = read.faults[0]
+    expected = "expected a list of one number or None per completion"
+    if fault.index is None and " values for " in fault.what:
+        raise ValueError(f"reward {name!r} {fault.what}; {expected}.")
+    if fault.what in ("returned inf", "returned -inf"):
         raise ValueError(
-            f"reward {name!r} returned {reprlib.repr(values)}; expected a list of one number or None per completion."
-        ) from error
-    if len(rewards) != count:
-        raise ValueError(
-            f"reward {name!r} returned {len(rewards)} values for {count} completions; expected one per completion."
+            f"reward {name!r} is {fault.what.split()[1]} for completion {fault.index}: its advantage would be "
+            "infinite; return a finite number, or None to abstain."
         )
-    infinite = [i for i, value in enumerate(rewards) if math.isinf(value)]
-    if infinite:
-        raise ValueError(
-            f"reward {name!r} is {rewards[infinite[0]]} for completion {infinite[0]}: its advantage would be infinite; "
-            "return a finite number, or None to abstain."
-        )
-    return torch.tensor(rewards, dtype=torch.float64)
+    raise ValueError(f"reward {name!r} returned {reprlib.repr(values)}; {expected} (it {fault.what}).")
 
 
 def read_similarities(values: Any, count: int, samples: int, name: str) -> Tensor:
@@ -73,5 +70,12 @@ def _row(row: Any, i: int, samples: int, name: str) -> list[float]:
 
 def _numbers(values: Any) -> list[float]:
     """Convert to floats, None to NaN. Raises one of _CONVERSION_ERRORS for any other value."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    return [math.nan if value is None else float(value) for value in values]
+    items = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(items, (str, bytes, Mapping, Set)):
+        raise TypeError(f"a value of type {type(items).__name__} is not a list of numbers")
+    numbers = []
+    for item in items:
+        if isinstance(item, (str, bytes)):
+            raise TypeError(f"{item!r} is not a number")
+        numbers.append(math.nan if item is None else float(item))
+    return numbers

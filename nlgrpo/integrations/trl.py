@@ -105,8 +105,9 @@ def aggregated(
     dg/dR_i is evaluated at the means of R_1, .., R_m over the groups of all ranks that have a value (one all-reduce).
     ``rewards`` are reward functions or kernel functions as in `linearized`, sync or async. ``objectives``: one per
     reward, or one for all. If a function is async, so is the result; sync functions run one after another while async
-    ones wait for their results. ``aggregate`` is one of nlgrpo.aggregation, or its name: "sum", "min",
-    "smooth_min:4", with ``weights`` (default: 1 each).
+    ones wait for their results. They then run in the thread of TRL's event loop, where what needs the main thread, such
+    as ``signal.alarm``, fails; a warning says so. ``aggregate`` is one of nlgrpo.aggregation, or its name: "sum",
+    "min", "smooth_min:4", with ``weights`` (default: 1 each).
 
     - A reward that abstains on a completion adds nothing to it; the result is ``None`` if all rewards abstain. A reward
       that abstains on the whole batch has no value, and "min" and "smooth_min" ignore it.
@@ -332,7 +333,15 @@ def _reward_function(linearizer: _Linearizer) -> RewardFunction:
         async with _turns():
             return linearizer.finish(await outputs, len(prompts), columns.get("log_metric"))
 
-    chosen = wrapped_async if any(is_async(part.function) for part in linearizer.parts) else wrapped
+    sync = [part.name for part in linearizer.parts if not is_async(part.function)]
+    if 0 < len(sync) < len(linearizer.parts):
+        log.warning(
+            "%s combines sync functions (%s) with async ones, so TRL runs them in the thread of its event loop, where "
+            "signal.alarm and all else that needs the main thread fails; if they need it, make all functions sync.",
+            linearizer.name,
+            ", ".join(sync),
+        )
+    chosen = wrapped if len(sync) == len(linearizer.parts) else wrapped_async
     chosen.__name__ = chosen.__qualname__ = linearizer.name  # TRL names its column after it
     return chosen
 

@@ -155,6 +155,8 @@ class Regex:
     A dot also matches a line break. Raises ValueError for a pattern that does not compile.
     """
 
+    in_main_thread = True  # only there can a pattern that takes for ever be interrupted
+
     def __init__(self, pattern: str, full: bool = False) -> None:
         try:
             compiled = re.compile(pattern, re.DOTALL)

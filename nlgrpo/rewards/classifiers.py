@@ -154,6 +154,8 @@ class Ensemble:
     def _combine(self, scores: list[float]) -> float | None:
         if len(scores) < len(self.members):
             return None
+        if any(map(math.isnan, scores)):
+            return math.nan  # min() would depend on the order
         return min(scores) if self.how == "min" else math.fsum(scores) / len(scores)
 
 

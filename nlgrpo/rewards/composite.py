@@ -8,17 +8,85 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from nlgrpo.rewards.calling import PROVIDED, is_async, parameters
+from nlgrpo.rewards.calling import PROVIDED, in_event_loop, is_async, needs_main_thread
 from nlgrpo.rewards.outputs import values_of
+from nlgrpo.runtime.user_code import parameters
+
+log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
+Values = list[float | None]
 
 
-class Weighted:
+class _Composite:
+    """A reward made of the rewards ``functions``, which get the same completions.
+
+    Their async functions run at the same time. Functions that need the main thread run in that of the composite, which
+    is then not async; the others may run in other threads.
+    """
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        self.functions = list(functions)
+        self.in_main_thread = any(map(needs_main_thread, functions))
+        self.is_async = not self.in_main_thread and any(map(is_async, functions))
+        self.data_columns = _columns(functions)
+        self._with_nan: set[str] = set()
+        for function in functions:
+            if hasattr(function, "answer"):
+                self.answer = function.answer  # of the first that has one, for majority voting
+                break
+
+    def __call__(self, completions: Sequence[Any], **arguments: Any) -> Values | Awaitable[Values]:
+        given = {"completions": completions, **arguments}
+        calls = [_call_of(function, given) for function in self.functions]
+        if self.is_async:
+            return self._combined_later(calls, len(completions))
+        futures: dict[int, Future[Any]] = {}
+        for i, function in enumerate(self.functions):
+            if is_async(function):
+                futures[i] = in_event_loop(calls[i])
+        try:
+            outputs = {i: call() for i, call in enumerate(calls) if i not in futures}
+            outputs |= {i: future.result() for i, future in futures.items()}
+        finally:
+            for future in futures.values():
+                future.cancel()  # those that still run after an error
+        return self.combined(self._read([outputs[i] for i in range(len(calls))], len(completions)))
+
+    async def _combined_later(self, calls: Sequence[Callable[[], Any]], count: int) -> Values:
+        asynchronous = map(is_async, self.functions)
+        running = [call() if own else asyncio.to_thread(call) for call, own in zip(calls, asynchronous, strict=True)]
+        return self.combined(self._read(await asyncio.gather(*running), count))
+
+    def combined(self, columns: Sequence[Values]) -> Values:
+        """Return the rewards, given those of each function."""
+        raise NotImplementedError
+
+    def _read(self, outputs: Sequence[Any], count: int) -> list[Values]:
+        """Return the values of each function, None where it abstains.
+
+        Raises ValueError for a result that is not one number or None per completion.
+        """
+        columns = []
+        for function, output in zip(self.functions, outputs, strict=True):
+            name = getattr(function, "__name__", type(function).__name__)
+            read = values_of(output, count, 1.0)
+            if read.faults:
+                raise ValueError(f"{name} {read.faults[0].what}. {read.faults[0].advice}")
+            if read.nans and name not in self._with_nan:
+                self._with_nan.add(name)
+                log.warning("%s returned NaN for %d of %d completions; it counts as abstaining", name, read.nans, count)
+            columns.append([None if math.isnan(x) else x for x in read.values.tolist()])
+        return columns
+
+
+class Weighted(_Composite):
     """Weighted sum of rewards of one completion, such as a reward and a penalty.
 
         r(y) = sum_i w_i r_i(y)     over the parts that do not abstain; abstains if all do
@@ -35,20 +103,18 @@ class Weighted:
         for _, weight in pairs:
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
                 raise ValueError(f"a weight must be a finite number, got {weight!r}")
-        self.functions, self.weights = [function for function, _ in pairs], [weight for _, weight in pairs]
-        self.data_columns = _columns(self.functions)
-        _pass_answers(self, self.functions)
+        self.weights = [weight for _, weight in pairs]
+        super().__init__([function for function, _ in pairs])
 
-    async def __call__(self, completions: Sequence[Any], **arguments: Any) -> list[float | None]:
-        columns = await _values(self.functions, {"completions": completions, **arguments})
-        rows = []
+    def combined(self, columns: Sequence[Values]) -> Values:
+        rows: Values = []
         for values in zip(*columns, strict=True):
             terms = [weight * x for weight, x in zip(self.weights, values, strict=True) if x is not None]
             rows.append(math.fsum(terms) if terms else None)
         return rows
 
 
-class Gated:
+class Gated(_Composite):
     """A reward that counts only where another one passes, such as a format.
 
         r(y) = reward(y) if by(y) >= at_least else otherwise
@@ -64,12 +130,11 @@ class Gated:
         for name, value in (("at_least", at_least), ("otherwise", otherwise)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
-        self.functions, self.at_least, self.otherwise = [reward, by], at_least, otherwise
-        self.data_columns = _columns(self.functions)
-        _pass_answers(self, self.functions)
+        self.at_least, self.otherwise = at_least, otherwise
+        super().__init__([reward, by])
 
-    async def __call__(self, completions: Sequence[Any], **arguments: Any) -> list[float | None]:
-        values, passes = await _values(self.functions, {"completions": completions, **arguments})
+    def combined(self, columns: Sequence[Values]) -> Values:
+        values, passes = columns
         return [
             None if gate is None else value if gate >= self.at_least else float(self.otherwise)
             for value, gate in zip(values, passes, strict=True)
@@ -86,34 +151,9 @@ def _columns(functions: Sequence[Function]) -> tuple[str, ...]:
     return tuple(needed)
 
 
-def _pass_answers(composite: Any, functions: Sequence[Function]) -> None:
-    """Give a composite the method ``answer`` of its first part that has one, for majority voting."""
-    for function in functions:
-        if hasattr(function, "answer"):
-            composite.answer = function.answer
-            return
-
-
-async def _values(functions: Sequence[Function], arguments: Mapping[str, Any]) -> list[list[float | None]]:
-    """Call all functions at the same time, each with the arguments that it takes; None where one abstains.
-
-    Raises ValueError for a result that is not one finite number or None per completion.
-    """
-    outputs = await asyncio.gather(*(_call(function, arguments) for function in functions))
-    count, columns = len(arguments["completions"]), []
-    for function, output in zip(functions, outputs, strict=True):
-        values, faults = values_of(output, count, 1.0)
-        if faults:
-            name = getattr(function, "__name__", type(function).__name__)
-            raise ValueError(f"{name} {faults[0].what}")
-        columns.append([None if math.isnan(x) else x for x in values.tolist()])
-    return columns
-
-
-async def _call(function: Function, arguments: Mapping[str, Any]) -> Any:
+def _call_of(function: Function, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+    """Bind a function to the arguments that it takes."""
     taken, _, takes_all = parameters(function)
     bound = function.keywords if isinstance(function, functools.partial) else {}
     own = {name: x for name, x in arguments.items() if name not in bound and (takes_all or name in taken)}
-    if is_async(function):
-        return await function(**own)
-    return await asyncio.to_thread(function, **own)
+    return functools.partial(function, **own)

@@ -21,9 +21,9 @@ class EnvironmentReward:
     def __call__(self, environment: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
         return [None if outcome["error"] is not None else self._of(outcome) for outcome in environment]
 
-    def _of(self, outcome: Mapping[str, Any]) -> float:
+    def _of(self, outcome: Mapping[str, Any]) -> float | None:
         if self.metric is None:
-            return float(outcome["reward"])
+            return outcome["reward"]
         if self.metric not in outcome["metrics"]:
             raise ValueError(f"the environment has no metric {self.metric!r}; it has {', '.join(outcome['metrics'])}")
-        return float(outcome["metrics"][self.metric])
+        return outcome["metrics"][self.metric]

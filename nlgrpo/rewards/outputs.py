@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,63 +27,112 @@ class Fault:
     cause: BaseException | None = None
 
 
-def values_of(output: Any, count: int, scale: float) -> tuple[Tensor, list[Fault]]:
-    """Values (count,) of a reward times ``scale``, in float64, NaN for None and for invalid values; and the faults."""
+@dataclass(frozen=True)
+class Read:
+    """What a reward returned. ``values``: in float64, NaN for None, NaN and invalid values."""
+
+    values: Tensor
+    faults: list[Fault] = field(default_factory=list)
+    nans: int = 0
+    """Completions for which it returned NaN."""
+
+
+def values_of(output: Any, count: int, scale: float) -> Read:
+    """Read the values (count,) of a reward, and multiply them by ``scale``.
+
+    ``output`` has a number or None for each completion: a list, any other sequence or iterator, a tensor or array of
+    shape (count,) or (count, 1), or a list of lists with one number each. Texts, dicts and sets are faults, and so are
+    infinite values.
+    """
     values = torch.full((count,), math.nan, dtype=torch.float64)
-    wrong = None
-    kind = type(output).__name__
-    if isinstance(output, (Tensor, np.ndarray)) and output.ndim != 1:
-        wrong = f"returned shape {tuple(output.shape)}"
-    elif hasattr(output, "tolist"):  # also a pandas Series
-        try:
-            output = output.tolist()
-        except (RuntimeError, NotImplementedError) as error:  # a sparse tensor, or one on the meta device
-            wrong = f"returned a {kind} that cannot be converted to a list ({str(error).splitlines()[0]})"
-    if wrong is None and not isinstance(output, (list, tuple)):
-        wrong = f"returned a value of type {kind}, not a list,"
-    elif wrong is None and len(output) != count:
-        wrong = f"returned {len(output)} values"
-    if wrong is not None:
+    items = _listed(output, count)
+    if isinstance(items, str):
         advice = (
             "A reward function returns one float or None per completion; "
             'see the guide "Your own model, data and reward".'
         )
-        return values, [Fault(f"{wrong} for {count} completions", advice)]
-
-    faults = []
-    for i, item in enumerate(output):
+        return Read(values, [Fault(f"{items} for {count} completions", advice)])
+    faults: list[Fault] = []
+    nans = 0
+    for i, item in enumerate(_without_singletons(items)):
         number = _number(item)
         if number is None:
             continue
-        if math.isfinite(scale * number):
+        if math.isnan(number):
+            nans += 1
+        elif math.isfinite(scale * number):
             values[i] = scale * number
         else:
             scaled = "" if scale == 1 else f", scaled by {scale:g}"
             what = f"returned {reprlib.repr(item)}{scaled}"
             faults.append(Fault(what, "A value must be a finite number, or None to abstain.", i))
-    return values, faults
+    return Read(values, faults, nans)
 
 
-def similarities_of(output: Any, count: int, samples: int, scale: float) -> tuple[Tensor, list[Fault]]:
-    """Rows (count, M) of the kernel matrices, with NaN for completions for which it abstained; and the faults."""
-    rows = list(output) if isinstance(output, (list, tuple, Tensor, np.ndarray)) else None
+def similarities_of(output: Any, count: int, samples: int, scale: float) -> Read:
+    """Read the rows (count, M) of the kernel matrices, with NaN for completions for which it abstained.
+
+    A kernel abstains for a completion with None in place of its row, or with a row of None and NaN.
+    """
     kernel = torch.full((count, samples), math.nan, dtype=torch.float64)
     advice = 'A kernel returns a list of M floats or None per completion; see the guide "Several users and diversity".'
-    if rows is None or len(rows) != count:
-        returned = f"a value of type {type(output).__name__}" if rows is None else f"{len(rows)} rows"
-        return kernel, [Fault(f"returned {returned} for {count} completions in groups of {samples}", advice)]
-    faults = []
+    rows = _listed(output, count, width=samples, items="rows")
+    if isinstance(rows, str):
+        what = rows.removesuffix(", not a list,")
+        return Read(kernel, [Fault(f"{what} for {count} completions in groups of {samples}", advice)])
+    faults: list[Fault] = []
+    nans = 0
     for i, row in enumerate(rows):
         if row is None:
             continue
-        numbers, wrong = values_of(row, samples, scale)
-        kernel[i] = numbers
-        faults += [Fault(f"{fault.what} in the row of a completion", advice, i) for fault in wrong[:1]]
+        read = values_of(row, samples, scale)
+        kernel[i] = read.values
+        nans += read.nans == samples
+        faults += [Fault(f"{fault.what} in the row of a completion", advice, i) for fault in read.faults[:1]]
+        if read.nans and not bool(read.values.isnan().all()):
+            faults.append(Fault("returned nan in the row of a completion", advice, i))
     grouped = kernel.view(-1, samples, samples)
-    absent = torch.tensor([row is None for row in rows]).view(-1, samples)
+    absent = grouped.isnan().all(-1)
     grouped[absent[:, None, :].expand_as(grouped)] = math.nan
     faults += [Fault(what, advice, i) for i, what in _asymmetric(grouped, absent)] if not faults else []
-    return kernel, faults
+    return Read(kernel, faults, nans)
+
+
+def _listed(output: Any, count: int, width: int = 1, items: str = "values") -> list[Any] | str:
+    """Return the ``count`` items of an output, or what is wrong with it.
+
+    ``width``: numbers per item; ``items``: what they are called.
+    """
+    kind = type(output).__name__
+    if isinstance(output, (str, bytes, bytearray, Mapping, Set)):
+        return f"returned a value of type {kind}, not a list,"
+    if not hasattr(output, "tolist") and hasattr(output, "to_numpy"):  # a table of pandas
+        output = output.to_numpy()
+    if isinstance(output, (Tensor, np.ndarray)) and tuple(output.shape[1:]) not in ((), (width,)):
+        return f"returned shape {tuple(output.shape)}"
+    if isinstance(output, (Tensor, np.ndarray)) and output.ndim == 0:
+        return "returned shape ()"
+    if hasattr(output, "tolist"):  # also a pandas Series
+        try:
+            output = output.tolist()
+        except (RuntimeError, NotImplementedError) as error:  # a sparse tensor, or one on the meta device
+            return f"returned a {kind} that cannot be converted to a list ({str(error).splitlines()[0]})"
+    endless = isinstance(output, Iterator)  # a generator may be
+    try:
+        found = list(islice(output, count + 1)) if endless else list(output)
+    except TypeError:
+        if hasattr(output, "__iter__"):  # an error of its code
+            raise
+        return f"returned a value of type {kind}, not a list,"
+    if len(found) > count and endless:
+        return f"returned more than {count} {items}"
+    return found if len(found) == count else f"returned {len(found)} {items}"
+
+
+def _without_singletons(items: list[Any]) -> list[Any]:
+    """Return the numbers of ``[[0.5], [1.0]]``, an output of shape (n, 1); other items as they are."""
+    nested = all(item is None or (isinstance(item, (list, tuple)) and len(item) == 1) for item in items)
+    return [None if item is None else item[0] for item in items] if nested else items
 
 
 def _asymmetric(kernel: Tensor, absent: Tensor) -> list[tuple[int, str]]:
@@ -96,12 +147,17 @@ def _asymmetric(kernel: Tensor, absent: Tensor) -> list[tuple[int, str]]:
 
 
 def _number(item: Any) -> float | None:
-    """Convert a number or bool to float; None stays None, anything else is NaN."""
-    if isinstance(item, (Tensor, np.ndarray, np.generic)):
-        item = item.item() if item.ndim == 0 else math.nan
+    """Convert a number of any type to float; None stays None, and anything else is infinite, which is a fault."""
+    if isinstance(item, (Tensor, np.ndarray)):
+        numbers = item.tolist()
+        item = numbers[0] if isinstance(numbers, list) and len(numbers) == 1 else numbers
+    if isinstance(item, np.generic):
+        item = item.item()
     if item is None:
         return None
+    if not hasattr(item, "__float__"):  # bool, Decimal, Fraction and others have it; texts and complex numbers have not
+        return math.inf
     try:
-        return float(item) if isinstance(item, (int, float)) else math.nan
-    except OverflowError:  # an int beyond the largest float
+        return float(item)
+    except (OverflowError, ValueError, TypeError):  # beyond the largest float, or not a number
         return math.inf

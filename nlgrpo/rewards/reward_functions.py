@@ -13,17 +13,30 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.builtin import vote
-from nlgrpo.rewards.calling import PROVIDED, Log, Outcome, TimedOut, call_all, parameters
-from nlgrpo.rewards.outputs import Fault, similarities_of, values_of
+from nlgrpo.rewards.calling import (
+    PROVIDED,
+    Call,
+    Log,
+    Outcome,
+    TimedOut,
+    call_all,
+    has_own_process,
+    needs_main_thread,
+)
+from nlgrpo.rewards.history import SHOWN, History
+from nlgrpo.rewards.outputs import Fault, Read, similarities_of, values_of
+from nlgrpo.rewards.processes.function_process import ErrorInProcess, FunctionProcess
+from nlgrpo.runtime.supervision.time_limit import is_main_thread
+from nlgrpo.runtime.user_code import parameters
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +49,14 @@ class RewardError(RuntimeError):
 class Reward:
     """A named reward, from `load` or built directly from any function with TRL's signature.
 
-    ``timeout``: limit of one call in seconds; a sync function runs in its own thread. ``math.inf`` is no limit and runs
-    the function in the trainer's thread, for functions that need the main thread (``signal.alarm``). ``on_error``:
-    "stop" raises RewardError, "skip" drops the affected groups. ``scale``: factor of the function's values, applied
-    before any objective; a negative one is for users who want low values. ``pairwise``: the function is a kernel.
-    ``voted``: also extract the final answers, for an objective that needs them.
+    A sync function runs in the main thread, as in TRL: ``signal.alarm``, ``asyncio.run``, SQLite and matplotlib work.
+    Async functions run together in an event loop, in a thread of its own. ``process``: the function runs in the main
+    thread of a process of its own; it must then be a function of a module, and arguments and results are pickled.
+
+    ``timeout``: limit of one call in seconds, ``math.inf`` for none; see `score`. ``on_error``: "stop" raises
+    RewardError, "skip" drops the affected groups. ``scale``: factor of the function's values, applied before any
+    objective; a negative one is for users who want low values. ``pairwise``: the function is a kernel. ``voted``: also
+    extract the final answers, for an objective that needs them.
 
     Raises ValueError for invalid arguments.
     """
@@ -52,6 +68,8 @@ class Reward:
     scale: float = 1.0
     pairwise: bool = False
     voted: bool = False
+    process: bool = False
+    history: History = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -70,6 +88,17 @@ class Reward:
             raise ValueError(f"reward {self.name!r}: scale must be a finite number other than 0, got {self.scale!r}")
         if not callable(self.function):
             raise ValueError(f"reward {self.name!r}: expected a function, got {self.function!r}")
+        object.__setattr__(self, "history", History(self.name))
+        if self.process:
+            object.__setattr__(self, "function", self._in_process())
+
+    def _in_process(self) -> FunctionProcess:
+        """Return the function in a process of its own, with the timeout of this reward."""
+        try:
+            found = self.function if isinstance(self.function, FunctionProcess) else FunctionProcess.of(self.function)
+        except ValueError as error:
+            raise ValueError(f"reward {self.name!r} with process = true: {error}") from error
+        return replace(found, timeout=self.timeout)
 
 
 @dataclass(frozen=True)
@@ -89,6 +118,20 @@ class Scores:
     """Values (P*M) passed to ``log_extra``, by column; the last call for a column counts."""
     answers: dict[str, Tensor] = field(default_factory=dict)
     """Numbers of the final answers, (P, M) int64, for rewards with ``voted``; see `answer_numbers`."""
+
+    def joined(self, other: Scores, names: Sequence[str]) -> Scores:
+        """Return these scores and those of ``other`` rewards for the same completions, in the order of ``names``."""
+        values = self.values | other.values
+        metrics = {name: list(logged) for name, logged in self.metrics.items()}
+        for name, logged in other.metrics.items():
+            metrics.setdefault(name, []).extend(logged)
+        return Scores(
+            {name: values[name] for name in names},
+            self.skipped | other.skipped,
+            metrics,
+            self.extra | other.extra,
+            self.answers | other.answers,
+        )
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
@@ -152,18 +195,24 @@ def score(
     A function is called with ``prompts``, ``completions``, ``completion_ids``, the columns, ``trainer_state``
     (``.global_step .max_steps``), ``log_metric(name, value)`` and ``log_extra(column, values)``; a kernel also with
     ``samples`` = M. A function without ``**kwargs`` gets only the arguments that it names. Lists and dicts are copied
-    for each function. Async functions run concurrently in one event loop, the same at every step, while the sync ones
-    run one after another.
+    for each function. Async functions run concurrently in one event loop, the same at every step, and functions with
+    ``process`` in their processes, while the sync ones run one after another in the main thread.
 
-    Raises RewardError if a reward raises, exceeds its timeout, or does not return a list, tuple, 1-D tensor or array
-    with one finite number, bool or None per completion (a kernel: M such numbers, symmetric within a group). With
-    ``on_error="skip"``, an invalid value drops its group and a failed call all groups, with a warning in the log. An
-    argument that nothing provides is an error in both cases. Raises ValueError for lists of different lengths, and for
-    two rewards with the same name.
+    A function returns one number or None per completion (a kernel: M numbers, symmetric within a group): in a list or
+    another sequence, from a generator, or in an array or tensor of shape (P*M,) or (P*M, 1). NaN abstains as None does,
+    with a warning of its share. A reward whose values in its first calls are all the same, or all missing, is named in
+    a warning with some completions.
 
-    A sync function that exceeds its timeout keeps running in its thread, because Python cannot stop threads. One that
-    holds the interpreter's lock, such as a regular expression with exponential backtracking, blocks the trainer in
-    spite of the timeout.
+    Raises RewardError if a reward raises, exceeds its timeout, or returns anything else, such as an infinite number.
+    With ``on_error="skip"``, an invalid value drops its group and a failed call all groups, with a warning in the log.
+    An argument that nothing provides is an error in both cases. Raises ValueError for lists of different lengths, and
+    for two rewards with the same name.
+
+    A sync function that exceeds its timeout is interrupted: an exception that only a bare ``except`` catches is raised
+    in it. Where that is not possible for 10 seconds, as in C code that does not return, the process ends with the
+    reward's name and the stacks of its threads; a reward with ``process`` loses its own process instead, and goes on in
+    another at the next call. Outside of the main thread nothing can be interrupted: a sync function then runs in a
+    thread of its own, which it keeps after its timeout, with a warning if it is not from this package.
     """
     _check_lengths(samples, len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
     if len({reward.name for reward in rewards}) < len(rewards):
@@ -182,30 +231,38 @@ def score(
     logs = [Log(len(prompts)) for _ in rewards]
     skipped = torch.zeros(batch.groups, dtype=torch.bool)
     calls = [_call_of(reward, batch, log) for reward, log in zip(rewards, logs, strict=True)]
-    outcomes = call_all(calls, [reward.timeout for reward in rewards])
+    texts = [text_of(completion) for completion in completions]
+    outcomes = call_all(calls)
     for reward, outcome in zip(rewards, outcomes, strict=True):
         shape = (len(prompts), samples) if reward.pairwise else (len(prompts),)
-        rows, faults = _checked(reward, outcome, shape)
-        failed = _failed_groups(reward, faults, batch)
-        by_group = rows.view(batch.groups, samples, *shape[1:])
+        read = _checked(reward, outcome, shape)
+        failed = _failed_groups(reward, read.faults, batch)
+        by_group = read.values.view(batch.groups, samples, *shape[1:])
         values[reward.name] = by_group.masked_fill(failed.view(-1, *[1] * len(shape)), math.nan)
         skipped |= failed
+        reward.history.add_nans(read.nans, len(prompts))
+        if not reward.pairwise:  # equal completions are alike
+            reward.history.add(values[reward.name], len(texts), list(map(_excerpt, texts[:SHOWN])))
     metrics: dict[str, list[float]] = {}
     for name, value in (entry for log in logs for entry in log.metrics):
         metrics.setdefault(name, []).append(value)
     extra = {name: column for log in logs for name, column in log.extra.items()}
-    texts = [text_of(completion) for completion in completions]
     grouped = [texts[i : i + samples] for i in range(0, len(texts), samples)]
     answers = {reward.name: _answers(reward, grouped, batch) for reward in rewards if reward.voted}
     return Scores(values, skipped, metrics, extra, answers)
 
 
 def _answers(reward: Reward, completions: Sequence[Sequence[str]], batch: _Batch) -> Tensor:
-    try:
-        return answer_numbers(reward.function, completions)
-    except Exception as error:  # its method `answer` is user code
-        fault = Fault(f"raised {type(error).__name__} in its method answer: {error}", "Its traceback is above.")
-        raise RewardError(_message(reward, fault, batch)) from error
+    numbers = functools.partial(answer_numbers, reward.function, completions)  # its method `answer` is user code
+    [outcome] = call_all([Call(reward.name, numbers, _unchanged, reward.timeout)])
+    if outcome.error is None:
+        return cast(Tensor, outcome.result)
+    fault = _fault_of(reward, outcome.error, " in its method answer")
+    raise RewardError(_message(reward, fault, batch)) from fault.cause
+
+
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 def answer_numbers(function: Callable[..., Any], completions: Sequence[Sequence[str]]) -> Tensor:
@@ -229,8 +286,11 @@ def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> Non
         )
 
 
-def _call_of(reward: Reward, batch: _Batch, log: Log) -> functools.partial[Any]:
-    """Bind a reward to the arguments that it takes. Raises RewardError if nothing provides one of them."""
+def _call_of(reward: Reward, batch: _Batch, log: Log) -> Call:
+    """Bind a reward to the arguments that it takes, with the reader of what it returns.
+
+    Raises RewardError if nothing provides one of them.
+    """
     bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
     taken, _, takes_all = parameters(reward.function)
     given = batch.arguments | {"log_metric": log.log_metric, "log_extra": log.log_extra}
@@ -240,7 +300,17 @@ def _call_of(reward: Reward, batch: _Batch, log: Log) -> functools.partial[Any]:
         advice = f"Available, with the columns of the data: {', '.join(given)}."
         raise RewardError(_message(reward, Fault(what, advice), batch))
     names = [name for name in given if name not in bound and (takes_all or name in taken)]
-    return functools.partial(reward.function, **{name: _copy(given[name]) for name in names})
+    if needs_main_thread(reward.function) and not is_main_thread():
+        reward.history.add_thread()
+    arguments = {name: _copy(given[name]) for name in names}
+    count, samples = len(batch.prompts), batch.samples
+    function = functools.partial(reward.function, **arguments)
+    if has_own_process(reward.function):
+        function = functools.partial(reward.function, count, **arguments)
+    read = functools.partial(values_of, count=count, scale=reward.scale)
+    if reward.pairwise:
+        read = functools.partial(similarities_of, count=count, samples=samples, scale=reward.scale)
+    return Call(reward.name, function, read, reward.timeout)
 
 
 def _copy(value: Any) -> Any:
@@ -250,21 +320,27 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _checked(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> tuple[Tensor, list[Fault]]:
-    """Values (count,), or (count, M) of a kernel, in float64, with NaN for None and invalid ones; and the faults."""
+def _checked(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> Read:
+    """Return what a reward returned; without any value if it failed."""
     if outcome.error is None:
-        return (
-            similarities_of(outcome.result, shape[0], shape[1], reward.scale)
-            if reward.pairwise
-            else values_of(outcome.result, shape[0], reward.scale)
-        )
-    if isinstance(outcome.error, TimedOut):
+        return cast(Read, outcome.result)
+    return Read(torch.full(shape, math.nan, dtype=torch.float64), [_fault_of(reward, outcome.error)])
+
+
+def _fault_of(reward: Reward, error: BaseException, where: str = "") -> Fault:
+    if isinstance(error, TimedOut):
+        at = f" It was interrupted at {error.place}." if error.place else ""
         advice = "Increase its timeout if it may take longer; if it calls a server, check that the server responds."
-        fault = Fault(f"did not return within its timeout of {reward.timeout:g} s", advice)
-    else:
-        advice = "Its traceback is above. If it needs the main thread (signal.alarm), set its timeout to inf."
-        fault = Fault(f"raised {type(outcome.error).__name__}: {outcome.error}", advice, cause=outcome.error)
-    return torch.full(shape, math.nan, dtype=torch.float64), [fault]
+        return Fault(f"did not return within its timeout of {reward.timeout:g} s{where}", advice + at)
+    kind, said = kind_and_text(error)
+    return Fault(f"raised {kind}{where}: {said}", "Its traceback is above.", cause=error)
+
+
+def kind_and_text(error: BaseException) -> tuple[str, str]:
+    """Return the type and the text of an error of a function, also of one in a process of its own."""
+    if isinstance(error, ErrorInProcess):
+        return error.kind, error.said
+    return type(error).__name__, str(error)
 
 
 def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor:

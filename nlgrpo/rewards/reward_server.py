@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from nlgrpo.data.conversations import text_of
 from nlgrpo.rewards.classifiers import TextEncoder
 from nlgrpo.rewards.http_endpoint import Endpoint, check_counts
+from nlgrpo.rewards.outputs import values_of
 
 PROTOCOLS = ("vllm", "openrlhf")
 
@@ -83,7 +83,7 @@ class RewardServer:
         parts = [scored[i : i + size] for i in range(0, len(scored), size)]
         room = asyncio.Semaphore(self.endpoint.concurrency)
 
-        async def send(part: list[int]) -> list[float]:
+        async def send(part: list[int]) -> list[float | None]:
             body = self._body([inputs[i] for i in part], [pairs[i] for i in part], columns, part)
             async with room:
                 answer = await self.endpoint.client().post(self.route, body=body, cast_to=object)
@@ -122,18 +122,21 @@ class RewardServer:
         options: dict[str, Any] = {"use_activation": self.probability} | ({"model": self.model} if self.model else {})
         return options | (inputs[0] if isinstance(inputs[0], dict) else {"input": inputs})
 
-    def _scores(self, answer: Any, count: int) -> list[float]:
-        """Return the scores in an answer. Raises ValueError for one that has not ``count`` finite numbers."""
+    def _scores(self, answer: Any, count: int) -> list[float | None]:
+        """Return the scores in an answer, None where it has none. Raises ValueError unless it has ``count`` of them."""
         try:
             if self.protocol == "openrlhf":
-                scores = [float(value) for value in answer["rewards"]]
+                scores = list(answer["rewards"])
             else:
                 rows = sorted(answer["data"], key=lambda row: row["index"])
-                scores = [float(row["probs"][self.label]) for row in rows]
+                scores = [row["probs"][self.label] for row in rows]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"the reward server answered {str(answer)[:200]}, without scores: {error!r}") from error
-        if len(scores) != count or not all(map(math.isfinite, scores)):
-            raise ValueError(f"the reward server answered {scores[:8]} for {count} completions")
+        if faults := values_of(scores, count, 1.0).faults:
+            raise ValueError(
+                f"the reward server answered {str(scores)[:200]} for {count} completions; expected one finite number "
+                f"or null for each (it {faults[0].what})"
+            )
         return scores
 
 

@@ -82,6 +82,8 @@ class Equal:
     answer; abstains for completions without a match. Raises ValueError for a pattern that does not compile.
     """
 
+    in_main_thread = True  # only there can a pattern that takes for ever be interrupted
+
     def __init__(self, pattern: str | None = None) -> None:
         try:
             self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import torch
 
 from nlgrpo.rewards.builtin import Gsm8k, Length, Lexicon, Overlong, Regex
-from nlgrpo.rewards.calling import parameters
 from nlgrpo.rewards.classifiers import Classifier, Ensemble
 from nlgrpo.rewards.composite import Gated, Weighted
 from nlgrpo.rewards.environment import EnvironmentReward
 from nlgrpo.rewards.judge import Judge
 from nlgrpo.rewards.processes.code_execution import Code
+from nlgrpo.rewards.processes.function_process import FunctionProcess
 from nlgrpo.rewards.processes.math_answers import Math
+from nlgrpo.rewards.processes.user_functions import bind, imported
 from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.rewards.reward_server import RewardServer
 from nlgrpo.rewards.similarity_kernels import KERNELS
@@ -45,6 +46,7 @@ def load(
     device: str | torch.device = "cpu",
     pairwise: bool = False,
     voted: bool = False,
+    process: bool = False,
 ) -> Reward:
     """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
@@ -53,14 +55,27 @@ def load(
     ``package.module:function`` or ``path/to/file.py:function`` (relative to the current folder), or a model folder,
     which means ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of
     the same name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.
+    ``process``: load and call it in a process of its own; the others are those of `Reward`.
 
     Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
     """
     try:
-        function = function_of(spec, device=device, pairwise=pairwise)
+        if process:
+            function: Callable[..., Any] = FunctionProcess.made_by(_maker(spec, device, pairwise))
+        else:
+            function = function_of(spec, device=device, pairwise=pairwise)
     except ValueError as error:
         raise ValueError(f"reward {name!r} = {secrets.hide(repr(spec))}: {error}") from error
-    return Reward(name, function, timeout, on_error, scale, pairwise, voted)
+    return Reward(name, function, timeout, on_error, scale, pairwise, voted, process)
+
+
+def _maker(spec: str, device: str | torch.device, pairwise: bool) -> Callable[[], Callable[..., Any]]:
+    """Return a function without arguments that does in another process what `function_of` does."""
+    target, arguments = parse_spec(spec)
+    known = KERNELS if pairwise else REWARDS
+    if target in known or not user_code.is_name(target) or secrets.found(spec):
+        return functools.partial(function_of, spec, device=device, pairwise=pairwise)
+    return functools.partial(imported, target, arguments)  # it needs no PyTorch
 
 
 def function_of(spec: str, *, device: str | torch.device = "cpu", pairwise: bool = False) -> Callable[..., Any]:
@@ -72,12 +87,12 @@ def function_of(spec: str, *, device: str | torch.device = "cpu", pairwise: bool
     if kind := secrets.found(spec):
         raise ValueError(f"it seems to hold {kind}; rewards are saved and shown: use environment variables for secrets")
     if pairwise:
-        return _bind(target, _resolve(target, KERNELS, "kernel"), arguments)
+        return bind(target, _resolve(target, KERNELS, "kernel"), arguments)
     target, arguments = _as_classifier(target, arguments, device)
     if target in COMPOSITE:
         parts = COMPOSITE[target].PARTS
         arguments = {name: _part(x, device) if name in parts else x for name, x in arguments.items()}
-    return _bind(target, _resolve(target, REWARDS, "reward"), arguments)
+    return bind(target, _resolve(target, REWARDS, "reward"), arguments)
 
 
 def _part(value: Any, device: str | torch.device) -> Any:
@@ -104,10 +119,26 @@ def models(spec: str) -> list[tuple[str, str]]:
     """
     target, arguments = _as_classifier(*parse_spec(spec), "cpu")
     if target in COMPOSITE:
-        parts = [part for value in arguments.values() for part in (value if isinstance(value, dict) else [value])]
-        return [found for part in parts if isinstance(part, str) for found in models(part)]
+        return [found for part in _parts(arguments) for found in models(part)]
     paths = {"classifier": [arguments.get("path")], "ensemble": arguments.get("paths")}.get(target) or []
     return [(path, str(arguments.get("dtype", "float32"))) for path in paths if isinstance(path, str)]
+
+
+def may_hang(spec: str) -> bool:
+    """Whether a reward ``spec`` runs code of the user, or a regular expression of the user, in this process.
+
+    Raises ValueError as `load`.
+    """
+    target, arguments = _as_classifier(*parse_spec(spec), "cpu")
+    if target in COMPOSITE:
+        return any(map(may_hang, _parts(arguments)))
+    return target not in REWARDS or target == "regex"
+
+
+def _parts(arguments: Mapping[str, Any]) -> list[str]:
+    """Specs of the parts of a composite."""
+    found = [part for value in arguments.values() for part in (value if isinstance(value, dict) else [value])]
+    return [part for part in found if isinstance(part, str)]
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -153,24 +184,3 @@ def _unknown(target: str, builtin: Mapping[str, type], kind: str) -> str:
     forms += ["package.module:function", "path/to/file.py:function"]
     forms += ["a folder with a config.json (a classifier)"] * (kind == "reward")
     return f"there is no {kind} {target!r}{nearest(target, list(builtin))} Supported:\n  " + "\n  ".join(forms)
-
-
-def _bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-    taken, required, takes_all = parameters(function)
-    unknown = [name for name in arguments if not takes_all and name not in taken]
-    missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
-    if unknown:
-        raise ValueError(
-            f"{target} does not take {unknown[0]!r}{nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
-        )
-    if missing:
-        raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
-    if not isinstance(function, type):
-        return functools.partial(function, **arguments)
-    try:
-        instance: Callable[..., Any] = function(**arguments)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise ValueError(f"{target} cannot be built, {type(error).__name__}: {error}") from error
-    return instance

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+PREFIX = "_nlgrpo_user_"  # of the names of modules that are imported from a file
 
 
 def is_name(target: str) -> bool:
@@ -36,6 +39,14 @@ def function(target: str) -> Callable[..., Any]:
     if not callable(value):
         raise ValueError(f"{attribute!r} in {place} is not a function; its type is {type(value).__name__}")
     return value
+
+
+def parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]:
+    """Return the argument names of a function, the required ones, and whether it takes ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -76,7 +87,7 @@ def _import_file(path: Path) -> ModuleType:
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
     _look_in(path.resolve().parent)
-    name = "_nlgrpo_user_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    name = PREFIX + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

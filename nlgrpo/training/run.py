@@ -160,10 +160,14 @@ class Run:
         share = prompts // self.ranks.world
         return self.prompts.take(self.progress.cursor + later * prompts + self.ranks.rank * share, share)
 
-    def score(self, batch: prompt_dataset.Batch, rollout: Rollout, step: int) -> Scores:
-        """Score this rank's completions of the prompts of ``step``. Raises RewardError."""
+    def score(self, batch: prompt_dataset.Batch, rollout: Rollout, step: int, sampler: Sampler | None = None) -> Scores:
+        """Score this rank's completions of the prompts of ``step`` with the rewards of ``sampler``. Raises RewardError.
+
+        ``sampler``: that of the run, with all rewards, if it is None.
+        """
         first = self.ranks.rank * len(batch.ids)  # number of the first prompt among those of the step
-        return self.sampler.score(batch, rollout, step=step, total_steps=self.config.train.steps, first_prompt=first)
+        chosen = sampler or self.sampler
+        return chosen.score(batch, rollout, step=step, total_steps=self.config.train.steps, first_prompt=first)
 
     def evaluated(self) -> dict[str, evaluation_samples.EvaluationSamples]:
         """Load the saved evaluations that have the configured number of prompts and samples; {} if there are none."""
@@ -383,10 +387,12 @@ def open_folder(run: Run) -> None:
 
 
 def _free(cfg: Config) -> tuple[str, ...]:
-    """`FREE` without the keys that this run's training depends on.
+    """`FREE` without the keys that this run's training depends on, and with those of how rewards are called.
 
-    These are train.steps if the learning rate follows a schedule over the whole run, and evaluation.prompts if the
+    The former are train.steps if the learning rate follows a schedule over the whole run, and evaluation.prompts if the
     evaluation prompts are held out of the training data.
     """
     bound = {"train.steps": cfg.optim.schedule != "constant", "evaluation.prompts": not cfg.data.evaluation}
-    return tuple(name for name in FREE if not bound.get(name, False))
+    # Neither changes what a reward returns; a run that a reward has stopped may need them.
+    calls = [f"rewards.{name}.{key}: " for name in cfg.rewards for key in ("timeout", "process")]
+    return (*(name for name in FREE if not bound.get(name, False)), *calls)

@@ -24,13 +24,14 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.guided_search import Cost, Search
 from nlgrpo.engine.inference import Chooser, Procedure, Responder, Response, guides
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.serving import batching
 from nlgrpo.engine.serving.app import _key
 from nlgrpo.engine.serving.batching import Batcher, Closed, Job, QueueFull
 from nlgrpo.model import decoder, reward_model
 
 TEMPLATE = "{% for m in messages %}{% if m['role'] == 'system' %}w0 {% endif %}{{ m['content'] }} {% endfor %}w9"
 REWARDS = """
-import time
+import ctypes, signal, time
 
 def high(completion_ids, **_):
     if any(ids[0] == 7 and ids[1:] and ids[1] < 12 for ids in completion_ids):
@@ -44,6 +45,31 @@ def endless(completion_ids, **_):
 def slow(completion_ids, **_):
     time.sleep(0.5)
     return [float(sum(ids)) for ids in completion_ids]
+
+def stuck(prompts, completion_ids, **_):
+    if any("w25" in prompt for prompt in prompts):
+        open(__file__.replace("rewards.py", "stuck"), "w").close()
+        ctypes.PyDLL(None).pthread_mutex_lock(LOCKED)
+    return [float(sum(ids)) for ids in completion_ids]
+
+def alarmed(completion_ids, **_):
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return [float(sum(ids)) for ids in completion_ids]
+    except ValueError:
+        return [0.0] * len(completion_ids)
+
+class Voted:
+    def __call__(self, completion_ids, **_):
+        return [1.0] * len(completion_ids)
+
+    def answer(self, text):
+        if "w25" in text:
+            raise KeyError("no vote")
+        return text[:2]
+
+LOCKED = ctypes.create_string_buffer(64)
+ctypes.CDLL(None).pthread_mutex_lock(LOCKED)
 """
 TOKENS = 8
 
@@ -374,6 +400,39 @@ def test_a_reward_that_fails_is_a_server_error_for_its_request_alone(port):
                 assert answer["error"]["type"] == "server_error"
     assert ok > 20
     assert failed > 3
+
+
+def test_a_reward_that_hangs_ends_no_server_and_blocks_no_other_request(work, monkeypatch):
+    """It holds the interpreter's lock of its own process, for one request."""
+    monkeypatch.setattr(batching, "SLOW", 0.5)
+    with serving(work, "--timeout", "15", reward="stuck") as (port, _), ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(post, port, {"prompt": "w25"})
+        until((work / "stuck").exists)
+        begun = time.monotonic()
+        for seed in range(3):
+            assert post(port, {"prompt": "w1", "seed": seed})[0] == 200
+        assert time.monotonic() - begun < 12
+        assert not hanging.done()
+        status, answer = hanging.result(60)
+        assert status == 500
+        assert "rewards.py:stuck' did not return within its timeout of 15 s" in answer["error"]["message"]
+        assert post(port, {"prompt": "w1"})[0] == 200
+
+
+def test_a_reward_with_an_alarm_has_its_values_in_a_server(work):
+    with serving(work, reward="alarmed") as (port, _):
+        status, answer = post(port, {"prompt": "w1", "candidates": True, "seed": 1})
+    assert status == 200
+    assert max(one["score"] for one in answer["choices"][0]["candidates"]) > 0
+
+
+def test_votes_of_a_reward_of_the_user(work):
+    with serving(work, "--procedure", "maj:4", reward="Voted") as (port, _):
+        found = [post(port, {"prompt": f"w{i}", "seed": i, "temperature": 2}) for i in range(12)]
+    assert {status for status, _ in found} == {200, 500}
+    for status, answer in found:
+        if status == 500:
+            assert "Voted' raised KeyError in its method answer" in answer["error"]["message"]
 
 
 def test_a_key_is_needed_if_there_is_one(work):

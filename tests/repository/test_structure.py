@@ -175,8 +175,9 @@ def test_tensor_functions_stay_pure(name):
 
 
 def test_integrations_import_objectives_and_reward_calling_only():
-    allowed = {*PURE, *KERNELS, "nlgrpo.rewards", "nlgrpo.rewards.calling", "nlgrpo.integrations"}
-    allowed |= {"nlgrpo.runtime.supervision.threads"}
+    allowed = {*PURE, *KERNELS, "nlgrpo.rewards", "nlgrpo.rewards.calling", "nlgrpo.rewards.outputs"}
+    allowed |= {f"nlgrpo.runtime.supervision.{name}" for name in ("threads", "time_limit", "terminator")}
+    allowed |= {"nlgrpo.integrations", "nlgrpo.runtime.supervision"}
     allowed |= {name for name in FILES if name.startswith("nlgrpo.integrations.")}
     assert "nlgrpo.objectives.registry" in reached("nlgrpo.integrations.trl") <= allowed
 

@@ -259,10 +259,10 @@ def test_an_awaitable_of_a_sync_function_is_awaited(timeout):
     ids=["list", "tuple", "array", "tensor"],
 )
 def test_numbers_of_many_types_are_accepted(value):
-    """All stand for [0, 1.5, None, 1, 2, 3]; the Ellipsis and the NaN, which is not None, are refused."""
+    """All stand for [0, 1.5, None, 1, 2, 3]; the Ellipsis is refused."""
     expected = torch.tensor([0, 1.5, math.nan, 1, 2, 3]).double()
     result = scored(returning(value), on_error="skip")
-    bad = {"list": [], "tuple": [2], "ndarray": [1], "Tensor": [1]}[type(value).__name__]
+    bad = [2] if isinstance(value, tuple) else []
     assert result.skipped.nonzero().flatten().tolist() == bad
     keep = ~result.skipped
     torch.testing.assert_close(result.values["mine"][keep], expected.view(P, M)[keep], equal_nan=True)
@@ -315,14 +315,13 @@ def test_async_objects_are_awaited():
     assert scored(Constant()).values["mine"].max() == 0
 
 
-def test_a_reward_without_timeout_runs_in_the_main_thread():
+@pytest.mark.parametrize("timeout", [600.0, math.inf])
+def test_a_reward_runs_in_the_main_thread(timeout):
     def alarmed(completions, **_):
         signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))  # raises in any other thread
         return [0.0] * len(completions)
 
-    assert scored(alarmed, timeout=math.inf).values["mine"].max() == 0
-    with pytest.raises(RewardError, match="set its timeout to inf"):
-        scored(alarmed)
+    assert scored(alarmed, timeout).values["mine"].max() == 0
 
 
 # ---- errors ----
@@ -345,8 +344,7 @@ def test_the_full_message_for_a_wrong_count():
         ("abcdef", "of type str, not a list"),
         (0.5, "of type float"),
         (dict.fromkeys(range(6), 1.0), "of type dict"),
-        ((x for x in range(6)), "of type generator"),
-        (torch.zeros(6, 1), r"shape \(6, 1\)"),
+        (torch.zeros(6, 2), r"shape \(6, 2\)"),
         (np.float32(1), "of type float32"),
         (torch.tensor(1.0), r"shape \(\)"),
         ([], "0 values for 6 completions"),
@@ -363,7 +361,6 @@ def test_the_message_of_a_failed_call_names_the_batch(value, says):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (math.nan, "nan"),
         (math.inf, "inf"),
         (-math.inf, "-inf"),
         ("1.0", "'1.0'"),
@@ -371,7 +368,7 @@ def test_the_message_of_a_failed_call_names_the_batch(value, says):
         (1j, "1j"),
         (10**400, "10000"),
         (torch.tensor([1.0, 2.0]), "tensor"),
-        (torch.tensor(math.nan), "tensor"),
+        (torch.tensor(math.inf), "tensor"),
         (np.str_("x"), "'x'"),
     ],
 )
@@ -465,14 +462,14 @@ def test_a_reward_that_hangs_times_out(kind):
 
 
 def test_skipped_groups_are_logged_and_combined_over_rewards(caplog):
-    one = Reward("one", returning([0.0, 0.0, 0.0, math.nan, math.inf, 0.0]), on_error="skip")
-    two = Reward("two", returning([math.nan, 1.0, 1.0, 1.0, 1.0, None]), on_error="skip")
+    one = Reward("one", returning([0.0, 0.0, 0.0, -math.inf, math.inf, 0.0]), on_error="skip")
+    two = Reward("two", returning([math.inf, 1.0, 1.0, 1.0, 1.0, None]), on_error="skip")
     with caplog.at_level(logging.WARNING, logger="nlgrpo.rewards.reward_functions"):
         result = score([one, two], **INPUTS)
     assert result.skipped.tolist() == [True, True, True]
     assert result.values["two"][1:].tolist()[0] == [1, 1]
     assert ["Dropped 2 of 3 groups" in record.getMessage() for record in caplog.records] == [True, False]
-    assert "reward 'two' returned nan (step 12, prompt 6, sample 0)" in caplog.records[1].getMessage()
+    assert "reward 'two' returned inf (step 12, prompt 6, sample 0)" in caplog.records[1].getMessage()
 
 
 def test_a_missing_argument_stops_the_run_even_if_errors_are_skipped():
@@ -483,7 +480,7 @@ def test_a_missing_argument_stops_the_run_even_if_errors_are_skipped():
 def test_long_texts_are_shortened_in_messages():
     prompts = [chat("x" * 10_000, "user")] * P * M
     with pytest.raises(RewardError) as error:
-        scored(returning([math.nan] * 6), prompts=prompts, completions=[chat("y" * 10_000)] * 6)
+        scored(returning([math.inf] * 6), prompts=prompts, completions=[chat("y" * 10_000)] * 6)
     assert len(str(error.value)) < 600
 
 

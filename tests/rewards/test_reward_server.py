@@ -118,7 +118,7 @@ def test_the_protocol_of_openrlhf():
         ((200, {"data": []}), r"answered \[\] for 10 completions"),
         ((200, {"data": [{"index": 0, "probs": []}]}), "without scores"),
         ((200, [1, 2]), "without scores"),
-        ((200, {"data": [{"index": i, "probs": [float("nan")]} for i in range(10)]}), r"\[nan"),
+        ((200, {"data": [{"index": i, "probs": [float("inf")]} for i in range(10)]}), r"\[inf"),
         ((404, {"error": "no such model"}), "404"),
         ((400, {"error": {"message": "too long"}}), "too long"),
     ],

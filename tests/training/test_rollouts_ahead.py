@@ -139,6 +139,40 @@ def test_rewards_that_wait_overlap_with_training_and_sampling(tmp_path):
     assert sum(seconds[1]) < 0.85 * sum(seconds[0])
 
 
+WHERE = """
+import asyncio, signal, threading
+
+def in_main_thread():
+    return float(threading.current_thread() is threading.main_thread())
+
+def alarmed(completions, log_metric, **columns):
+    try:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        log_metric("alarmed", in_main_thread())
+    except ValueError:
+        log_metric("alarmed", -1.0)
+    return [float(len(text)) for text in completions]
+
+async def judge(completions, log_metric, **columns):
+    await asyncio.sleep(0.01)
+    log_metric("judged", in_main_thread())
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_functions_that_need_the_main_thread_run_there(server, tmp_path, ahead, caplog):
+    (tmp_path / "where.py").write_text(WHERE)
+    rewards = []
+    for name in ("alarmed", "judge"):
+        rewards += [f"--rewards.{name}.function", f"{tmp_path / 'where.py'}:{name}"]
+    assert train.main(arguments(tmp_path / "run", [server], *rewards, steps=4, ahead=ahead)) == 0
+    assert of(tmp_path / "run", "alarmed") == [1.0] * 4
+    assert of(tmp_path / "run", "judged") == [0.0] * 4
+    assert of(tmp_path / "run", "rewards/alarmed/mean") == of(tmp_path / "run", "rewards/judge/mean")
+    assert "thread" not in caplog.text
+
+
 FAILING = """
 import os
 

@@ -73,8 +73,8 @@ def fickle(completion_ids, trainer_state, **kwargs):
         raise KeyError("no such word")
     if mode == "count":
         return values[:-1]
-    values[4] = {"nan": float("nan"), "text": "0.5"}.get(mode, values[4])
-    return [float("nan")] * len(values) if mode == "all" else values
+    values[4] = {"infinite": float("inf"), "text": "0.5"}.get(mode, values[4])
+    return [float("inf")] * len(values) if mode == "all" else values
 
 
 def sometimes(prompts, completion_ids, **kwargs):
@@ -456,7 +456,7 @@ def unfailing(work):
     ("mode", "words"),
     [
         ("raise", "raised KeyError: 'no such word' (step 3, prompts 0 to 3)"),
-        ("nan", "returned nan (step 3, prompt 1, sample 0)"),
+        ("infinite", "returned inf (step 3, prompt 1, sample 0)"),
         ("text", "returned '0.5' (step 3, prompt 1, sample 0)"),
         ("count", "returned 15 values for 16 completions (step 3, prompts 0 to 3)"),
     ],
@@ -479,7 +479,7 @@ def test_a_failed_reward_saves_a_checkpoint_and_resumes_once_fixed(work, unfaili
 
 
 def test_a_reward_that_may_be_skipped_drops_its_groups(work, unfailing, capsys):
-    (work / "mode").write_text("nan")
+    (work / "mode").write_text("infinite")
     assert train.main([*arguments(work, "skip", **FICKLE), "--rewards.fickle.on-error", "skip"]) == 0
     (work / "mode").write_text("")
     lines, truth = untimed(work / "skip"), untimed(unfailing)

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
     key = options.api_key or os.environ.get(KEY) or None
     with server.listen(options.host, options.port) as listener:  # a port that is taken is known before the model loads
-        responder, notes = options.load()
+        responder, notes = options.load(isolated=True)
         if responder.chooser is not None and responder.chooser.reward is not None:
             reward_functions.check_columns([responder.chooser.reward], [])
         address, port = listener.getsockname()[:2]

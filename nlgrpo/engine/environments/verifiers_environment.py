@@ -363,7 +363,8 @@ def _conversation(output: Mapping[str, Any]) -> Conversation:
     if error is not None:
         error = str(error.get("error_chain_str") or error.get("message")) if isinstance(error, Mapping) else str(error)
     metrics = {name: float(value) for name, value in (output.get("metrics") or {}).items()}
-    outcome = {"reward": float(output["reward"] or 0.0), "metrics": metrics, "error": error}
+    reward = None if output["reward"] is None else float(output["reward"])
+    outcome = {"reward": reward, "metrics": metrics, "error": error}
     return Conversation(wire(_plain(output.get("completion") or [])), outcome)
 
 

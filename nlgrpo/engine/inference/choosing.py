@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from nlgrpo.engine.guided_search import Candidate
 from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.reward_functions import Reward, RewardError
+from nlgrpo.runtime.supervision.time_limit import TimedOut
 
 VALUE, MAJORITY = "value", "majority"
 
@@ -36,24 +38,27 @@ class Chooser:
     """Final answer of a text, for "majority"; None does not vote."""
 
     @classmethod
-    def of(cls, how: str, device: str | torch.device = "cpu", *, timeout: float = 600.0) -> Chooser:
-        """Build a chooser; ``device`` and ``timeout`` are those of the reward."""
+    def of(
+        cls, how: str, device: str | torch.device = "cpu", *, timeout: float = 600.0, process: bool = False
+    ) -> Chooser:
+        """Build a chooser; ``device``, ``timeout`` and ``process`` are those of the reward."""
         if how in (VALUE, MAJORITY):
             return cls(how)
-        return cls(how, specs.load("choose", how, device=device, timeout=timeout))
+        reward = specs.load("choose", how, device=device, timeout=timeout, process=process)
+        return cls(how, replace(reward, name=how))  # which its errors name
 
     @classmethod
-    def by_votes(cls, how: str | None = None) -> Chooser:
+    def by_votes(cls, how: str | None = None, *, timeout: float = 600.0, process: bool = False) -> Chooser:
         """Build a chooser by majority. ``how``: a reward whose method ``answer`` extracts the answers, as in training.
 
         Raises ValueError for a reward that extracts none.
         """
         if how is None or how == MAJORITY:
             return cls(MAJORITY)
-        extract = getattr(specs.load("choose", how).function, "answer", None)
+        extract = getattr(specs.load("choose", how, timeout=timeout, process=process).function, "answer", None)
         if extract is None:
             raise ValueError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
-        return cls(MAJORITY, extract=extract)
+        return cls(MAJORITY, extract=partial(_extracted, how, extract))
 
     def scores(
         self,
@@ -87,6 +92,17 @@ class Chooser:
             raise ValueError(f"{self.how} is NaN for all candidates of the prompt {prompt!r}")
         best = max(scored, key=lambda i: scores[i])
         return best, scores[best]
+
+
+def _extracted(how: str, extract: Callable[[str], Hashable | None], text: str) -> Hashable | None:
+    """Return the final answer of a text. Raises ValueError if the reward ``how`` fails."""
+    try:
+        return extract(text)
+    except TimedOut:
+        raise ValueError(f"reward {how!r} did not return within its timeout in its method answer") from None
+    except Exception as error:  # it may be code of the user
+        kind, said = reward_functions.kind_and_text(error)
+        raise ValueError(f"reward {how!r} raised {kind} in its method answer: {said}") from error
 
 
 def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:

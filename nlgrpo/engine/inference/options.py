@@ -20,6 +20,7 @@ from nlgrpo.engine.inference.responder import Model, Responder
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
+from nlgrpo.rewards import specs
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
 
@@ -122,11 +123,12 @@ class ResponderOptions:
             raise ValueError(f"procedure {str(found)!r} chooses by a reward: name one with --choose")
         return found
 
-    def load(self, samples: int | None = None) -> tuple[Responder, list[str]]:
+    def load(self, samples: int | None = None, *, isolated: bool = False) -> tuple[Responder, list[str]]:
         """Load the models and build the responder. Return notes for the log as well.
 
-        ``samples``: number of candidates, for procedures whose name has none. Raises ValueError for models, rewards
-        and value models that cannot be loaded, and for options that do not fit together.
+        ``samples``: number of candidates, for procedures whose name has none. ``isolated``: code of the user that
+        scores runs in a process of its own. Raises ValueError for models, rewards and value models that cannot be
+        loaded, and for options that do not fit together.
         """
         procedure: Procedure | Search = self.search(Search()) if self.guide else self.sampled(samples)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +136,7 @@ class ResponderOptions:
         source = hf_weights.locate(self.model)
         tokenizer = load_tokenizer(source)
         sampling = self.sampling(stop_ids_of(tokenizer, source))
-        chooser = self._chooser(procedure, device)
+        chooser = self._chooser(procedure, device, isolated)
         model, native = self._model(source, dtype, device), self.engine == "nlgrpo"
         notes = [f"{self.model}{note}"] if native and (note := transformers_backend.note(source)) else []
         values: list[tuple[Value, float]] = []
@@ -147,11 +149,12 @@ class ResponderOptions:
         )
         return responder, notes
 
-    def _chooser(self, procedure: Procedure | Search, device: torch.device) -> Chooser | None:
-        if isinstance(procedure, Procedure) and procedure.rule == "majority":
-            return Chooser.by_votes(self.choose)
+    def _chooser(self, procedure: Procedure | Search, device: torch.device, isolated: bool) -> Chooser | None:
         how = self.choose or (VALUE if self.guide else None)
-        return None if how is None else Chooser.of(how, device, timeout=self.timeout)
+        process = isolated and how not in (None, VALUE, MAJORITY) and specs.may_hang(str(how))
+        if isinstance(procedure, Procedure) and procedure.rule == "majority":
+            return Chooser.by_votes(self.choose, timeout=self.timeout, process=process)
+        return None if how is None else Chooser.of(how, device, timeout=self.timeout, process=process)
 
     def _guided(
         self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, dtype: torch.dtype, device: torch.device

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,7 +86,8 @@ class Responder:
     ``procedure``: a `Procedure`, or the `Search` of a guided search with ``values``, pairs (V_i, beta_i). ``chooser``
     scores the candidates; None for a procedure with one candidate. ``reference`` (default: the model) and
     ``reference_samples`` give the threshold of rewind-and-repeat. ``max_rows`` limits the rows that are decoded
-    together, and thus memory. The models must not be sharded.
+    together, and thus memory. ``scoring``: context in which the chooser scores; no model is used in it. The models must
+    not be sharded.
 
     Raises ValueError for a procedure and a chooser that do not fit together.
     """
@@ -99,6 +101,7 @@ class Responder:
     reference: Model | None = None
     reference_samples: int = 64
     max_rows: int = 256
+    scoring: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __post_init__(self) -> None:
         procedure, chooser = self.procedure, self.chooser
@@ -219,7 +222,8 @@ class Responder:
         candidates, kept = [[one for one, _ in own] for own in cut], [[text for _, text in own] for own in cut]
         scores = [[math.nan] * len(own) for own in found]
         if chooser is not None:
-            scores = chooser.scores(batch.prompts, candidates, kept, batch.columns)
+            with self.scoring():
+                scores = chooser.scores(batch.prompts, candidates, kept, batch.columns)
         return [
             [Scored.of(*row) for row in zip(*of_prompt, strict=True)]
             for of_prompt in zip(candidates, kept, scores, strict=True)

@@ -186,7 +186,7 @@ def load_rewards(
     loaded = [
         specs.load(
             name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(device),
-            pairwise=parsed[name].pairwise, voted=parsed[name].voted,
+            pairwise=parsed[name].pairwise, voted=parsed[name].voted, process=r.process,
         )
         for name, r in cfg.rewards.items()
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards.calling import needs_main_thread
 from nlgrpo.rewards.reward_functions import RewardError, Scores
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
@@ -100,7 +101,14 @@ class Sampler:
             total_steps=total_steps,
             first_prompt=first_prompt,
         )
-        return replace(scores, metrics={**scores.metrics, **_metrics(rollout.conversations or [])})
+        conversations = rollout.conversations if self.environment is not None else None
+        return replace(scores, metrics={**scores.metrics, **_metrics(conversations or [])})
+
+    def by_thread(self) -> tuple[Sampler, Sampler]:
+        """Return a sampler with the rewards that can be called in any thread, and one with those of the main thread."""
+        late = [reward for reward in self.rewards if needs_main_thread(reward.function)]
+        early = [reward for reward in self.rewards if not needs_main_thread(reward.function)]
+        return replace(self, rewards=early), replace(self, rewards=late, environment=None)
 
     def evaluate(
         self,

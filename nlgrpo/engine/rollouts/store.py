@@ -195,7 +195,8 @@ def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> s
         function = function.func
     code = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
-        source = [Path(inspect.getfile(code))]
+        # a function in a process of its own says where it comes from
+        source = [Path(getattr(function, "source_file", None) or inspect.getfile(code))]
     except TypeError:  # a built-in of Python
         source = []
     found = [path for path in [*source, *_paths_in(named)] if len(str(path)) < 4096 and path.exists()]

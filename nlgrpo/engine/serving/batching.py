@@ -1,4 +1,4 @@
-"""The queue of a server: requests wait here, and one thread responds to those that fit together in a batch."""
+"""The queue of a server: requests wait here, and a thread responds to those that fit together in a batch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nlgrpo.data.conversations import Prompt
@@ -19,6 +20,8 @@ from nlgrpo.engine.sampling import Sampling
 log = logging.getLogger(__name__)
 
 Answer = list[Response]
+SLOW = 5.0  # seconds in which a reward scores a batch, after which the next batch begins
+MOST = 8  # batches at the same time, of which one uses the model and the others are being scored
 PATIENCE = 60.0  # seconds of a batch that failed, above which its jobs do not run again: its reward may hang
 
 
@@ -47,15 +50,25 @@ class Batcher:
 
     A batch has at most ``responder.max_rows`` candidates, or one job. A job that is cancelled before its batch starts
     is never run. If a batch fails, its jobs run again one by one, so that a job fails alone. ``close`` ends the thread.
+
+    One thread responds to one batch after another. Where the reward takes longer than `SLOW` seconds, another thread
+    takes over: the first one only finishes its batch, so that a reward that hangs does not block the other requests.
     """
 
     def __init__(self, responder: Responder, seed: int = 0, max_queue: int = 256) -> None:
+        if isinstance(responder, Responder):
+            responder = replace(responder, scoring=self._scoring)
         self.responder, self.seed, self.max_queue = responder, seed, max_queue
+        self.model = threading.Lock()  # held by the thread that uses the model
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()
         self.closed = False
-        self.thread = threading.Thread(target=self._run, name="nlgrpo-serve", daemon=True)
-        self.thread.start()
+        self.threads: list[threading.Thread] = []  # the last one takes the jobs
+        self._start()
+
+    def _start(self) -> None:
+        self.threads.append(threading.Thread(target=self._run, name="nlgrpo-serve", daemon=True))
+        self.threads[-1].start()
 
     def submit(self, job: Job) -> Future[Answer]:
         """Append a job to the queue. Raises QueueFull or Closed."""
@@ -72,7 +85,7 @@ class Batcher:
         return len(self.waiting)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Refuse new jobs, fail the waiting ones with `Closed`, and return whether the running batch has ended."""
+        """Refuse new jobs, fail the waiting ones with `Closed`, and return whether the running batches have ended."""
         with self.changed:
             self.closed = True
             jobs, self.waiting = list(self.waiting), deque()
@@ -80,20 +93,43 @@ class Batcher:
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(Closed())
-        self.thread.join(timeout)
-        return not self.thread.is_alive()
+        end = None if timeout is None else time.monotonic() + timeout
+        for thread in self.threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
 
     def _run(self) -> None:
-        while jobs := self._next():
+        while self.threads[-1] is threading.current_thread() and (jobs := self._next()):
             running = [job for job in jobs if job.future.set_running_or_notify_cancel()]
             if not running:
                 continue
             start = time.monotonic()
-            try:
-                self._respond(running)
-            except BaseException as error:  # rewards are user code, and libraries in Rust panic with a BaseException
-                slow = time.monotonic() - start > PATIENCE
-                self._respond_alone(running, error, retry=len(running) > 1 and not slow)
+            with self.model:
+                try:
+                    self._respond(running)
+                except BaseException as error:  # of user code; libraries in Rust panic with a BaseException
+                    slow = time.monotonic() - start > PATIENCE
+                    self._respond_alone(running, error, retry=len(running) > 1 and not slow)
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Context in which the reward scores a batch: the model is free, and the next batch begins if it takes long."""
+        late = threading.Timer(SLOW, self._take_over, [threading.current_thread()])
+        late.daemon = True
+        late.start()
+        self.model.release()
+        try:
+            yield
+        finally:
+            late.cancel()
+            self.model.acquire()
+
+    def _take_over(self, slow: threading.Thread) -> None:
+        """Start a thread for the next batches, unless there are enough, or one has been started."""
+        with self.changed:
+            self.threads = [thread for thread in self.threads if thread.is_alive()]
+            if self.threads and self.threads[-1] is slow and len(self.threads) < MOST:
+                self._start()
 
     def _respond_alone(self, jobs: Sequence[Job], error: BaseException, *, retry: bool) -> None:
         """Respond to the jobs of a failed batch one by one, or fail them all with its error."""

@@ -32,7 +32,8 @@ class Drawn:
     batch: Batch
     rollout: Rollout
     scores: Callable[[], Scores]
-    """Scores of the rewards, which are computed in the background if the rollout was drawn ahead."""
+    """Scores of the rewards. If the rollout was drawn ahead, those that any thread can call are computed in the
+    background, and those that need the main thread (see `calling.needs_main_thread`) by this call."""
 
 
 @dataclass
@@ -40,8 +41,9 @@ class Rollouts:
     """Draws the rollout of each step, and those of ``ahead`` later steps while this one trains.
 
     The order is fixed: before step t trains, the rollout of step t is complete, then the engine takes the weights after
-    step t - 1, then the rollouts up to step t + ahead are requested. They are sampled and scored in the background. A
-    rollout is at most ``ahead`` steps older than the policy that it trains; this is checked.
+    step t - 1, then the rollouts up to step t + ahead are requested. They are sampled in the background, and scored
+    there by the rewards that any thread can call. A rollout is at most ``ahead`` steps older than the policy that it
+    trains; this is checked.
     Rollouts are not saved: a run that resumes draws again.
 
     With ``ahead`` = 0 all happens in the calling thread.
@@ -132,15 +134,24 @@ class Rollouts:
     def _in_background(self, batch: Batch, step: int) -> Future[Drawn]:
         """Draw and score in threads. Rollouts are scored one after another, in the order of their steps."""
         drawing, before = in_thread(lambda: self.run.sampler.draw(self.engine, batch)), self.scored
+        early, late = self.run.sampler.by_thread()
 
         def score() -> Scores:
             rollout = drawing.result()
             if before is not None:
                 wait([before])
-            return self.run.score(batch, rollout, step)
+            return self.run.score(batch, rollout, step, early)
 
         self.scored = scored = in_thread(score)
-        return in_thread(lambda: Drawn(batch, drawing.result(), scored.result))
+
+        def scores() -> Scores:
+            found = scored.result()
+            if not late.rewards:
+                return found
+            names = [reward.name for reward in self.run.sampler.rewards]
+            return found.joined(self.run.score(batch, drawing.result(), step, late), names)
+
+        return in_thread(lambda: Drawn(batch, drawing.result(), scores))
 
     def metrics(self, drawn: Drawn, step: int, stats: Mapping[str, float]) -> dict[str, float]:
         """Version of the weights that sampled the rollout of ``step``, and how many steps old they were; collective.
