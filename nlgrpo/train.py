@@ -81,14 +81,16 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
     terms   = groups.linearize(run.objectives, cfg.loss.baseline)  # dR_i/dpi minus a baseline     (m, P, M)
     value, gradient = run.aggregated(values)                     # g(R_1, .., R_m) and dg/dR_i     (m,)
     linear  = combine(terms, gradient)                           # sum_i dg/dR_i dR_i/dpi          (P, M)
+    scored  = groups.has_reward(run.objectives, gradient)        # False where the rewards abstain (P, M)
+    gain    = linear
     if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with a critic: per token
         penalty = learner.kl_reward(rollout, ref, progress.beta)
-        linear += ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
-    adv     = groups.advantages(linear, cfg.loss.scale)          # divided by a std, if requested  (P, M)
+        gain = linear + ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
+    adv     = groups.advantages(gain, cfg.loss.scale, scored)    # divided by a std, if requested  (P, M)
     clock.phase("update")
     dropped = scores.skipped
     if learner.critic is not None:                               # a critic would take an abstention for reward 0
-        dropped = ~groups.has_reward(run.objectives, run.weights())[groups.own]
+        dropped = ~scored[groups.own]
     other = None
     if run.samples is not None:                                  # loss.jeffreys: the best of the reference's samples
         chosen = run.samples.choose(progress.cursor, cfg.rollout.prompts, ranks)
@@ -99,13 +101,15 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
     )
     clock.stop()
     shown   = groups.scores(run.objectives)                      # {name: (P, M)}, one number per completion
-    stats |= {"beta": progress.beta} | groups.metrics(value, values, shown, run.weights(), adv)
-    progress.advance(cfg.rollout.prompts, groups.tokens)
+    stats |= {"beta": progress.beta} | groups.metrics(value, values, shown, run.weights(), linear, adv, scored)
+    progress.advance(cfg.rollout.prompts, groups.tokens, empty=not scored.any())
+    stats["rewards/empty_steps"] = float(progress.empty_steps)   # in a row
     if "kl" in stats:                                            # absent if all groups were dropped
         progress.beta = run.next_beta(step, stats["kl"])
     stats |= run.speed(clock, groups.packed_tokens, int(groups.lengths.sum())) | rollouts.metrics(drawn, step, stats)
     log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
     run.watch(step, stats)
+    run.watch_rewards(step, groups.without_reward)
     if every(cfg.train.samples_every, step):
         log.table(step, groups.samples(batch, run.sampler.texts(batch.prompts, rollout), shown, terms, adv))
 

@@ -290,6 +290,9 @@ class TrainConfig(LoopConfig):
     """Steps between tables of sampled completions. 0: never."""
     push: str = ""
     """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
+    max_empty_steps: int = 20
+    """Steps in a row without a reward for any completion, because all abstained or failed, that end the run with an
+    error. 0: never."""
     check_memory: bool = True
     """Refuse a run whose plan needs more memory than the machine has."""
     deterministic: bool = False

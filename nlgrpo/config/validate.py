@@ -189,6 +189,7 @@ def _faults(config: Config, world: int) -> list[str]:
         *train_faults(train, need),
         *push_faults(train.push),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
+        need("train.max_empty_steps", ">= 0 (0: never)", train.max_empty_steps >= 0),
         need(
             "evaluation.prompts",
             f"0 (no evaluation) or >= {world}, one prompt per rank",

@@ -37,6 +37,7 @@ def advantages(
     scale: Literal["none", "group", "batch"] = "none",
     baseline: Baseline = "mean",
     eps: float = 1e-4,
+    present: Tensor | None = None,
 ) -> Tensor:
     """Turn linearised rewards into advantages, (P, M) -> (P, M).
 
@@ -49,10 +50,13 @@ def advantages(
     advantages (P M - 1). TRL takes the std of the rewards there, before their group means are subtracted; a linearised
     reward has a free constant per group, which must not count.
 
+    ``present`` (P, M) bool: the samples that have a reward; None for all. The others count in no std, as if their group
+    were smaller. A group with only one of them, and a batch with only one, is not divided.
+
     With a baseline, a group of equal values and a group of one sample have advantages of exactly 0.
 
-    Raises ValueError for an unknown ``scale`` or ``baseline``, a shape that is not (P, M >= 1), and values that are not
-    finite.
+    Raises ValueError for an unknown ``scale`` or ``baseline``, a shape that is not (P, M >= 1), values that are not
+    finite, and ``present`` with a ``baseline`` other than "none", which would count the other samples.
     """
     if scale not in ("none", "group", "batch"):
         raise ValueError(f"scale={scale!r} is not known; expected 'none', 'group' or 'batch'.")
@@ -64,11 +68,28 @@ def advantages(
             f"linearised reward of group {group}, sample {sample} is {linear[group, sample].item()}; "
             "an advantage needs finite rewards: clip the reward."
         )
+    if present is not None and (baseline != "none" or present.shape != linear.shape):
+        raise ValueError(
+            f"present {tuple(present.shape)} with baseline={baseline!r}: expected a mask {tuple(linear.shape)} of the "
+            "samples that have a reward, and baseline='none', because each objective subtracts its own."
+        )
     centred = subtract_baseline(linear, baseline)
     if scale == "none" or centred.numel() < 2 or linear.shape[1] == 1:
         return centred
-    std = centred.std(-1, keepdim=True) if scale == "group" else centred.std()
-    return centred / (std + eps)
+    if present is None or bool(present.all()):
+        std = centred.std(-1, keepdim=True) if scale == "group" else centred.std()
+        return centred / (std + eps)
+    rows = present if scale == "group" else present.flatten()[None]
+    count, std = _std(centred.reshape(rows.shape), rows)
+    return torch.where(count < 2, centred, centred / (std + eps))
+
+
+def _std(values: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of present values of each row, and their std with Bessel's correction, (P, 1) each."""
+    count = present.sum(-1, keepdim=True)
+    mean = values.where(present, 0.0).sum(-1, keepdim=True) / count.clamp(min=1)
+    squares = (values - mean).where(present, 0.0).square().sum(-1, keepdim=True)
+    return count, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def effective_sample_size(advantages: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class WeightedSum(Aggregate):
     """Weighted sum g(R) = sum_i w_i R_i, with the constant gradient w.
 
     ``weights``: m numbers, which need not sum to 1; a negative weight minimizes its objective. A reward of weight 0 is
-    ignored, also if its value is NaN.
+    ignored, and so is NaN. If only NaN is left, g is NaN.
 
     Raises ValueError for empty or non-finite weights.
     """
@@ -67,7 +67,9 @@ class WeightedSum(Aggregate):
 
     def _value(self, values: Tensor) -> Tensor:
         weights = self._gradient(values)
-        return torch.where(weights == 0, 0.0, weights * values).sum(0)
+        ignored = (weights == 0) | values.isnan()
+        total = torch.where(ignored, 0.0, weights * values).sum(0)
+        return total.masked_fill(ignored.all(0) & values.isnan().any(0), torch.nan)
 
     def _gradient(self, values: Tensor) -> Tensor:
         return _column(self.weights, values).expand_as(values)
@@ -113,7 +115,7 @@ class SmoothMin(Aggregate):
 
     ``gamma`` > 0, in 1/reward: gamma -> inf is `Min`, and gamma -> 0 the weighted mean, if the weights sum to 1.
     ``weights``: m numbers >= 0, equal and summing to 1 by default. The gradient sums to 1. Rewards of weight 0 and NaN
-    are ignored; if nothing is left, g is NaN and its gradient 0.
+    are ignored, and the others share their weight; if nothing is left, g is NaN and its gradient 0.
 
     Raises ValueError for a gamma that is not positive and finite, and for weights that are negative, infinite or all 0.
     """
@@ -129,8 +131,10 @@ class SmoothMin(Aggregate):
     def _exponents(self, values: Tensor) -> Tensor:
         """Return log w_i - gamma R_i, with -inf for ignored rewards."""
         there = ~values.isnan()
-        weights = 1 / there.sum(0).to(values) if self.weights is None else _column(self.weights, values)
-        return torch.where(there, weights.log() - self.gamma * values, -torch.inf)
+        weights = torch.ones_like(values[:1]) if self.weights is None else _column(self.weights, values)
+        total = 1.0 if self.weights is None else weights.sum(0)
+        shares = weights * (total / (weights * there).sum(0))  # those that are left share the weight of all
+        return torch.where(there & (weights > 0), shares.log() - self.gamma * values, -torch.inf)
 
     def _value(self, values: Tensor) -> Tensor:
         total = self._exponents(values).logsumexp(0)
@@ -184,8 +188,20 @@ def combine(linear: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, scale * linear).sum(0)
 
 
+def sum_of_applicable(rewards: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the weighted sum of each sample's rewards, (m, P, M) -> (P, M), over those that apply at its prompt.
+
+    A reward applies at a prompt if it scores one of the samples there and its weight is not 0. NaN for a sample on
+    which one of these abstains, because its sum would lack a part that others have, and at prompts without any.
+    """
+    column = _column(weights, rewards)
+    applies = ~rewards.isnan().all(-1, keepdim=True) & (column != 0)
+    total = torch.where(applies, column * rewards, 0.0).sum(0)
+    return total.masked_fill(~applies.any(0), torch.nan)
+
+
 def _column(weights: Sequence[float], values: Tensor) -> Tensor:
-    """Return the weights as (m,) or (m, 1), to broadcast over ``values``."""
+    """Return the weights as (m,), (m, 1) or (m, 1, 1), to broadcast over ``values``."""
     column = torch.tensor(weights, dtype=values.dtype, device=values.device)
     return column.view(-1, *[1] * (values.ndim - 1))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nlgrpo.config.schema import RewardConfig
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import Rollout
@@ -22,6 +23,7 @@ from nlgrpo.training.tracking.rollout_metrics import rollout_metrics
 from nlgrpo.training.tracking.terminal import Sample
 
 RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # reserved metric names that not every run or step logs
+EQUAL = 1e-8  # absolute tolerance, as in TRL: equal rewards must count as equal although sums are rounded
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class GlobalBatch:
     logged: dict[str, float]  # metrics that rewards logged, means over their calls on all ranks
     extra: dict[str, list[Any]]  # columns that rewards logged for this rank's completions
     weights: Tensor | None = None  # importance weights (P, M) of completions that another policy sampled
+    given: dict[str, Tensor] = field(default_factory=dict)  # `rewards` before groups were dropped
 
     @classmethod
     def gather(
@@ -68,16 +71,16 @@ class GlobalBatch:
         def gather(values: Tensor) -> Tensor:
             return ranks.gather(values.to(device))
 
-        kept = {name: values.clone() for name, values in scores.values.items()}
-        for values in kept.values():
-            values[scores.skipped] = torch.nan
+        given = {name: gather(values) for name, values in scores.values.items()}
+        dropped = ranks.gather(scores.skipped.to(device, torch.uint8)).bool()
         return cls(
-            rewards={name: gather(values) for name, values in kept.items()},
+            given=given,
+            rewards={name: _without(r, dropped) for name, r in given.items()},
             answers={name: gather(numbers) for name, numbers in scores.answers.items()},
             calibrated={name: c.without(scores.skipped).map(gather) for name, c in (calibrated or {}).items()},
             lengths=ranks.gather(rollout.lengths),
             finished=ranks.gather(rollout.finished.to(torch.uint8)).bool(),
-            dropped=ranks.gather(scores.skipped.to(device, torch.uint8)).bool(),
+            dropped=dropped,
             own=slice(ranks.rank * count, (ranks.rank + 1) * count),
             tokens=tokens,
             packed_tokens=packed_tokens,
@@ -105,22 +108,31 @@ class GlobalBatch:
             [linearize_present(objectives[name], r, baseline, self.weights) for name, r in inputs.items()]
         )
 
-    def has_reward(self, objectives: Mapping[str, Objective], weights: Mapping[str, float]) -> Tensor:
-        """Mask (P, M): a reward with a weight other than 0 scored the completion. False in dropped groups."""
-        objective_inputs = {name: r for name, r in self.objective_inputs().items() if weights[name] != 0}
-        return torch.stack([present(objectives[name], r) for name, r in objective_inputs.items()]).any(0)
+    def has_reward(self, objectives: Mapping[str, Objective], gradient: Tensor) -> Tensor:
+        """Mask (P, M): a reward of the update scored the completion. False in dropped groups.
+
+        ``gradient``: dg/dR_i of the aggregate, (m,) or (m, P). A reward with gradient 0 takes no part in the update.
+        """
+        inputs = self.objective_inputs()
+        scored = torch.stack([present(objectives[name], r) for name, r in inputs.items()])
+        return (scored & (gradient.to(scored.device) != 0).reshape(len(scored), -1, 1)).any(0)
 
     def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
         """Rewards to show, {name: (P, M)}; for a kernel, each completion's contribution to its group's diversity."""
         return {name: per_completion(objectives[name], r) for name, r in self.rewards.items()}
 
-    def advantages(self, linear: Tensor, scale: Literal["none", "group", "batch"]) -> Tensor:
+    def advantages(
+        self, linear: Tensor, scale: Literal["none", "group", "batch"], scored: Tensor | None = None
+    ) -> Tensor:
         """Scale linearised rewards (P, M), baselines already subtracted, to advantages (P, M).
 
-        Dropped groups get 0 and do not affect the scale of the batch.
+        ``scored`` (P, M), from `has_reward`: only these completions count in the std of a group or of the batch; None
+        for all. Dropped groups get 0.
         """
         out = torch.zeros_like(linear)
-        out[~self.dropped] = advantages(linear[~self.dropped], scale=scale, baseline="none")
+        kept = ~self.dropped
+        present = None if scored is None else scored[kept]
+        out[kept] = advantages(linear[kept], scale=scale, baseline="none", present=present)
         return out
 
     def metrics(
@@ -129,19 +141,47 @@ class GlobalBatch:
         values: Tensor,
         scores: Mapping[str, Tensor],
         weights: Mapping[str, float],
+        linear: Tensor,
         advantages: Tensor,
+        scored: Tensor,
     ) -> dict[str, float]:
-        """Metrics of rewards and lengths (under TRL's names) and objectives, and the effective sample size.
+        """Metrics of rewards and lengths (under TRL's names), objectives, and advantages.
 
         ``scores``: output of the method `scores`. ``value``: value of the aggregate, a scalar or one per prompt (P,).
+        ``linear`` and ``advantages`` (P, M): linearised rewards without and with scale and KL. ``scored``: from
+        `has_reward`; groups without any such completion count in no metric of advantages.
         """
         means = values.nanmean(-1)
         out = {f"objective/{name}": float(value) for name, value in zip(self.rewards, means, strict=True)}
         out["objective/aggregate"] = float(value.nanmean())
         out |= {f"win_rate/{name}": float(c.ranks.nanmean()) for name, c in self.calibrated.items()}
-        out["advantage/ess"] = float(effective_sample_size(advantages[~self.dropped]))
+        some = scored.any(-1)
+        out["advantage/ess"] = float(effective_sample_size(advantages[some]))
+        out["advantage/frac_zero_std"] = float(_equal(linear[some], scored[some]).double().mean())
         out["rewards/dropped_groups"] = float(self.dropped.sum())
+        for name, r in scores.items():
+            if (abstained := r[~self.dropped].isnan()).any():
+                out[f"rewards/{name}/abstained"] = float(abstained.double().mean())
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
+
+    def without_reward(self, objectives: Mapping[str, Objective], rewards: Mapping[str, RewardConfig]) -> str:
+        """Say for each reward how many completions it scored, and why not the others."""
+        parts = [self._missing(name, objectives[name], reward) for name, reward in rewards.items()]
+        dropped = f"{int(self.dropped.sum())} of {len(self.dropped)} groups dropped because a reward failed"
+        return "; ".join([part for part in parts if part] + [dropped] * bool(self.dropped.any()))
+
+    def _missing(self, name: str, objective: Objective, reward: RewardConfig) -> str:
+        given = self.given[name]
+        scored = ~(given.diagonal(dim1=-2, dim2=-1) if objective.pairwise else given).isnan()
+        failed = self.dropped & ~scored.any(-1) & (reward.on_error == "skip")  # any other failure ends the run
+        if reward.weight == 0 and not failed.any():
+            return ""
+        abstained = int((~scored[~failed]).sum())
+        counts = [f"failed in {int(failed.sum())} of {len(failed)} groups"] * bool(failed.any())
+        counts += [f"abstained for {abstained} of {scored.numel()} completions"] * (abstained > 0)
+        counts += [f"scored {int(scored.sum())} of {scored.numel()}"] * bool(scored.any())
+        needs = f" ({objective} needs {objective.fewest} in a group)" * bool(scored.any() and objective.fewest > 1)
+        return f"reward {name!r} {' and '.join(counts)}{needs}"
 
     def with_logged(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Add the metrics that rewards logged to ``stats``; a name that the run itself uses becomes ``logged/NAME``."""
@@ -171,6 +211,22 @@ class GlobalBatch:
             )
             for j in rows
         ]
+
+
+def _without(rewards: Tensor, dropped: Tensor) -> Tensor:
+    """Return the rewards (P, M), or kernels (P, M, M), with NaN in the ``dropped`` groups (P,)."""
+    return rewards.masked_fill(dropped.view(-1, *[1] * (rewards.ndim - 1)), torch.nan)
+
+
+def _equal(linear: Tensor, scored: Tensor) -> Tensor:
+    """Whether the scored completions of each group have equal linearised rewards, (P,): they teach nothing.
+
+    A single one does so if its linearised reward is 0: without a baseline it is not.
+    """
+    least = linear.where(scored, torch.inf).amin(-1)
+    most = linear.where(scored, -torch.inf).amax(-1)
+    alone = scored.sum(-1) == 1
+    return torch.where(alone, most.abs(), most - least) <= EQUAL
 
 
 def _plain(value: object) -> object:

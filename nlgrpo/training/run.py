@@ -57,7 +57,7 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
         "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
-        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save",
+        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "train.max_empty_steps",
         "train.deterministic", "divergence.",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
@@ -88,10 +88,12 @@ class Progress:
     beta: float = 0.0
     averages: list[float] = field(default_factory=list)  # moving averages of the objectives' values
     rollbacks: int = 0
+    empty_steps: int = 0  # in a row, until now: no completion had a reward
 
-    def advance(self, prompts: int, tokens: int) -> None:
+    def advance(self, prompts: int, tokens: int, *, empty: bool = False) -> None:
         """Count one finished step with its prompts and tokens."""
         self.step, self.cursor, self.num_tokens = self.step + 1, self.cursor + prompts, self.num_tokens + tokens
+        self.empty_steps = self.empty_steps + 1 if empty else 0
 
 
 @dataclass
@@ -310,7 +312,7 @@ class Run:
 
         state = checkpoint.load(self.folder / "checkpoints", model=learner.trained, optimizer=learner.optimizer)
         if state is not None:
-            self.progress = Progress(**{name: state[name] for name in vars(self.progress)})
+            self.progress = Progress(**{key.name: state[key.name] for key in fields(Progress) if key.name in state})
             self._seed_samples()
         return state is not None
 
@@ -324,6 +326,28 @@ class Run:
             raise fault or Diverged("another rank has diverged", step)
         if fault is not None and self.ranks.first:
             print(f"warning: {fault} (divergence.action)", file=sys.stderr, flush=True)
+
+    def watch_rewards(self, step: int, why: Callable[..., str]) -> None:
+        """Warn if no completion of a step had a reward, at the first of several such steps.
+
+        ``why(objectives, rewards)`` says which rewards abstained or failed. Raises ValueError on all ranks after
+        train.max_empty_steps of them in a row.
+        """
+        empty, limit = self.progress.empty_steps, self.config.train.max_empty_steps
+        ends = 0 < limit <= empty
+        if empty != 1 and not ends:
+            return
+        reason = why(self.objectives, self.config.rewards)
+        advice = "None and an error with on_error = 'skip' count nowhere, so nothing is learned: correct the reward"
+        if ends:
+            raise ValueError(
+                f"no completion has had a reward for {empty} step{'s' * (empty > 1)} in a row, until step {step + 1}. "
+                f"In the last one: {reason}. {advice}, or increase train.max_empty_steps = {limit} (0: never ends)"
+            )
+        if self.ranks.first:
+            after = f"; train.max_empty_steps = {limit} such steps in a row end the run" * (limit > 0)
+            print(f"warning: no completion of step {step + 1} has a reward: {reason}. {advice}{after}",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
     def _detector(self, begun: int) -> Detector:
         """Return a detector that has followed the metrics that were logged before the step ``begun``; collective."""

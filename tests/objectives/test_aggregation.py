@@ -67,7 +67,7 @@ def test_smooth_min_lies_between_mean_and_min():
 @pytest.mark.parametrize("aggregate", [SmoothMin(2.0), SmoothMin(2.0, [1.0, 1.0, 0.0])], ids=str)
 def test_rewards_that_are_nan_are_ignored(aggregate):
     values = torch.tensor([torch.nan, 5.0, 7.0])
-    alone = SmoothMin(2.0, None if aggregate.weights is None else [1.0, 0.0])
+    alone = SmoothMin(2.0, None if aggregate.weights is None else [2.0, 0.0])  # the weight of all
     torch.testing.assert_close(aggregate.value(values), alone.value(values[1:]))
     torch.testing.assert_close(aggregate.gradient(values), torch.cat((torch.zeros(1), alone.gradient(values[1:]))))
 

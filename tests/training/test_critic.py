@@ -280,10 +280,12 @@ def test_which_completions_have_a_reward():
     groups = GlobalBatch(rewards, {}, {}, *[torch.zeros(2, 3)] * 2, torch.zeros(2), slice(0, 2), 0, 0, {}, {})
     means = {"a": parse("mean"), "b": parse("mean"), "c": parse("mean")}
     of_a = [[True, False, True], [False] * 3]
-    assert groups.has_reward(means, {"a": 1.0, "b": 0.0, "c": 0.0}).tolist() == of_a
-    assert groups.has_reward(means, {"a": 1.0, "b": -1.0, "c": 0.0}).tolist() == [of_a[0], [False, False, True]]
+    assert groups.has_reward(means, torch.tensor([1.0, 0.0, 0.0])).tolist() == of_a
+    assert groups.has_reward(means, torch.tensor([1.0, -1.0, 0.0])).tolist() == [of_a[0], [False, False, True]]
+    of_prompts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert groups.has_reward(means, of_prompts).tolist() == [of_a[0], [False, False, True]]
     pair = means | {"b": parse("bon:2:unbiased")}  # which needs two
-    assert groups.has_reward(pair, {"a": 1.0, "b": 1.0, "c": 0.0}).tolist() == of_a
+    assert groups.has_reward(pair, torch.tensor([1.0, 1.0, 0.0])).tolist() == of_a
 
 
 def test_a_completion_without_a_reward_is_not_trained_on(root, prompts, tmp_path):

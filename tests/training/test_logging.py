@@ -85,7 +85,23 @@ def test_nothing_finished_and_everything_abstained():
     metrics = ours(rewards, weights, lengths, finished)
     assert math.isnan(metrics["reward"])
     assert math.isnan(metrics["reward_std"])
-    assert metrics["frac_reward_zero_std"] == 0
+    assert math.isnan(metrics["frac_reward_zero_std"])
+
+
+def test_abstentions_count_in_no_metric():
+    """Groups without two rewards are in no share, and a reward of weight 0 does not stand in for one that abstains."""
+    nan = np.nan
+    rewards = {"judge": np.array([[1.0, 2.0, 6.0, nan], [4.0, 4.0, nan, nan], [nan] * 4, [5.0, nan, nan, nan]])}
+    lengths, finished = np.ones((4, 4), dtype=int), np.ones((4, 4), dtype=bool)
+    metrics = ours(rewards, {"judge": 1.0}, lengths, finished)
+    values = np.array([1.0, 2, 6, 4, 4, 5])
+    assert metrics["frac_reward_zero_std"] == 1 / 2
+    assert metrics["rewards/judge/mean"] == metrics["reward"] == pytest.approx(values.mean())
+    assert metrics["rewards/judge/std"] == metrics["reward_std"] == pytest.approx(values.std(ddof=1))
+    watched = ours(rewards | {"watch": np.ones((4, 4))}, {"judge": 1.0, "watch": 0.0}, lengths, finished)
+    assert {name: watched[name] for name in metrics} == metrics
+    only = ours({"watch": np.full((4, 4), 3.0)}, {"watch": 0.0}, lengths, finished)
+    assert (only["reward"], only["rewards/watch/mean"]) == (0, 3)
 
 
 def test_names_are_those_in_trl_s_source():

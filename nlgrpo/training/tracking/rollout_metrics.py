@@ -16,8 +16,9 @@ def rollout_metrics(
 
     The inputs are gathered from all ranks: ``rewards[name]`` (P, M) with NaN where a reward abstained, ``lengths``
     (P, M) in tokens, ``finished`` (P, M) bool, true if a stop id ended the completion. A completion's reward is
-    ``sum_i w_i r_i`` over the rewards that did not abstain, NaN if all did. Standard deviations have Bessel's
-    correction. A metric is NaN if all rewards abstained.
+    ``sum_i w_i r_i`` over the rewards that did not abstain, NaN if all with a weight did. Standard deviations have
+    Bessel's correction. ``frac_reward_zero_std`` is the share of the groups that have two rewards or more (TRL counts
+    the others as groups with different rewards). A metric is NaN if all rewards abstained.
 
     Raises ValueError if shapes or names do not match.
     """
@@ -30,13 +31,14 @@ def rollout_metrics(
     for name, values in rewards.items():
         metrics[f"rewards/{name}/mean"] = values.double().nanmean()
         metrics[f"rewards/{name}/std"] = _nanstd(values.double().flatten())
-    stacked = torch.stack([weights[name] * values.double() for name, values in rewards.items()])
+    counted = [name for name in rewards if weights[name] != 0] or list(rewards)
+    stacked = torch.stack([weights[name] * rewards[name].double() for name in counted])
     total = stacked.nansum(0).masked_fill(stacked.isnan().all(0), math.nan)
-    group_std = _nanstd(total) if total.shape[1] > 1 else torch.zeros_like(total[:, 0])
+    group_std = _nanstd(total) if total.shape[1] > 1 else 0 * total[:, 0]
     metrics["reward"] = total.nanmean()
     metrics["reward_std"] = _nanstd(total.flatten())
     # An absolute tolerance, as in TRL: equal rewards must count as equal although their mean is rounded.
-    metrics["frac_reward_zero_std"] = (group_std.abs() <= 1e-8).double().mean()
+    metrics["frac_reward_zero_std"] = (group_std[~group_std.isnan()].abs() <= 1e-8).double().mean()
     metrics |= _length_metrics(lengths.double(), finished.bool())
     return {name: value.item() for name, value in metrics.items()}
 
