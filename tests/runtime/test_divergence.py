@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nlgrpo.runtime.supervision.divergence import BANDS, CONSTANT, Detector, Diverged, DivergenceConfig
+from nlgrpo.runtime.supervision.divergence import BANDS, CONSTANT, VALUE, Detector, Diverged, DivergenceConfig
 
 
 def ordinary(steps, seed=0):
@@ -17,7 +17,7 @@ def ordinary(steps, seed=0):
             "loss": dice.gauss(0, 0.05),
             "kl": 0.2 * share + 0.02 * share * dice.expovariate(1),
             "grad_norm": math.exp(dice.gauss(0, 0.5)),
-            "reward": 3 * share + dice.gauss(0, 0.3),
+            VALUE: 3 * share + dice.gauss(0, 0.3),
             "completions/mean_length": 100 * (1 - 0.8 * share) + dice.gauss(0, 5),
             CONSTANT: dice.choice([0.0, 0.25, 0.5, 1.0]),
         }
@@ -42,10 +42,11 @@ def test_ordinary_training_is_left_alone(seed):
         ("loss", -5.0),
         ("kl", 3.0),
         ("grad_norm", 1000.0),
-        ("reward", -9.0),
+        (VALUE, -9.0),
         ("completions/mean_length", 1.0),
         ("completions/mean_length", 2000.0),
-        *((name, value) for name in BANDS for value in (math.nan, math.inf, None)),
+        *((name, value) for name in BANDS for value in (math.nan, math.inf, None) if name != VALUE),
+        (VALUE, math.inf),
     ],
 )
 def test_a_metric_that_leaves_its_band_is_found(name, value):
@@ -62,7 +63,9 @@ def test_a_metric_that_leaves_its_band_is_found(name, value):
     assert found.keys() == follow(rows, action="stop").keys()  # the action is the caller's
 
 
-@pytest.mark.parametrize(("name", "value"), [("reward", 50.0), ("kl", 0.0), ("grad_norm", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [(VALUE, 50.0), (VALUE, math.nan), (VALUE, None), ("kl", 0.0), ("grad_norm", 0.0)]
+)
 def test_some_directions_are_no_fault(name, value):
     rows = list(ordinary(200))
     for row in rows[100:110]:
@@ -83,6 +86,17 @@ def test_a_limit_of_the_kl_holds_from_the_first_step():
     assert follow(rows, max_kl=0.4).keys() == {2}
 
 
+def test_rewards_do_not_decide():
+    """The sum of opposed users' rewards is the same for all; their mean may fall while the objective rises."""
+    rows = list(ordinary(200))
+    for row in rows:
+        row["frac_reward_zero_std"] = 1.0
+        row["reward"] = 0.0
+    for row in rows[100:]:
+        row["reward"] = -1000.0
+    assert follow(rows, action="stop") == {}
+
+
 def test_a_reward_that_is_the_same_for_all():
     rows = list(ordinary(60))
     for row in rows[20:40]:
@@ -90,7 +104,7 @@ def test_a_reward_that_is_the_same_for_all():
     found = follow(rows)
     assert found.keys() == {29}
     assert found[29].onset == 20
-    assert "the same reward for 10 steps" in str(found[29])
+    assert "the same linearised reward for 10 steps" in str(found[29])
     detector = Detector(DivergenceConfig(), groups=False)  # with one completion per prompt it always is
     assert all(detector.look(step, {CONSTANT: 1.0}) is None for step in range(50))
 

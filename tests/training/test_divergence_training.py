@@ -52,10 +52,10 @@ def options(work, out, **more):
 @pytest.mark.parametrize(
     ("mode", "text"),
     [
-        ("low", "warning: reward is -99.4 at step 33, outside of [-"),
+        ("low", "warning: objective/aggregate is -99.4 at step 33, outside of [-"),
         (
             "constant",
-            "warning: all completions of a prompt have had the same reward for 10 steps, so nothing is learned",
+            "warning: all completions of a prompt have had the same linearised reward for 10 steps, so nothing is",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_run_stops_and_can_be_resumed(work, broken, capsys):
     broken("low")
     out = options(work, "stops", divergence__action="stop")
     assert train.main(out) == 1
-    assert "error: reward is -" in capsys.readouterr().err
+    assert "error: objective/aggregate is -" in capsys.readouterr().err
     assert steps_in(work / "stops") == [10, 20, 30]
     broken("")
     assert train.main(out) == 0
@@ -103,7 +103,7 @@ def test_a_run_rolls_back_and_draws_other_samples(work, broken, monkeypatch, cap
     assert train.main(options(work, "rolls", divergence__action="rollback", train__samples_every=1)) == 0
     shown = capsys.readouterr()
     assert "rolled back to step 30, rollback 1" in shown.out
-    assert "warning: reward is -" in shown.err
+    assert "warning: objective/aggregate is -" in shown.err
     ours, theirs = untimed(work / "rolls"), untimed(work / "plain")
     assert [row["step"] for row in ours] == list(range(45))
     assert ours[:30] == theirs[:30]
@@ -138,7 +138,7 @@ def test_rollbacks_have_an_end(work, broken, capsys):
     assert train.main(options(work, "ends", **limits)) == 1
     shown = capsys.readouterr()
     assert shown.out.count("rolled back to step 30") == 2
-    assert "error: reward is -" in shown.err
+    assert "error: objective/aggregate is -" in shown.err
     assert "; this after 2 rollbacks (divergence.rollbacks)" in shown.err
     assert steps_in(work / "ends") == [10, 20, 30]
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 MINIMUM = 20  # values that a band needs
-CONSTANT = "frac_reward_zero_std"
-CONSTANT_STEPS = 10  # steps in which no group has different rewards
+CONSTANT = "advantage/frac_zero_std"
+CONSTANT_STEPS = 10  # steps in which no group has different linearised rewards
+VALUE = "objective/aggregate"
 
 
 @dataclass
@@ -19,9 +20,10 @@ class DivergenceConfig:
     """What happens when a metric leaves its band."""
 
     action: Literal["none", "warn", "stop", "rollback"] = "warn"
-    """What to do when the loss, the KL, the gradient norm, the reward or the length of completions has left its band,
-    or all completions of a prompt get the same reward: warn, with what to change; stop; or roll back to the last
-    checkpoint before it, and continue with other samples."""
+    """What to do when the loss, the KL, the gradient norm, the objective or the length of completions has left its
+    band, or all linearised rewards of a prompt are equal, so that nothing is learned: warn, with what to change; stop;
+    or roll back to the last checkpoint before it, and continue with other samples. The rewards themselves do not
+    decide: those of opposed users cancel in their sum, and their mean may fall while best-of-N rises."""
     window: int = 50
     """Steps whose values make a band: their median, plus or minus `factor` standard deviations (from the median
     absolute deviation)."""
@@ -83,7 +85,7 @@ BANDS = {
     "kl": Band(0.1, "raise loss.beta, set loss.target_kl, or lower optim.lr", low=False),
     "grad_norm": Band(math.log(10), "lower optim.lr or optim.max_grad_norm, or set optim.skip_grad_norm", log=True,
                       low=False),
-    "reward": Band(0.1, "lower optim.lr or raise loss.beta; look at samples.jsonl", high=False),
+    VALUE: Band(0.1, "lower optim.lr or raise loss.beta; look at samples.jsonl", high=False),
     "completions/mean_length": Band(math.log(3), "look at samples.jsonl: a reward of lengths, or a lost end of text",
                                     log=True),
 }  # fmt: skip
@@ -103,7 +105,7 @@ class Detector:
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> Diverged | None:
         """Follow one step; return what is wrong. A band begins again after it was left."""
-        found = [self._metric(name, step, metrics[name]) for name in BANDS if name in metrics]
+        found = [self._metric(name, step, metrics[name]) for name in BANDS if _logged(name, metrics)]
         if CONSTANT in metrics and self.groups:
             found.append(self._constant(step, metrics[CONSTANT]))
         faults = [fault for fault in found if fault is not None]
@@ -137,7 +139,14 @@ class Detector:
         if self.outside[CONSTANT] != steps:  # once
             return None
         text = (
-            f"all completions of a prompt have had the same reward for {steps} steps, so nothing is learned: the "
-            "reward is at its maximum, broken, or cannot tell completions apart; look at samples.jsonl"
+            f"all completions of a prompt have had the same linearised reward for {steps} steps, so nothing is "
+            "learned: the rewards are at their maximum, broken, cannot tell completions apart, or cancel each other; "
+            "look at samples.jsonl"
         )
         return Diverged(text, step + 1 - steps)
+
+
+def _logged(name: str, metrics: Mapping[str, float | None]) -> bool:
+    """Whether a step has the metric. The objective is NaN, or None in the log, where all rewards abstain."""
+    value = metrics.get(name)
+    return name in metrics and not (name == VALUE and (value is None or math.isnan(value)))
