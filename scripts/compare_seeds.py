@@ -26,7 +26,7 @@ from torch import Tensor
 from tradeoff_curves import reach_over_seeds
 
 from nlgrpo.evaluation import figures, run_loader
-from nlgrpo.evaluation.estimators import best_of_n
+from nlgrpo.evaluation.estimators import best_of_n, over_present
 from nlgrpo.evaluation.results import weighted_best_of_n
 from nlgrpo.evaluation.run_loader import TRAINING_KL, Model, ReportData
 from nlgrpo.objectives.registry import is_pairwise
@@ -82,11 +82,12 @@ def _setting(found: ReportData, models: Sequence[Model], ns: Sequence[int]) -> S
         most = model.sampled.lengths.shape[1]
         if max(ns) > most:
             raise ValueError(f"--ns {max(ns)}: the evaluation of {model.label} has {most} samples per prompt")
-        values.append(weighted_best_of_n(model.sampled, ns).mean(1))
-        before.append(weighted_best_of_n(reference, ns).mean(1))
+        values.append(weighted_best_of_n(model.sampled, ns).nanmean(1))
+        before.append(weighted_best_of_n(reference, ns).nanmean(1))
         for name, x in model.sampled.rewards.items():
             if not is_pairwise(model.sampled.objectives[name]):
-                rewards.setdefault(name, []).append(best_of_n(x[~x.isnan().any(1)], ns).mean(1))
+                of_n = [over_present(lambda r, n=n: best_of_n(r, [n])[0], x, fewest=n).nanmean() for n in ns]
+                rewards.setdefault(name, []).append(torch.stack(of_n))
         kls.append(next(entry.estimate.value for entry in model.entries if entry.quantity == TRAINING_KL))
         rows = [row for row in model.logged if "kl" in row and "completions/mean_length" in row]
         curves.append(([row["step"] for row in rows], [row["kl"] * row["completions/mean_length"] for row in rows]))

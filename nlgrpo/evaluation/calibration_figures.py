@@ -52,12 +52,13 @@ def _rates(curve: Curve) -> dict[str, Tensor]:
     return own | dict(curve.procedures)
 
 
-def calibration(rewards: Tensor) -> Figure:
+def calibration(rewards: Tensor, left_out: int = 0) -> Figure:
     """Draw the reference's rewards (P, K) over their rank per prompt, before and after calibration (InfAlign, Fig. 3).
 
     Right panel: the second half of each prompt's samples, calibrated on the first half, which shows the accuracy of K/2
     samples. The grey line is y = x. A prompt's points are inside the grey band with probability 95% (Lemma 6, for each
-    of the two halves). At most 10 prompts, equally spaced, are drawn.
+    of the two halves). At most 10 prompts, equally spaced, are drawn. ``left_out``: number of prompts that are not
+    given, because one of their samples has no reward; the title has it.
 
     Raises ValueError for another shape, NaN, and K < 4.
     """
@@ -79,7 +80,8 @@ def calibration(rewards: Tensor) -> Figure:
     reach = sum(math.sqrt(math.log(2 / (DELTA / 2)) / (2 * part.shape[1])) for part in (reference, others))
     after.plot(line, line, color=GREY, linewidth=1.2, zorder=1)
     after.fill_between(line, (line - reach).clip(0), (line + reach).clip(max=1), color=GREY, alpha=0.15, linewidth=0)
-    before.set_title(f"Before: rewards of {rewards.shape[1]} samples, {len(drawn)} prompts")
+    missing = f"\n{left_out} prompts left out: samples without a reward" * (left_out > 0)
+    before.set_title(f"Before: rewards of {rewards.shape[1]} samples, {len(drawn)} prompts{missing}")
     before.set_ylabel("reward")
     after.set_title(f"After: samples calibrated on {half} others")
     after.set_ylabel("calibrated reward")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral
 
 import numpy as np
@@ -19,6 +19,30 @@ from torch import Tensor
 from nlgrpo.objectives.base import Objective
 from nlgrpo.objectives.rank_based import BestOfN, OfN, RankBased, WorstOfN, order_weights
 from nlgrpo.objectives.tilted import SoftBestOfN
+
+
+def over_present(estimate: Callable[..., Tensor], *sides: Tensor, fewest: int = 1) -> Tensor:
+    """Return an estimate at each prompt from the samples that have a reward, (P,) float64; NaN where there are too few.
+
+    ``sides``: one or more rewards (P, n), or several numbers of each sample (P, n, c), in which NaN marks a missing
+    sample. ``estimate`` takes the samples that are there, (p, k) or (p, k, c) of each side, for p prompts that have the
+    same k, and returns (p,). A prompt with fewer than ``fewest`` samples on a side is NaN.
+
+    Raises ValueError for ``fewest`` below 1 or above n, and as ``estimate``.
+    """
+    for side in sides:
+        _checked_n(fewest, side.shape[1])
+    absent = [side.isnan().flatten(2).any(-1) if side.dim() > 2 else side.isnan() for side in sides]
+    counts = torch.stack([(~x).sum(1) for x in absent], 1)
+    present_first = [x.to(torch.uint8).argsort(dim=1, stable=True) for x in absent]
+    out = torch.full_like(sides[0].flatten(1)[:, 0], math.nan, dtype=torch.float64)
+    for numbers in counts.unique(dim=0).tolist():
+        if min(numbers) >= fewest:
+            rows = (counts == counts.new_tensor(numbers)).all(1).nonzero()
+            places = [order[rows[:, 0], :k] for order, k in zip(present_first, numbers, strict=True)]
+            parts = [side[rows, columns] for side, columns in zip(sides, places, strict=True)]
+            out[rows[:, 0]] = estimate(*parts).double()
+    return out
 
 
 def best_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
@@ -386,7 +410,7 @@ def _group(rewards: Tensor, name: str) -> Tensor:
         prompt, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(
             f"{name} contains {rewards.isnan().sum()} NaN, the first at prompt {prompt}, sample {sample}; "
-            "leave out the prompts on which a reward abstains"
+            "over_present leaves out the samples on which a reward abstains"
         )
     return rewards
 

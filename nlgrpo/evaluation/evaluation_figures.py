@@ -42,6 +42,17 @@ def kind_and_n(procedure: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else ("", 0)
 
 
+def left_out(shown: Iterable[Estimate]) -> str:
+    """Line below a title if some numbers are not over all prompts and samples: ``"15 to 19 of 20 prompts"``."""
+    some = [estimate.coverage for estimate in shown if estimate.coverage.lines]
+    if not some:
+        return ""
+    what = "prompts" if any(x.prompts < x.of_prompts for x in some) else "samples"
+    counts = sorted({getattr(x, what) for x in some})
+    span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return f"\n{span} of {max(getattr(x, f'of_{what}') for x in some)} {what}"
+
+
 class Table:
     """Entries by model, quantity and procedure."""
 
@@ -103,7 +114,8 @@ def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ns, [str(n) for n in ns])
         axes.minorticks_off()
-        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}")
+        shown = [estimate for points in found.values() for _, estimate in points]
+        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{left_out(shown)}")
         axes.set_xlabel("N (number of samples)")
         axes.set_ylabel("value")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -167,7 +179,8 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
             _reference_curve(axes, max(distance.value for distance, _ in found.values()))
         _scatter(axes, found, looks, places, percent=True)
         axes.axhline(50, color=GREY, linewidth=0.8)
-        axes.set_title(f"{name}: {'single completions' if n == 1 else f'best-of-{n}'}")
+        title = f"{name}: {'single completions' if n == 1 else f'best-of-{n}'}"
+        axes.set_title(title + left_out(won for _, won in found.values()))
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_ylabel("win rate (%)")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -278,7 +291,8 @@ def fronts(
             if x is not None and y is not None:
                 found[model] = x.estimate, y.estimate
         _scatter(axes, found, looks, places, hollow=beaten(found))
-        axes.set_title("single completions" if n == 1 else f"best-of-{n}")
+        title = "single completions" if n == 1 else f"best-of-{n}"
+        axes.set_title(title + left_out(estimate for pair in found.values() for estimate in pair))
         axes.set_xlabel(shortened(a, 40))
         axes.set_ylabel(shortened(b, 40))
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)

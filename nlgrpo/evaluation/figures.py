@@ -86,7 +86,8 @@ def rewards(sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, Style]
     for axes, name in zip(panels, names, strict=True):
         values = {label: _known(s.rewards[name]) for label, s in sampled.items() if name in s.rewards}
         _distribution(axes, values, looks, _edges_of(np.concatenate(list(values.values()))), per_bin=True)
-        axes.set_title(name)
+        missing = sum(int(s.rewards[name].isnan().sum()) for s in sampled.values() if name in s.rewards)
+        axes.set_title(name + f"\n{missing} completions without this reward" * (missing > 0))
         axes.set_xlabel("reward")
         if len(values) <= OVERLAID + 1:
             axes.set_ylabel("completions (%)")
@@ -285,14 +286,11 @@ def _extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
     if len(values) <= POINTS:
         return steps, values
     borders = np.linspace(0, len(values), POINTS // 2 + 1).round().astype(int)
-    kept = sorted(
-        {
-            int(start + pick)
-            for start, end in pairwise(borders)
-            for pick in (values[start:end].argmin(), values[start:end].argmax())
-        }
-    )
-    return steps[kept], values[kept]
+    kept = set[int]()
+    for start, end in pairwise(borders):
+        segment = values[start:end]
+        kept |= {int(start + segment.argmin()), int(start + segment.argmax())}
+    return steps[sorted(kept)], values[sorted(kept)]
 
 
 # --- the picture of `nlgrpo compare` ----------------------------------------------------------------------------------
@@ -314,7 +312,7 @@ def comparison(
     _lengths_of_models(figure, [grid[i, 0] for i in range(strips)], models, targets)
     right = figure.add_subplot(grid[:, 1])
     for i, label in enumerate(models):
-        mean, low, high = (x.numpy() for x in values[label])
+        mean, low, high = np.array([[row.value, row.low, row.high] for row in values[label]]).T
         right.fill_between(ns, low, high, color=_colour(i), alpha=0.2, linewidth=0)
         marker = MARKERS[(i - 1) % len(MARKERS)] if i else "x"
         right.plot(ns, mean, color=_colour(i), marker=marker, markersize=5, label=label)
@@ -323,7 +321,8 @@ def comparison(
     right.minorticks_off()
     right.set_xlabel("N (number of samples)")
     right.set_ylabel("weighted sum of best-of-N rewards")
-    right.set_title("Value of best-of-N")
+    some = {row.coverage.prompts for rows in values.values() for row in rows if row.coverage.lines}
+    right.set_title("Value of best-of-N" + f"\n{min(some)} to {max(some)} prompts: see the table" * bool(some))
     right.legend()
     return figure
 

@@ -24,17 +24,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from nlgrpo import __version__
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader
-from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
     WEIGHTED_SUM,
     Entry,
     Estimate,
     Row,
+    changes,
     format_change,
     format_interval,
     summarize,
@@ -140,28 +141,17 @@ class _Report:
         runs = self._renamed({model.label: model.logged for model in found.models if model.logged})
         targets = length_targets([settings.config for settings in found.settings.values()])
         pairs = evaluation_figures.fronts_of(table, [WEIGHTED_SUM])
+        best = partial(evaluation_figures.best_of_n, table, looks)
+        won = partial(evaluation_figures.win_rates, table, looks, places)
+        fronts = partial(evaluation_figures.fronts, table, pairs, looks, places)
+        hollow = "Hollow points: another model is higher in both rewards. " + INTERVALS
         drawn: dict[str, tuple[str, bool, Callable[..., Figure], str]] = {
             "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
             "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
             "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
-            "Best-of-N rewards": (
-                "best_of_n",
-                bool(table.quantities()),
-                partial(evaluation_figures.best_of_n, table, looks),
-                INTERVALS,
-            ),
-            "Win rate over KL": (
-                "win_rates",
-                evaluation_figures.has_win_rates(table),
-                partial(evaluation_figures.win_rates, table, looks, places),
-                self._about_kl(),
-            ),
-            "Reward trade-offs": (
-                "fronts",
-                bool(pairs),
-                partial(evaluation_figures.fronts, table, pairs, looks, places),
-                "Hollow points: another model is higher in both rewards. " + INTERVALS,
-            ),
+            "Best-of-N rewards": ("best_of_n", bool(table.quantities()), best, INTERVALS),
+            "Win rate over KL": ("win_rates", evaluation_figures.has_win_rates(table), won, self._about_kl()),
+            "Reward trade-offs": ("fronts", bool(pairs), fronts, hollow),
         }
         return {
             title: self._picture(name, title, draw) + (html_page.soft(about) if about else "")
@@ -211,8 +201,9 @@ class _Report:
         heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
         rows = [self._row(entry) for entry in self.found.entries]
         about = (
-            "Means over prompts with 95% intervals (bootstrap over prompts). Win rates and changes are relative to the "
-            "reference on the same prompts. p: p-value of no change (permutation test)."
+            "Means over prompts with 95% intervals (bootstrap over prompts), with the prompts and samples behind them "
+            "if these are not all. Win rates and changes are relative to the reference on the prompts that both have. "
+            "p: p-value of no change (permutation test)."
         )
         return html_page.table(heads, rows, filters=heads[:3], kind="sorts") + html_page.soft(about) if rows else ""
 
@@ -222,7 +213,7 @@ class _Report:
             self._named(entry.model),
             html_page.text(entry.quantity),
             html_page.text(entry.procedure),
-            html_page.number(e.value, _number(e.value)),
+            html_page.number(e.value, _number(e.value), ", ".join(e.coverage.lines)),
             html_page.number(e.low, "" if math.isnan(e.low) else f"[{e.low:.4f}, {e.high:.4f}]"),
             _estimate(entry.win_rate, "{:.1f}", 100, "%"),
             _estimate(entry.change, "{:+.4f}"),
@@ -286,18 +277,19 @@ def _result(label: str, found: ReportData) -> str:
     known = {when: s for when, s in sampled.items() if s is not None}
     if not known:
         return ""
-    n = min(s.lengths.shape[1] for s in known.values())
-    summaries = {when: summarize(s, sorted({1, min(4, n)})) for when, s in known.items()}
+    ns = sorted({1, min(4, *(s.lengths.shape[1] for s in known.values()))})
     some = next(iter(known.values()))
     rows = []
-    for columns in zip(*summaries.values(), strict=True):
+    both = changes(known["before"], known["after"], ns) if len(known) == 2 else []
+    for i, columns in enumerate([(x.before, x.after) for x in both] or [(x,) for x in summarize(some, ns)]):
         name = columns[0].reward
         row = [Cell(html_page.stacked(name, some.objectives.get(name, ""))), html_page.text(columns[0].procedure)]
-        row += [html_page.number(x.value, *format_interval(x, gap="|").split("|")) for x in columns]
-        if len(columns) == 2:
-            row.append(html_page.number(columns[1].value - columns[0].value, format_change(*columns)))
+        for x in columns:
+            shown, *under = format_interval(x, gap="|").split("|")
+            row.append(html_page.number(x.value, shown, " ".join(under)))
+        row += [html_page.number(x.value, format_change(x)) for x in both[i : i + 1]]
         rows.append(row)
-    heads = ["reward", "procedure", *summaries, *(["change"] if len(summaries) == 2 else [])]
+    heads = ["reward", "procedure", *known, *["change"] * bool(both)]
     return html_page.table(heads, rows, kind="wraps") + html_page.soft(
         "In brackets: 95% intervals (bootstrap over prompts)."
     )
@@ -312,7 +304,8 @@ def _estimate(estimate: Estimate | None, form: str, scale: float = 1, unit: str 
     if estimate is None or math.isnan(estimate.value):
         return html_page.number(math.nan, "")
     value, low, high = (form.format(scale * x) for x in (estimate.value, estimate.low, estimate.high))
-    return html_page.number(estimate.value, value + unit, "" if math.isnan(estimate.low) else f"[{low}, {high}]")
+    under = [] if math.isnan(estimate.low) else [f"[{low}, {high}]"]
+    return html_page.number(estimate.value, value + unit, " ".join(under + estimate.coverage.lines[:1]))
 
 
 def _sample(sampled: EvaluationSamples, prompt: int, j: int) -> str:
@@ -349,7 +342,7 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     targets = sorted({t for config in configs.values() for t in length_targets(config)})
     n = min(s.lengths.shape[1] for s in models.values())
     ns = [best_of for best_of in NS if best_of <= n]
-    values = {label: _curve(label, s, ns) for label, s in models.items()}
+    values = {label: _curve(label, s, ns, _same_rewards(models)) for label, s in models.items()}
     drawn = figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:])
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -358,11 +351,21 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int]) -> Any:
-    per_prompt = weighted_best_of_n(sampled, ns)
-    if not per_prompt.shape[-1]:
-        raise ValueError(f"{label}: on every prompt some reward abstained; the weighted sum has no value to compare")
-    return bootstrap(per_prompt)
+def _same_rewards(models: Mapping[str, EvaluationSamples]) -> Tensor:
+    """Prompts (P,) to which the same rewards apply in all models. All of them, if models have different prompts."""
+    first, *others = models.values()
+    alike = [first.same_rewards(other) for other in others if len(other.lengths) == len(first.lengths)]
+    return torch.stack(alike).all(0) if len(alike) == len(others) else torch.tensor(True)
+
+
+def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int], where: Tensor) -> list[Row]:
+    """Weighted sum of best-of-N for each N, over the prompts ``where`` it can be compared."""
+    silent = [name for name, there in sampled.applies().items() if not there.any()]
+    if silent:
+        raise ValueError(f"{label}: reward {silent[0]!r} abstained on every prompt; no weighted sum can be compared")
+    behind = sampled.scored(), sampled.prompts_of_rewards()
+    found = [Estimate.of(x.masked_fill(~where, math.nan), *behind) for x in weighted_best_of_n(sampled, ns)]
+    return [Row(label, "", x.value, x.low, x.high, x.coverage) for x in found]
 
 
 def _evaluated(run: Path) -> dict[str, EvaluationSamples]:
@@ -427,7 +430,7 @@ def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Table:
+def _compare_table(values: Mapping[str, Sequence[Row]], ns: Sequence[int]) -> Table:
     """Table with a column per model, or for more than three trained models a row per model, to fit 80 columns."""
     table = Table(title="weighted sum of best-of-N rewards, 95% intervals", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("N", justify="right")
@@ -435,7 +438,7 @@ def _compare_table(values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> Ta
     for label in ("model", "value") if many else values:
         table.add_column(Text(label))
     for i, best_of in enumerate(ns):
-        rows = [Row(label, "", *(x[i].item() for x in columns)) for label, columns in values.items()]
+        rows = [of_model[i] for of_model in values.values()]
         if many:
             for row in rows:
                 table.add_row(str(best_of), Text(row.reward), Text(format_interval(row)))

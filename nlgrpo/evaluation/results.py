@@ -1,6 +1,7 @@
 """Results of an evaluation as entries with intervals and tests, and as tables.
 
-Every number is a mean over prompts with a 95% bootstrap interval; models are compared on the same prompts.
+Every number is a mean over prompts with a 95% bootstrap interval; models are compared on the prompts that both have.
+Samples without a reward count nowhere. A prompt with fewer than N others has no best-of-N, and is left out and counted.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +23,12 @@ from nlgrpo import __version__
 from nlgrpo.calibration import rewind
 from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.config.schema import Config, to_dict
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples
 from nlgrpo.evaluation.estimators import (
     best_of_n,
     bootstrap,
     maj_at_k,
+    over_present,
     paired_test,
     procedure_value,
     procedure_win_rate,
@@ -33,6 +36,7 @@ from nlgrpo.evaluation.estimators import (
     weighted_win_rate,
     worst_of_n,
 )
+from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import BestOfN, MajorityVote, Objective, is_pairwise, is_voted, parse
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write
@@ -48,11 +52,14 @@ class Estimate:
     value: float
     low: float
     high: float
+    coverage: Coverage = field(default_factory=Coverage)
 
     @classmethod
-    def of(cls, per_prompt: Tensor) -> Estimate:
+    def of(cls, per_prompt: Tensor, scored: Tensor, rewards: dict[str, int] | None = None) -> Estimate:
+        """Mean of ``per_prompt`` (P,) over the prompts with a value. Other arguments: see `Coverage.of`."""
         there = per_prompt[~per_prompt.isnan()]
-        return cls(*(x.item() for x in bootstrap(there))) if len(there) else cls(math.nan, math.nan, math.nan)
+        value, low, high = [x.item() for x in bootstrap(there)] if len(there) else [math.nan] * 3
+        return cls(value, low, high, Coverage.of(per_prompt, scored, rewards))
 
 
 @dataclass(frozen=True)
@@ -74,37 +81,38 @@ def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], g
     base: dict[tuple[str, str], Tensor] = {}
     rows = []
     for label, sampled in found.items():
-        for quantity, procedure, values, wins in _measured(sampled, reference, procedures, gold):
+        for quantity, procedure, values, wins, scored in _measured(sampled, reference, procedures, gold):
+            entry = Entry(label, quantity, procedure, Estimate.of(values, scored))
             if label == name:
                 base[quantity, procedure] = values
-                rows.append(Entry(label, quantity, procedure, Estimate.of(values)))
             else:
-                rows.append(compared(label, quantity, procedure, values, wins, base.get((quantity, procedure))))
+                won = None if wins is None else Estimate.of(wins, scored)
+                entry = compared(replace(entry, win_rate=won), values, base.get((quantity, procedure)), scored)
+            rows.append(entry)
     return rows
 
 
-def compared(
-    label: str, quantity: str, procedure: str, values: Tensor, wins: Tensor | None, base: Tensor | None
-) -> Entry:
-    """Return the entry of a model, compared with the reference's values ``base`` (P,) unless they are None."""
-    estimate, won = Estimate.of(values), None if wins is None else Estimate.of(wins)
+def compared(entry: Entry, values: Tensor, base: Tensor | None, scored: Tensor) -> Entry:
+    """Return an entry with its change from the reference, at the prompts on which both have values, (P,) each."""
     both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
     if base is None or not both.any():
-        return Entry(label, quantity, procedure, estimate, won)
+        return entry
     mean, low, high, p = paired_test(values[both], base[both])
-    return Entry(label, quantity, procedure, estimate, won, Estimate(mean, low, high), p)
+    coverage = Coverage.of(values.masked_fill(~both, math.nan), scored)
+    return replace(entry, change=Estimate(mean, low, high, coverage), p_value=p)
 
 
-Measured = Iterator[tuple[str, str, Tensor, Tensor | None]]
+Measured = Iterator[tuple[str, str, Tensor, Tensor | None, Tensor]]
 
 
 def _measured(
     sampled: EvaluationSamples, reference: EvaluationSamples, procedures: Sequence[str], gold: Sequence[str]
 ) -> Measured:
-    """Yield (quantity, procedure, value per prompt, win rate per prompt); undefined values are NaN."""
+    """Yield (quantity, procedure, value per prompt, win rate per prompt, which samples count); NaN is undefined."""
     for name, rewards in sampled.rewards.items():
+        scored = ~rewards.isnan()
         if is_pairwise(sampled.objectives[name]):
-            yield name, "mean", rewards.nanmean(1), None
+            yield name, "mean", rewards.nanmean(1), None, scored
             continue
         for text in procedures:
             again = rewind.parse(text)
@@ -113,77 +121,83 @@ def _measured(
                 continue
             objective = parse(text, user_code.function)
             if not isinstance(objective, MajorityVote):
-                yield name, text, *_under(rewards, reference.rewards[name], objective)
+                yield name, text, *_under(rewards, reference.rewards[name], objective), scored
             elif name in sampled.answers:
-                scored = ~rewards.isnan().any(1)
-                yield name, text, _at(scored, _voted(sampled, name, scored, [objective.n])[0]), None
+                yield name, text, _voted(sampled, name, objective.n), None, scored
         if name in sampled.answers:
-            yield from _majorities(name, rewards, sampled.answers[name], procedures)
+            yield from _majorities(name, sampled.votes(name), procedures)
         for judge in gold if name not in gold else ():
             for text in (text for text in procedures if rewind.parse(text) is None and not is_voted(text)):
                 objective = parse(text, user_code.function)
-                yield f"{judge} by choice of {name}", text, _chosen(rewards, sampled.rewards[judge], objective), None
+                judged = sampled.rewards[judge]
+                values = _chosen(rewards, judged, objective)
+                yield f"{judge} by choice of {name}", text, values, None, scored & ~judged.isnan()
+    every = torch.ones_like(sampled.lengths, dtype=torch.bool)
     for kind, values in sampled.kl.items():
-        yield f"kl/{kind}", "", values.mean(1), None
-    yield "length", "", sampled.lengths.double().mean(1), None
+        yield f"kl/{kind}", "", values.mean(1), None, every
+    yield "length", "", sampled.lengths.double().mean(1), None, every
     for n, values in sampled.distinct.items():
-        yield f"distinct/{n}", "", values, None
+        yield f"distinct/{n}", "", values, None, every
 
 
-def _voted(sampled: EvaluationSamples, name: str, scored: Tensor, ns: Sequence[int]) -> Tensor:
-    """Reward of the response that the majority of N samples chooses, (len(ns), P'), for the P' ``scored`` prompts."""
-    rewards, answers = sampled.rewards[name][scored], sampled.answers[name][scored]
-    votes = torch.stack([rewards, answers.to(rewards)], -1)
-    return torch.stack([MajorityVote(n, "unbiased").value(votes) for n in ns])
+def _needed(objective: Objective) -> int:
+    """Number of samples of a prompt that an estimate of the objective needs."""
+    return objective.n if isinstance(objective, OfN | MajorityVote) else objective.fewest
+
+
+def _voted(sampled: EvaluationSamples, name: str, n: int) -> Tensor:
+    """Reward of the response that the majority of n samples chooses, (P,)."""
+    return over_present(MajorityVote(n, "unbiased").value, sampled.votes(name), fewest=n)
 
 
 def _under(rewards: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor | None]:
     """Value and win rate per prompt under an objective; the win rate is None if the objective does not choose."""
-    scored = ~rewards.isnan().any(1)
-    values = _at(scored, procedure_value(rewards[scored], objective))
-    both = scored & ~reference.isnan().any(1)
+    fewest = _needed(objective)
+    values = over_present(partial(procedure_value, objective=objective), rewards, fewest=fewest)
     try:
-        return values, _at(both, procedure_win_rate(rewards[both], reference[both], objective))
+        won = over_present(partial(procedure_win_rate, objective=objective), rewards, reference, fewest=fewest)
     except ValueError:
         return values, None
+    return values, won
 
 
 def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, reference: Tensor) -> Measured:
     """Yield the reward of the answer and the number of draws, for prompts on which the reference has rewards too."""
-    both = ~(rewards.isnan().any(1) | reference.isnan().any(1))
-    if not both.any():
-        return
-    ours, base = rewards[both], reference[both]
-    chances, draws = again.chosen(ours, base)
-    won = weighted_win_rate(ours, chances, base, again.chosen(base, base)[0])
-    yield name, str(again), _at(both, (chances * ours).sum(1)), _at(both, won)
-    yield f"draws until {name}", str(again), _at(both, draws), None
+
+    def value(ours: Tensor, base: Tensor) -> Tensor:
+        return (again.chosen(ours, base)[0] * ours).sum(1)
+
+    def won(ours: Tensor, base: Tensor) -> Tensor:
+        return weighted_win_rate(ours, again.chosen(ours, base)[0], base, again.chosen(base, base)[0])
+
+    def draws(ours: Tensor, base: Tensor) -> Tensor:
+        return again.chosen(ours, base)[1]
+
+    of_both = partial(over_present, fewest=again.most)
+    scored = ~rewards.isnan()
+    yield name, str(again), of_both(value, rewards, reference), of_both(won, rewards, reference), scored
+    yield f"draws until {name}", str(again), of_both(draws, rewards, reference), None, scored
 
 
-def _majorities(name: str, rewards: Tensor, answers: Tensor, procedures: Sequence[str]) -> Measured:
-    scored = ~rewards.isnan().any(1)
+def _majorities(name: str, votes: Tensor, procedures: Sequence[str]) -> Measured:
     for text in (text for text in procedures if rewind.parse(text) is None):
         objective = parse(text, user_code.function)
         if isinstance(objective, BestOfN):
-            yield (
-                name,
-                f"maj@{objective.n}",
-                _at(scored, maj_at_k(rewards[scored], answers[scored], [objective.n])[0]),
-                None,
-            )
+            values = over_present(partial(_majority, n=objective.n), votes, fewest=objective.n)
+            yield name, f"maj@{objective.n}", values, None, ~votes[..., 0].isnan()
+
+
+def _majority(votes: Tensor, n: int) -> Tensor:
+    return maj_at_k(votes[..., 0], votes[..., 1].long(), [n])[0]
 
 
 def _chosen(rewards: Tensor, gold: Tensor, objective: Objective) -> Tensor:
-    """Value per prompt of the gold reward when ``rewards`` chooses the response."""
-    scored = ~(rewards.isnan() | gold.isnan()).any(1)
-    return _at(scored, selected_value(rewards[scored], gold[scored], objective))
+    """Value per prompt of the gold reward when ``rewards`` chooses the response, among samples that have both."""
 
+    def value(both: Tensor) -> Tensor:
+        return selected_value(both[..., 0], both[..., 1], objective)
 
-def _at(where: Tensor, values: Tensor) -> Tensor:
-    """Scatter ``values`` into (P,), NaN elsewhere."""
-    out = torch.full(where.shape, math.nan, dtype=torch.float64)
-    out[where] = values.double().cpu()
-    return out
+    return over_present(value, torch.stack([rewards, gold], -1), fewest=_needed(objective))
 
 
 def write(
@@ -210,13 +224,8 @@ def tables(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], go
     for quantity in dict.fromkeys(entry.quantity for entry in every if entry.procedure):
         rows = [entry for entry in every if entry.quantity == quantity]
         yield _table(f"{quantity} ({prompts} prompts x {n} samples)", rows, list(found), "procedure")
-    rows = [entry for entry in every if not entry.procedure]
-    yield _table(
-        "KL to the reference, length, diversity",
-        [Entry(e.model, "", e.quantity, e.estimate) for e in rows],
-        list(found),
-        "",
-    )
+    rows = [Entry(entry.model, "", entry.quantity, entry.estimate) for entry in every if not entry.procedure]
+    yield _table("KL to the reference, length, diversity", rows, list(found), "")
 
 
 def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: str) -> Table:
@@ -231,13 +240,20 @@ def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: st
 
 
 def _cell(entry: Entry | None) -> str:
-    if entry is None or math.isnan(entry.estimate.value):
+    if entry is None:
         return "-"
-    e = entry.estimate
-    lines = [f"{e.value:.4f}" + ("" if math.isnan(e.low) else f" [{e.low:.4f}, {e.high:.4f}]")]
-    if entry.win_rate is not None:
-        lines.append(f"wins {100 * entry.win_rate.value:.1f}%" + _stars(entry.p_value))
+    e, won = entry.estimate, entry.win_rate
+    lines = [_numbers(e.value, e.low, e.high), *e.coverage.lines]
+    if won is not None and not math.isnan(won.value):
+        lines.append(f"wins {100 * won.value:.1f}%" + _stars(entry.p_value))
+        lines += won.coverage.lines if won.coverage != e.coverage else []
     return "\n".join(lines)
+
+
+def _numbers(value: float, low: float, high: float, gap: str = " ") -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}" if math.isnan(low) else f"{value:.4f}{gap}[{low:.4f}, {high:.4f}]"
 
 
 def _stars(p: float) -> str:
@@ -257,16 +273,44 @@ class Row:
     value: float
     low: float
     high: float
+    coverage: Coverage = field(default_factory=Coverage)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number before and after training, and the mean change over the prompts on which both have a value."""
+
+    before: Row
+    after: Row
+    value: float
+    prompts: int
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Values of a row per prompt, (P,), NaN where there is none; the samples and rewards behind them."""
+
+    reward: str
+    procedure: str
+    per_prompt: Tensor
+    scored: Tensor  # (P, n)
+    applies: Tensor  # (m, P): rewards that score one of the prompt's samples
+    rewards: dict[str, int] | None = None
+
+    def row(self) -> Row:
+        found = Estimate.of(self.per_prompt, self.scored, self.rewards)
+        return Row(self.reward, self.procedure, found.value, found.low, found.high, found.coverage)
 
 
 def weighted_best_of_n(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
-    """Weighted sum ``sum_i w_i BoN_i`` per prompt, (len(ns), P'), for the P' prompts on which no reward abstains.
+    """Weighted sum ``sum_i w_i BoN_i`` per prompt over the rewards that apply to it, (len(ns), P).
 
     Each reward chooses its own best of N, as in the training objective ``sum_i w_i R_i``. A diversity reward has its
-    mean for every N.
+    mean for every N. A reward applies to a prompt if it scores one of its samples. NaN where none with a weight does,
+    and where one of them scores fewer than N samples.
     """
     picks = {name: "diversity" if is_pairwise(text) else "best" for name, text in sampled.objectives.items()}
-    return _weighted(sampled, ns, picks)
+    return torch.stack([_weighted(sampled, n, picks) for n in ns])
 
 
 def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Row]:
@@ -274,26 +318,44 @@ def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Ro
 
     Rewards with the objective "wor:N" have worst-of-N instead, those with "maj:N" the majority of N, and diversity only
     its mean. In the weighted sum each reward is used as in its own rows; the procedure is "each of N" if these differ.
-    A prompt on which a reward abstains for any sample is left out for that reward and for the weighted sum; without
-    any prompt the row is NaN. Intervals are 95%. Raises ValueError if N exceeds the number of samples per prompt.
+    Samples on which a reward abstains are left out, and prompts with fewer than N others; the sum is over the rewards
+    that apply to a prompt (`weighted_best_of_n`). Without any prompt the row is NaN. Intervals are 95%. Raises
+    ValueError if N exceeds the number of samples per prompt.
     """
+    return [values.row() for values in _values(sampled, ns)]
+
+
+def changes(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Change]:
+    """Rows of `summarize` before and after training. A weighted sum is compared where the same rewards apply."""
+    found = []
+    for old, new in zip(_values(before, ns), _values(after, ns), strict=True):
+        both = torch.zeros(0, dtype=torch.bool)
+        if old.applies.shape == new.applies.shape:
+            both = (old.applies == new.applies).all(0) & ~(new.per_prompt - old.per_prompt).isnan()
+        value = (new.per_prompt[both].mean() - old.per_prompt[both].mean()).item() if both.any() else math.nan
+        found.append(Change(old.row(), new.row(), value, int(both.sum())))
+    return found
+
+
+def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:
     picks = {name: _pick(text) for name, text in sampled.objectives.items()}
-    per_prompt = {
-        name: (_picked(sampled, name, ~values.isnan().any(1), ns, picks[name]), picks[name])
-        for name, values in sampled.rewards.items()
-    }
-    if len(per_prompt) > 1:
-        of_all = picks.values() if len(set(picks.values())) == 1 else ["each"]
-        per_prompt[WEIGHTED_SUM] = _weighted(sampled, ns, picks), next(iter(of_all))
-    rows = []
-    for name, (values, pick) in per_prompt.items():
-        for number, value in zip(ns, values, strict=True):
-            if number > 1 and pick == "diversity":
-                continue
-            numbers = [x.item() for x in bootstrap(value)] if len(value) else [math.nan] * 3
-            of_n = f"each of {number}" if pick == "each" else f"{pick}-of-{number}"
-            rows.append(Row(name, "mean" if number == 1 else of_n, *numbers))
-    return rows
+    for name, rewards in sampled.rewards.items():
+        scored = ~rewards.isnan()
+        for n in ns:
+            if n == 1 or picks[name] != "diversity":
+                values = _picked(sampled, name, n, picks[name])
+                yield _Values(name, _procedure(picks[name], n), values, scored, scored.any(1)[None])
+    if len(sampled.rewards) == 1:
+        return
+    pick = next(iter(picks.values())) if len(set(picks.values())) == 1 else "each"
+    behind = sampled.scored(), torch.stack(list(sampled.applies().values())), sampled.prompts_of_rewards()
+    for n in ns:
+        if n == 1 or pick != "diversity":
+            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind)
+
+
+def _procedure(pick: str, n: int) -> str:
+    return "mean" if n == 1 else f"each of {n}" if pick == "each" else f"{pick}-of-{n}"
 
 
 def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str, float]:
@@ -301,6 +363,7 @@ def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str,
 
     TRL's names where it has them: eval_reward (the weighted sum), eval_rewards/NAME/mean, eval_completions/mean_length.
     Beside them are the procedures: eval_reward_best-of-4, eval_rewards/NAME/best-of-4. NaN without any scored prompt.
+    A number that is not over all prompts and samples has METRIC/prompts and METRIC/samples beside it.
     """
     rows = summarize(sampled, ns)
     if len(sampled.rewards) == 1:
@@ -310,7 +373,11 @@ def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str,
     for row in rows:
         of_n = row.procedure.replace(" ", "-")
         total = "eval_reward" if of_n == "mean" else f"eval_reward_{of_n}"
-        found[total if row.reward == WEIGHTED_SUM else f"eval_rewards/{row.reward}/{of_n}"] = row.value
+        name = total if row.reward == WEIGHTED_SUM else f"eval_rewards/{row.reward}/{of_n}"
+        found[name] = row.value
+        if row.coverage.lines:
+            found[f"{name}/prompts"] = float(row.coverage.prompts)
+            found[f"{name}/samples"] = float(row.coverage.samples)
     lengths = sampled.lengths.double()
     for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
         found[f"eval_completions/{name}_length"] = value.item()
@@ -323,34 +390,42 @@ def _pick(objective: str) -> str:
     return "diversity" if is_pairwise(objective) else "worst" if objective.startswith("wor:") else "best"
 
 
-def _picked(sampled: EvaluationSamples, name: str, scored: Tensor, ns: Sequence[int], pick: str) -> Tensor:
-    """Best-of-N, worst-of-N or the majority of N of a reward, or for diversity its mean for every N, (len(ns), P')."""
+def _picked(sampled: EvaluationSamples, name: str, n: int, pick: str) -> Tensor:
+    """Best-of-n, worst-of-n or the majority of n of a reward, or for diversity its mean for every n, (P,)."""
     if pick == "majority":
-        return _voted(sampled, name, scored, ns)
-    rewards = sampled.rewards[name][scored]
-    if pick == "diversity":
-        return best_of_n(rewards, [1]).expand(len(ns), -1)
-    return (worst_of_n if pick == "worst" else best_of_n)(rewards, ns)
+        return _voted(sampled, name, n)
+    n = 1 if pick == "diversity" else n
+    of_n = partial(worst_of_n if pick == "worst" else best_of_n, ns=[n])
+    return over_present(lambda rewards: of_n(rewards)[0], sampled.rewards[name], fewest=n)
 
 
-def _weighted(sampled: EvaluationSamples, ns: Sequence[int], picks: Mapping[str, str]) -> Tensor:
-    """Weighted sum of the rewards, (len(ns), P'), for the P' prompts on which no reward abstains."""
-    scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
-    parts = [sampled.weights[name] * _picked(sampled, name, scored, ns, picks[name]) for name in sampled.rewards]
-    return torch.stack(parts).sum(0)
+def _weighted(sampled: EvaluationSamples, n: int, picks: Mapping[str, str]) -> Tensor:
+    """Weighted sum, (P,), of the rewards that apply to a prompt."""
+    applies = sampled.applies()
+    values = {name: sampled.weights[name] * _picked(sampled, name, n, picks[name]) for name in applies}
+    parts = [values[name].where(there, 0.0) for name, there in applies.items()]
+    return torch.stack(parts).sum(0).masked_fill(~torch.stack(list(applies.values())).any(0), math.nan)
 
 
 def format_interval(row: Row, gap: str = " ") -> str:
-    """``-0.1234 [-0.1301, -0.1170]``; no brackets without an interval, and "-" for NaN."""
-    if math.isnan(row.value):
+    """``-0.1234 [-0.1301, -0.1170]``; no brackets without an interval, and "-" for NaN.
+
+    ``(19 of 20 prompts, 303 of 320 samples)`` follows if these are not all. ``gap`` is between the parts.
+    """
+    lines = row.coverage.lines
+    if gap != "\n" and lines:
+        lines = [f"({', '.join(lines)})"]
+    return gap.join([_numbers(row.value, row.low, row.high, gap), *lines])
+
+
+def format_change(change: Change, gap: str = " ") -> str:
+    """``+0.0123``, or "-" without a prompt that has both values; their number follows if it is not that of all."""
+    if math.isnan(change.value):
         return "-"
-    return f"{row.value:.4f}" if math.isnan(row.low) else f"{row.value:.4f}{gap}[{row.low:.4f}, {row.high:.4f}]"
-
-
-def format_change(old: Row, new: Row) -> str:
-    """``+0.0123``, or "-" if one of the two is NaN."""
-    change = new.value - old.value
-    return "-" if math.isnan(change) else f"{change:+.4f}"
+    some = change.prompts
+    every = change.after.coverage.of_prompts
+    note = f"\n{some} prompts" if gap == "\n" else f"{gap}({some} of {every} prompts)"
+    return f"{change.value:+.4f}" + note * (some < every)
 
 
 def before_after_table(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> Table:
@@ -364,10 +439,11 @@ def before_after_table(before: EvaluationSamples, after: EvaluationSamples, ns: 
     for heading in ("reward", "procedure", "before", "after", "change"):
         table.add_column(heading, no_wrap=heading != "reward")
     previous = None
-    for old, new in zip(summarize(before, ns), summarize(after, ns), strict=True):
+    for change in changes(before, after, ns):
         # Put intervals below values and objectives below rewards, to fit 80 columns.
-        name = Text(f"{new.reward}\n{after.objectives.get(new.reward, '')}") if new.reward != previous else ""
-        cells = (format_interval(row, "\n") for row in (old, new))
-        table.add_row(name, new.procedure, *map(Text, cells), format_change(old, new))
-        previous = new.reward
+        reward = change.after.reward
+        name = Text(f"{reward}\n{after.objectives.get(reward, '')}") if reward != previous else ""
+        cells = [format_interval(change.before, "\n"), format_interval(change.after, "\n")]
+        table.add_row(name, change.after.procedure, *map(Text, cells), format_change(change, "\n"))
+        previous = reward
     return table

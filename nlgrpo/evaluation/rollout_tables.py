@@ -17,6 +17,7 @@ from torch import Tensor
 from nlgrpo.calibration import kolmogorov_smirnov
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.evaluation import calibration_figures, figures
+from nlgrpo.evaluation.estimators import over_present
 from nlgrpo.runtime import atomic_files
 
 
@@ -31,26 +32,39 @@ class RewardSummary:
     zero_std: float  # share of prompts whose samples all have the same reward
     ties: float  # share of pairs of a prompt's samples with the same reward
     abstained: int  # number of completions
+    compared: int  # prompts with two scored samples or more, which the numbers within prompts are over
 
 
 def summarize(name: str, rewards: Tensor) -> RewardSummary:
-    """Summarize rewards (P, K). Prompts with an unscored sample count only in the mean and the std."""
+    """Summarize rewards (P, K). Unscored samples count nowhere; within prompts, neither does a single scored one."""
     scored = rewards[~rewards.isnan()]
-    whole = rewards[~rewards.isnan().any(1)].sort(1).values
-    K = rewards.shape[1]
-    below = torch.searchsorted(whole, whole, right=False)
-    upto = torch.searchsorted(whole, whole, right=True)
-    tied = (upto - below - 1).double().sum(1) / (K * (K - 1))  # ordered pairs of two samples
-    squares = (whole - whole.mean(1, keepdim=True)).square().sum(1)
+    std, zero_std, ties = (over_present(measure, rewards, fewest=2) for measure in (_std, _all_equal, _ties))
     return RewardSummary(
         name=name,
         mean=scored.mean().item(),
         std=scored.std().item() if len(scored) > 1 else math.nan,
-        std_in_prompt=(squares / (K - 1)).sqrt().mean().item(),
-        zero_std=(whole[:, 0] == whole[:, -1]).double().mean().item(),
-        ties=tied.mean().item(),
+        std_in_prompt=std.nanmean().item(),
+        zero_std=zero_std.nanmean().item(),
+        ties=ties.nanmean().item(),
         abstained=rewards.numel() - len(scored),
+        compared=int((~std.isnan()).sum()),
     )
+
+
+def _std(rewards: Tensor) -> Tensor:
+    return rewards.double().std(1)
+
+
+def _all_equal(rewards: Tensor) -> Tensor:
+    return rewards.amin(1) == rewards.amax(1)
+
+
+def _ties(rewards: Tensor) -> Tensor:
+    """Share of the ordered pairs of two samples that have the same reward."""
+    ordered, K = rewards.sort(1).values, rewards.shape[1]
+    below = torch.searchsorted(ordered, ordered, right=False)
+    upto = torch.searchsorted(ordered, ordered, right=True)
+    return (upto - below - 1).double().sum(1) / (K * (K - 1))
 
 
 def table(rollouts: ReferenceRollouts) -> Table:
@@ -62,7 +76,8 @@ def table(rollouts: ReferenceRollouts) -> Table:
     for name, values in rollouts.rewards.items():
         s = summarize(name, values)
         numbers = [f"{s.mean:.4f}", f"{s.std:.4f}", f"{s.std_in_prompt:.4f}", f"{s.zero_std:.1%}", f"{s.ties:.1%}"]
-        out.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}")
+        lone = f"\n{P - s.compared:,} prompts with fewer\nthan 2 left out within" * (s.compared < P)
+        out.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}{lone}")
     length, cut = rollouts.lengths.double().mean().item(), (~rollouts.finished).double().mean().item()
     out.caption_justify = "left"
     out.caption = (
@@ -79,6 +94,8 @@ def ks_tables(rollouts: ReferenceRollouts, sizes: Sequence[int], nested: bool) -
         if not len(whole):
             continue
         title = f"{name}: two-sample Kolmogorov-Smirnov tests at 5%, {'nested' if nested else 'disjoint'} samples"
+        if len(whole) < len(values):
+            title += f"; {len(whole)} of {len(values)} prompts, whose samples all have the reward"
         out = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for heading in kolmogorov_smirnov.COLUMNS:
             out.add_column(heading, justify="right")
@@ -94,7 +111,6 @@ def draw_calibration(rollouts: ReferenceRollouts) -> list[Path]:
         whole = values[~values.isnan().any(1)]
         if len(whole) and whole.shape[1] >= 4:
             written.append(rollouts.folder / f"calibration-{name}.png")
-            atomic_files.atomic_write_bytes(
-                written[-1], figures.render(partial(calibration_figures.calibration, whole))
-            )
+            draw = partial(calibration_figures.calibration, whole, left_out=len(values) - len(whole))
+            atomic_files.atomic_write_bytes(written[-1], figures.render(draw))
     return written

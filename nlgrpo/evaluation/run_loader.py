@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.engine.rollouts.evaluation_samples import FILE, EvaluationSamples, read_evaluation
+from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, read_evaluation
 from nlgrpo.evaluation import results
 from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
 from nlgrpo.objectives.rank_based import OfN
@@ -349,11 +349,12 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     return Entry(model, quantity, procedure, estimate, estimates["win_rate"], estimates["change"], p)
 
 
-def _estimate(data: Mapping[str, float | None] | None) -> Estimate | None:
+def _estimate(data: Mapping[str, Any] | None) -> Estimate | None:
     if data is None:
         return None
     numbers = [math.nan if data[name] is None else float(data[name] or 0) for name in ("value", "low", "high")]
-    return Estimate(*numbers)
+    value, low, high = numbers
+    return Estimate(value, low, high, Coverage(**data.get("coverage") or {}))
 
 
 def _read_samples_of_models(folder: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
@@ -368,29 +369,32 @@ def _read_samples_of_models(folder: Path, notes: list[str]) -> dict[str, Evaluat
 
 
 def _add_weighted_sums(found: ReportData) -> None:
-    """Add entries of ``sum_i w_i BoN_i`` if there are several rewards and all models have the same weights."""
+    """Add entries of ``sum_i w_i BoN_i`` if there are several rewards and all models have the same weights.
+
+    A model is compared with its reference at the prompts to which the same rewards apply.
+    """
     every = list(found.sampled.values())
     if not every or len(every[0].weights) < 2 or any(s.weights != every[0].weights for s in every):
         return
     ns = [n for n in NS if n <= min(s.lengths.shape[1] for s in every)]
-    values = {label: _weighted(sampled, ns) for label, sampled in found.sampled.items()}
+    values = {label: weighted_best_of_n(sampled, ns) for label, sampled in found.sampled.items()}
     names = ["mean" if n == 1 else f"bon:{n}" for n in ns]
-    for label in found.references:
-        rows = zip(names, values[label], strict=True)
-        found.reference_entries += [Entry(label, WEIGHTED_SUM, name, Estimate.of(row)) for name, row in rows]
+    for label, sampled in found.references.items():
+        found.reference_entries += _weighted_sums(label, sampled, names, values[label])
     for model in found.models:
-        if model.sampled is not None:
-            base = values.get(model.reference)
-            for i, name in enumerate(names):
-                sums, reference = values[model.label][i], None if base is None else base[i]
-                if reference is not None and reference.shape != sums.shape:
-                    reference = None
-                model.entries.append(compared(model.label, WEIGHTED_SUM, name, sums, None, reference))
+        if model.sampled is None:
+            continue
+        sums = values[model.label]
+        rows = _weighted_sums(model.label, model.sampled, names, sums)
+        reference = found.references.get(model.reference)
+        if reference is not None and reference.lengths.shape[0] == len(sums[0]):
+            base = values[model.reference].masked_fill(~model.sampled.same_rewards(reference), math.nan)
+            scored = model.sampled.scored()
+            rows = [compared(row, x, y, scored) for row, x, y in zip(rows, sums, base, strict=True)]
+        model.entries += rows
 
 
-def _weighted(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
-    """Weighted sums of best-of-N rewards, (len(ns), P); NaN for prompts on which a reward abstains."""
-    scored = ~torch.stack([values.isnan().any(1) for values in sampled.rewards.values()]).any(0)
-    out = torch.full((len(ns), len(scored)), math.nan, dtype=torch.float64)
-    out[:, scored] = weighted_best_of_n(sampled, ns)
-    return out
+def _weighted_sums(label: str, sampled: EvaluationSamples, names: Sequence[str], values: Tensor) -> list[Entry]:
+    behind = sampled.scored(), sampled.prompts_of_rewards()
+    rows = zip(names, values, strict=True)
+    return [Entry(label, WEIGHTED_SUM, name, Estimate.of(row, *behind)) for name, row in rows]

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -325,15 +326,23 @@ def test_summary_is_the_estimate_of_each_reward_and_of_their_weighted_sum():
     assert row.low < row.value < row.high
 
 
-def test_prompts_on_which_a_reward_abstains_are_left_out_for_it():
+def test_samples_on_which_a_reward_abstains_are_left_out_for_it():
     data = sampled(abstained=(1, 4))
-    kept = [0, 2, 3, 5]
-    rows = {(row.reward, row.procedure): row.value for row in summarize(data)}
-    assert rows["short", "mean"] == pytest.approx(data.rewards["short"].double().mean().item())
-    assert rows["long", "mean"] == pytest.approx(data.rewards["long"][kept].double().mean().item())
-    assert weighted_best_of_n(data, [1]).shape == (1, 4)
-    everywhere = summarize(sampled(abstained=range(6)))
-    assert all(math.isnan(row.value) == (row.reward != "short") for row in everywhere)
+    rows = {(row.reward, row.procedure): row for row in summarize(data)}
+    assert rows["short", "mean"].value == pytest.approx(data.rewards["short"].double().mean().item())
+    assert rows["short", "mean"].coverage.lines == []
+    means = np.nanmean(data.rewards["long"].double().numpy(), axis=1)
+    assert rows["long", "mean"].value == pytest.approx(means.mean())
+    assert rows["long", "mean"].coverage.lines == ["6 of 6 prompts", "28 of 30 samples"]
+    assert rows["weighted sum", "mean"].coverage.lines == ["6 of 6 prompts", "28 of 30 samples"]
+    sums = 0.25 * data.rewards["short"].double().mean(1).numpy() + 0.75 * means
+    assert weighted_best_of_n(data, [1])[0].numpy() == pytest.approx(sums)
+    silent = sampled()
+    silent.rewards["long"][:] = math.nan
+    of_none = {(row.reward, row.procedure): row for row in summarize(silent)}
+    assert math.isnan(of_none["long", "mean"].value)
+    assert of_none["long", "mean"].coverage.lines == ["0 of 6 prompts", "0 of 30 samples"]
+    assert "long: 0 prompts" in of_none["weighted sum", "mean"].coverage.lines
 
 
 def test_summary_of_one_reward_has_no_sum_and_too_large_n_is_refused():

@@ -20,6 +20,32 @@ from nlgrpo.runtime.atomic_files import atomic_write
 FILE = "evaluation.json"
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """Prompts and samples behind a number, of those that were evaluated."""
+
+    prompts: int = 0
+    of_prompts: int = 0
+    samples: int = 0
+    of_samples: int = 0
+    rewards: dict[str, int] = field(default_factory=dict)
+    """Prompts of each reward of a weighted sum, if one does not apply to all of them."""
+
+    @classmethod
+    def of(cls, per_prompt: Tensor, scored: Tensor, rewards: dict[str, int] | None = None) -> Coverage:
+        """``per_prompt`` (P,): NaN for a prompt without a value. ``scored`` (P, n): samples with a reward."""
+        there = ~per_prompt.isnan()
+        return cls(int(there.sum()), len(there), int(scored[there].sum()), scored.numel(), rewards or {})
+
+    @property
+    def lines(self) -> list[str]:
+        """``["19 of 20 prompts", "303 of 320 samples"]``; empty if these are all."""
+        if (self.prompts, self.samples) == (self.of_prompts, self.of_samples) and not self.rewards:
+            return []
+        each = [f"{name}: {count} prompts" for name, count in self.rewards.items()]
+        return [f"{self.prompts} of {self.of_prompts} prompts", f"{self.samples} of {self.of_samples} samples", *each]
+
+
 @dataclass
 class EvaluationSamples:
     """Rewards and lengths of one model's samples for the evaluation prompts.
@@ -61,6 +87,31 @@ class EvaluationSamples:
         for name, values in self.rewards.items():
             if values.isinf().any():
                 raise ValueError(f"reward {name!r} has infinite values; a reward is finite or NaN")
+
+    def applies(self) -> dict[str, Tensor]:
+        """Whether each reward with a weight scores one of a prompt's samples, (P,)."""
+        names = [name for name, weight in self.weights.items() if weight != 0] or list(self.rewards)
+        return {name: ~self.rewards[name].isnan().all(1) for name in names}
+
+    def scored(self) -> Tensor:
+        """Samples (P, n) that all rewards score that have a weight and apply to the prompt."""
+        applies = self.applies()
+        complete = [~self.rewards[name].isnan() | ~there[:, None] for name, there in applies.items()]
+        return torch.stack(complete).all(0) & torch.stack(list(applies.values())).any(0)[:, None]
+
+    def same_rewards(self, other: EvaluationSamples) -> Tensor:
+        """Whether the same rewards apply to a prompt in both, (P,), so that their weighted sums can be compared."""
+        ours, theirs = (torch.stack(list(sampled.applies().values())) for sampled in (self, other))
+        return (ours == theirs).all(0)
+
+    def prompts_of_rewards(self) -> dict[str, int]:
+        """Number of prompts to which each reward with a weight applies; empty if all apply to all of them."""
+        applies = self.applies()
+        return {} if all(x.all() for x in applies.values()) else {name: int(x.sum()) for name, x in applies.items()}
+
+    def votes(self, name: str) -> Tensor:
+        """Reward and answer of each sample, (P, n, 2), as a majority vote takes them."""
+        return torch.stack([self.rewards[name].double(), self.answers[name].double()], -1)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain lists for ``json.dump``; NaN becomes None."""

@@ -15,7 +15,7 @@ from nlgrpo import __version__
 from nlgrpo.config import comparing, toml_file
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
 from nlgrpo.evaluation import report, run_loader
-from nlgrpo.evaluation.results import format_change, format_interval, summarize
+from nlgrpo.evaluation.results import changes, format_change, format_interval
 from nlgrpo.training.tracking import run_files
 
 MODELS = ("model", "adapter")
@@ -94,9 +94,9 @@ def _results(run: Path, config: Mapping[str, Any]) -> str:
     prompts, samples = found["after"].lengths.shape
     ns = [n for n in config.get("evaluation", {}).get("ns", (1, 4)) if n <= samples]
     rows = []
-    for old, new in zip(summarize(found["before"], ns), summarize(found["after"], ns), strict=True):
-        cells = (new.reward, new.procedure, format_interval(old), format_interval(new), format_change(old, new))
-        rows.append("| " + " | ".join(cells) + " |")
+    for x in changes(found["before"], found["after"], ns):
+        numbers = (format_interval(x.before), format_interval(x.after), format_change(x))
+        rows.append(f"| {x.after.reward} | {x.after.procedure} | {' | '.join(numbers)} |")
     head = ["| reward | procedure | before | after | change |", "|---|---|---|---|---|"]
     return "\n".join([*head, *rows]) + f"\n\n{prompts} prompts x {samples} samples, 95% intervals over prompts."
 
