@@ -37,6 +37,7 @@ from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime import atomic_files
@@ -174,9 +175,12 @@ class Comparison:
         return guides.load_values(paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device)
 
     def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
-        """Return weighted sums of the rewards, (P, samples); NaN if one abstains. Raises ValueError if one fails."""
-        scored = self.score(self.scorers, batch, completions, samples)
-        return torch.stack([self.cfg.rewards[name].weight * x for name, x in scored.items()]).sum(0)
+        """Return the weighted sums of the rewards that apply, (P, samples). Raises ValueError if one fails."""
+        return self.total(self.score(self.scorers, batch, completions, samples))
+
+    def total(self, scored: Mapping[str, Tensor]) -> Tensor:
+        """Weighted sums of the rewards {name: (P, samples)} that apply; NaN where one of these abstains."""
+        return sum_of_applicable(torch.stack(list(scored.values())), [self.cfg.rewards[name].weight for name in scored])
 
     def score(
         self, scorers: Sequence[Scorer], batch: Batch, completions: Sequence[Sequence[int]], samples: int
@@ -294,6 +298,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     unseen = held_out.distinct() if held_out is training else _unseen(held_out, training.all(), value_paths)
     sampling = sampling_of(cfg, tokenizer, source)
     longest = sampling.max_new_tokens
+    by_value = options.choose == "value"
     return Comparison(
         options=dataclasses.replace(options, chunk=search.chunk),
         cfg=cfg,
@@ -311,14 +316,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
         betas=[*betas, *([1.0] if compressed else [])],
         methods=[
             decoding_method(
-                method,
-                budget,
-                search,
-                longest,
-                len(paths),
-                compressed is not None,
-                options.choose == "value",
-                pair is not None,
+                method, budget, search, longest, len(paths), compressed is not None, by_value, pair is not None
             )
             for method in dict.fromkeys(options.methods)
             for budget in dict.fromkeys(options.budgets)
@@ -346,14 +344,16 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
     used = [model for value, _ in values if isinstance(value, OF_MODELS) for model in value.models]
     of_prefixes = cost.queries * (method.weight is not None or method.cascade is not None)
     tokens = [one.tokens for one in answers]
+    scored = c.score(c.scorers, c.batch, tokens, 1)
     gold = {}
     if c.gold is not None:
         scores = c.score([c.gold], c.batch, tokens, 1)[c.gold.name]
-        gold = {"gold": {"reward": c.gold.name, "rewards": _without_abstentions(c, scores).flatten().tolist()}}
+        gold = {"gold": {"reward": c.gold.name, "rewards": _one_each(scores)}}
     return {
         "prompts": c.prompts,
         "search": asdict(method.search),
-        "rewards": _without_abstentions(c, c.final_rewards(c.batch, tokens, 1)).flatten().tolist(),
+        "rewards": _one_each(c.total(scored)),
+        "scored": {name: int((~values.isnan()).sum()) for name, values in scored.items()},
         "tokens": cost.tokens,
         "queries": cost.queries - of_prefixes,
         "reward_queries": of_prefixes + sum(map(len, found)) * by_reward,
@@ -381,12 +381,12 @@ def _cascade(c: Comparison, how: Cascade) -> tuple[list[list[Candidate]], Cost]:
 
 
 def _by_reward(c: Comparison, found: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Candidate with the largest reward, per prompt."""
+    """Candidate with the largest reward, per prompt; the first one where the rewards abstain for all of them."""
     # Prompts can have fewer candidates, if a beam ends early or ARGS has fewer tokens: repeat the last candidate.
     most = max(map(len, found))
     rows = [[*candidates, *[candidates[-1]] * (most - len(candidates))] for candidates in found]
     tokens = [candidate.tokens for row in rows for candidate in row]
-    rewards = _without_abstentions(c, c.final_rewards(c.batch, tokens, most))
+    rewards = c.final_rewards(c.batch, tokens, most).nan_to_num(nan=-math.inf)
     return [row[i] for row, i in zip(rows, rewards.argmax(1).tolist(), strict=True)]
 
 
@@ -399,14 +399,11 @@ def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]], how: str) -
     return [own[chooser.choose(p, own, t)[0]] for p, own, t in zip(c.batch.prompts, found, texts, strict=True)]
 
 
-def _without_abstentions(c: Comparison, rewards: Tensor) -> Tensor:
-    """Replace abstentions in rewards (P, n) by -inf. Raises ValueError for a prompt without any reward."""
-    rewards = rewards.nan_to_num(nan=-math.inf)
-    unscored = rewards.isneginf().all(1).nonzero()[:, 0].tolist()
-    if unscored:
-        what = "the response to" if rewards.shape[1] == 1 else "any candidate of"
-        raise ValueError(f"the rewards abstain for {what} prompt {c.batch.index[unscored[0]]}")
-    return rewards
+def _one_each(rewards: Tensor) -> list[float | None]:
+    """List the rewards (P, 1) of the responses, None where they abstain. Raises ValueError if they do for all."""
+    if rewards.isnan().all():
+        raise ValueError(f"the rewards abstain for all {len(rewards)} responses: choose prompts that they score")
+    return [None if math.isnan(reward) else reward for reward in rewards.flatten().tolist()]
 
 
 def run(c: Comparison) -> bool:
@@ -424,7 +421,7 @@ def run(c: Comparison) -> bool:
 
 
 def results(c: Comparison) -> list[dict[str, Any]]:
-    """Return the mean reward of each method and its difference to best-of-N, with intervals over prompts."""
+    """Return the mean reward of each method and its difference to best-of-N, over the prompts that have a reward."""
     found = [
         {"method": method.name, "budget": method.budget} | json.loads(c.file(method).read_text("utf-8"))
         for method in c.methods
@@ -437,9 +434,15 @@ def results(c: Comparison) -> list[dict[str, Any]]:
 
 def _add_intervals(found: Sequence[Mapping[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
     """Add "mean" and "over_bon" to the evaluations, one for each row of ``found``."""
-    each = [torch.tensor(evaluation["rewards"], dtype=torch.float64) for evaluation in evaluations]
+    rows = [[math.nan if x is None else x for x in evaluation["rewards"]] for evaluation in evaluations]
+    each = [torch.tensor(row, dtype=torch.float64) for row in rows]
     bon = {row["budget"]: rewards for row, rewards in zip(found, each, strict=True) if row["method"] == "bon"}
     for row, evaluation, rewards in zip(found, evaluations, each, strict=True):
-        evaluation["mean"] = [float(x) for x in bootstrap(rewards)] if len(rewards) > 1 else [float(rewards[0])] * 3
-        if row["budget"] in bon and row["method"] != "bon" and len(rewards) > 1:
-            evaluation["over_bon"] = [float(x) for x in bootstrap(rewards - bon[row["budget"]])]
+        there = rewards[~rewards.isnan()]
+        evaluation["mean"] = [float(x) for x in bootstrap(there)] if len(there) > 1 else [float(there[0])] * 3
+        evaluation["mean_prompts"] = len(there)
+        over = rewards - bon[row["budget"]] if row["budget"] in bon and row["method"] != "bon" else rewards[:0]
+        over = over[~over.isnan()]  # the prompts that both have
+        if len(over) > 1:
+            evaluation["over_bon"] = [float(x) for x in bootstrap(over)]
+            evaluation["over_bon_prompts"] = len(over)

@@ -23,6 +23,7 @@ from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import accumulated, clip_gradients
 from nlgrpo.model.packing import MicroBatch, pack_sets
+from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.objectives.registry import Objective
 from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.runtime.distributed import Ranks
@@ -66,11 +67,12 @@ class OfflineSamples:
     """Samples of the reference for the run's prompts, with their rewards."""
 
     rollouts: ReferenceRollouts
-    rewards: Tensor  # (P, K) float64, weighted sums; row p belongs to row p of the rollouts
+    rewards: Tensor  # (P, K) float64, weighted sums, NaN where one abstains; row p belongs to row p of the rollouts
     prompts: PromptSet  # prompts to train on
     repeated: int  # dropped: prompts that occur earlier in the data
     unknown: int  # dropped: prompts without rollouts
     tied: int  # dropped: prompts whose samples all have the same reward, so there is no pair
+    unscored: int  # dropped: prompts with fewer than N samples with a reward
     paired: bool
     config: OfflineConfig  # with an alpha
     per_step: int  # M
@@ -80,23 +82,39 @@ class OfflineSamples:
         """Choose responses for prompts ``cursor`` to ``cursor + count - 1``. Returns those of this rank."""
         batch = self.prompts.take(cursor, count)
         rows = [self._row(ids) for ids in batch.ids]
-        used = torch.tensor([self._visited(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)])
-        rewards = self.rewards[torch.tensor(rows)[:, None], used]
-        if self.paired:
-            chosen = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=self.seed)
-            prompt, picked = chosen.prompt, torch.stack([chosen.chosen, chosen.rejected], 1)
-        else:
-            prompt, best = winners(rewards, self.config.n, seed=self.seed)
-            picked = best[:, None]
+        used = [self._visited(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)]
+        prompt, picked = self._picked(rows, used)
         mine = slice(ranks.rank, None, ranks.world)
         responses = [(p, j) for p, js in zip(prompt[mine].tolist(), picked[mine].tolist(), strict=True) for j in js]
         completions = {p: self.rollouts.ids(rows[p]) for p in {p for p, _ in responses}}
         return OfflineBatch(
             [batch.ids[p] for p, _ in responses],
-            [completions[p][int(used[p, j])] for p, j in responses],
+            [completions[p][j] for p, j in responses],
             picked.shape[1],
             len(prompt),
         )
+
+    def _picked(self, rows: Sequence[int], used: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Return the prompt of each set (B,), in order, and its samples (B, 1 or 2): its best one, or its pair.
+
+        ``used``: samples of each prompt. Prompts with equally many are split into sets together.
+        """
+        prompts: list[Tensor] = []
+        samples: list[Tensor] = []
+        for count in sorted({len(indices) for indices in used}):
+            alike = torch.tensor([p for p, indices in enumerate(used) if len(indices) == count])
+            drawn = torch.tensor([used[p] for p in alike.tolist()])
+            rewards = self.rewards[torch.tensor([rows[p] for p in alike.tolist()])[:, None], drawn]
+            if self.paired:
+                chosen = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=self.seed)
+                prompt, places = chosen.prompt, torch.stack([chosen.chosen, chosen.rejected], 1)
+            else:
+                prompt, best = winners(rewards, self.config.n, seed=self.seed)
+                places = best[:, None]
+            prompts.append(alike[prompt])
+            samples.append(drawn[prompt[:, None], places])
+        order_of_prompts = torch.cat(prompts).argsort(stable=True)
+        return torch.cat(prompts)[order_of_prompts], torch.cat(samples)[order_of_prompts]
 
     def _row(self, prompt_ids: Sequence[int]) -> int:
         row = self.rollouts.row(prompt_ids)
@@ -104,10 +122,14 @@ class OfflineSamples:
         return row
 
     def _visited(self, row: int, visit: int) -> list[int]:
-        """Indices of the M of K samples that are used at visit number ``visit`` of a prompt."""
-        K = self.rewards.shape[1]
-        shuffle, part = divmod(visit, K // self.per_step)
-        indices: list[int] = order(K, self.seed ^ (row + 1 << 64), shuffle).tolist()
+        """Indices of the M samples that are used at visit number ``visit`` of a prompt, of those that have a reward.
+
+        All of these, if there are fewer than M.
+        """
+        scored = (~self.rewards[row].isnan()).nonzero()[:, 0]
+        shuffle, part = divmod(visit, max(1, len(scored) // self.per_step))
+        shuffled = torch.as_tensor(order(len(scored), self.seed ^ (row + 1 << 64), shuffle))
+        indices: list[int] = scored[shuffled].tolist()
         return indices[part * self.per_step : (part + 1) * self.per_step]
 
 
@@ -135,15 +157,21 @@ def make(
             f"rollout.samples = {M}: {rollouts.folder} has {K} samples per prompt; "
             f"set {K} or less, or sample more with `nlgrpo rollout --samples`"
         )
-    totals = torch.stack([cfg.rewards[r.name].weight * rollouts.rewards[r.name] for r in weighted]).sum(0)
+    stacked = torch.stack([rollouts.rewards[r.name] for r in weighted])
+    totals = sum_of_applicable(stacked, [cfg.rewards[r.name].weight for r in weighted])
     rows = [rollouts.row(ids) for ids in prompts.ids]
     first = {row: i for i, row in reversed(list(enumerate(rows))) if row is not None}
     known = sorted((i, row) for row, i in first.items())
     unknown = sum(row is None for row in rows)
-    has_pair = totals.amax(1) > totals.amin(1)
-    kept = [i for i, row in known if has_pair[row] or not cfg.loss.paired]
+    absent = totals.isnan()
+    enough = (~absent).sum(1) >= cfg.offline.n
+    scored = [(i, row) for i, row in known if enough[row]]
+    has_pair = totals.masked_fill(absent, -torch.inf).amax(1) > totals.masked_fill(absent, torch.inf).amin(1)
+    kept = [i for i, row in scored if has_pair[row] or not cfg.loss.paired]
     if not kept:
-        lacking = "has samples with different rewards, so there are no pairs" if known else "has rollouts"
+        lacking = "has samples with different rewards, so there are no pairs" if scored else "has rollouts"
+        if known and not scored:
+            lacking = f"has offline.n = {cfg.offline.n} samples with a reward: the rewards abstained for the others"
         raise ValueError(f"none of the {len(rows)} prompts of {cfg.data.source} {lacking} in {rollouts.folder}")
     return OfflineSamples(
         rollouts=rollouts,
@@ -151,7 +179,8 @@ def make(
         prompts=prompts.only(kept),
         repeated=len(rows) - len(known) - unknown,
         unknown=unknown,
-        tied=len(known) - len(kept),
+        tied=len(scored) - len(kept),
+        unscored=len(known) - len(scored),
         paired=cfg.loss.paired,
         config=_with_alpha(cfg, rollouts),
         per_step=M,

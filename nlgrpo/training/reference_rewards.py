@@ -178,10 +178,12 @@ class ReferenceRewards:
         assert self.drawing is not None
         values = self.drawing.score(prompts, rollout).values
         for name in self.transforms:
-            if values[name].isnan().any():
+            absent = values[name].isnan()
+            if absent.any():
                 raise RewardError(
-                    f"reward {name!r} abstained on a sample of the reference; "
-                    "calibration needs a reward for every sample"
+                    f"reward {name!r} abstained for {int(absent.sum())} of {absent.numel()} samples of the reference; "
+                    "a reward is calibrated among all of them, so it must score each: return a number there, or leave "
+                    "these prompts out of the data"
                 )
         keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
         for i, ids in enumerate(prompts.ids):
@@ -214,6 +216,8 @@ def make(
         rollouts = reference_rollouts.load_checked(
             options.rollouts, origin, scorers(cfg.rewards, objectives, rewards), prompts
         )
+        for name in wanted:
+            rollouts.ecdf(name)  # raises ValueError for a reward that abstained
     K = options.samples if rollouts is None else rollouts.index.samples
     drawing = None
     if options.missing == "draw":

@@ -264,7 +264,7 @@ def test_a_gold_reward_that_chooses_is_refused(work, tmp_path, capsys):
         cli.main(arguments(work, "mute", **gold(work) | {"rewards__high__function": f"{work / 'rewards.py'}:silent"}))
         == 1
     )
-    assert "the rewards abstain for the response to prompt" in capsys.readouterr().err
+    assert "the rewards abstain for all 3 responses" in capsys.readouterr().err
     common = ["--model.dtype=float64", f"--data.source={work / 'prompts.jsonl'}", f"--model.path={work / 'policy'}"]
     common += [
         f"--rewards.low.function={work / 'rewards.py'}:low",
@@ -616,12 +616,32 @@ def test_invalid_options_are_refused(work, capsys, changes, message):
     assert not (work / "refused" / "decode.json").exists()
 
 
+def test_prompts_without_a_reward_are_left_out_and_counted(work, capsys):
+    """One reward scores one of the three prompts; the other scores none. The mean is over that prompt."""
+    (work / "of_one.py").write_text(
+        "def low(prompts, completion_ids, **_):\n"
+        f"    return [len(ids) / 6 if p == {HELD[1]!r} else None for p, ids in zip(prompts, completion_ids)]\n"
+    )
+    some = {"rewards__low__function": f"{work / 'of_one.py'}:low"}
+    some["rewards__begins__function"] = f"{work / 'rewards.py'}:silent"
+    assert cli.main(arguments(work, "of one", **some)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 of 3 prompts" in shown
+    assert "responses with a reward, of 3: low 1 to 1, begins 0 to 0" in shown
+    for row in json.loads((work / "of one" / "decode.json").read_text()):
+        [scored] = [reward for reward in row["rewards"] if reward is not None]
+        assert (row["mean"], row["mean_prompts"]) == ([scored] * 3, 1)
+        assert row["rewards"].index(scored) == 1
+        assert row["scored"] == {"low": 1, "begins": 0}
+        assert "over_bon" not in row
+
+
 def test_abstaining_rewards_and_a_dry_run(work, capsys):
-    silent = {"rewards__low__function": f"{work / 'rewards.py'}:silent"}
+    silent = {f"rewards__{name}__function": f"{work / 'rewards.py'}:silent" for name in ("low", "begins")}
     assert cli.main(arguments(work, "silent", **silent)) == 1
-    assert "the rewards abstain for any candidate of prompt" in capsys.readouterr().err
+    assert "the rewards abstain for all 3 responses" in capsys.readouterr().err
     assert cli.main(arguments(work, "silent", choose="majority", **silent)) == 1
-    assert "the rewards abstain for the response to prompt" in capsys.readouterr().err
+    assert "the rewards abstain for all 3 responses" in capsys.readouterr().err
     assert cli.main(arguments(work, "planned", "--dry-run")) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "3 that runs hold out" in shown

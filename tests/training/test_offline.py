@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from nlgrpo.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
+from nlgrpo.data.prompt_dataset import PromptSet
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.evaluation import figures
 from nlgrpo.model import decoder
@@ -514,12 +516,65 @@ def test_rollouts_without_a_preference_or_a_reward(root, tmp_path):
     assert run_of(root, **more, loss__algorithm="bon_sft", calibration__rollouts=out).samples.tied == 0
     more = {"rewards__first__function": f"{root / 'rewards.py'}:mostly"}
     out = rolled_out(root, tmp_path / "mostly", 12, **more)
-    with pytest.raises(ValueError, match="reward 'first' abstained"):
-        run_of(root, **more, loss__algorithm="dpo", calibration__rollouts=out)
+    assert run_of(root, **more, loss__algorithm="dpo", calibration__rollouts=out).samples.rewards.isnan().any()
     (file, *_) = (out / "samples").glob("*/*.safetensors")
     file.unlink()
     with pytest.raises(ValueError, match="missing, damaged or not scored"):
         run_of(root, **more, loss__algorithm="dpo", calibration__rollouts=out)
+
+
+def samples_of(rewards, per_step, n, paired=True):
+    """Samples of prompts [0], [1], .. whose completions are their own number and place."""
+    given = torch.tensor(rewards, dtype=torch.float64)
+    rollouts = SimpleNamespace(
+        row=lambda ids: ids[0], ids=lambda row: [[10 * row + place] for place in range(given.shape[1])]
+    )
+    prompts = PromptSet([[i] for i in range(len(given))], list("abc"[: len(given)]), [{}] * len(given), shuffle=False)
+    counts = {"repeated": 0, "unknown": 0, "tied": 0, "unscored": 0}
+    return offline.OfflineSamples(
+        rollouts, given, prompts, **counts, paired=paired, config=OfflineConfig(n=n), per_step=per_step, seed=3
+    )
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_samples_without_a_reward_are_in_no_set(paired):
+    """One missing reward costs one sample: the others of its prompt are still paired, and all prompts have sets."""
+    nan = math.nan
+    rewards = [[1.0, 2, 3, 4, 5, 6, 7, 8], [nan, 2, 3, 4, 5, 6, 7, 8], [nan] * 6 + [1.0, 2.0]]
+    chosen = samples_of(rewards, per_step=8, n=2, paired=paired).choose(0, 3, ALONE)
+    by_prompt = Counter(ids[0] for ids in chosen.prompt_ids[:: chosen.width])
+    assert by_prompt == {0: 4, 1: 3, 2: 1}  # of 8, 7 and 2 samples
+    assert chosen.total == 8
+    for [prompt], [completion] in zip(chosen.prompt_ids, chosen.completion_ids, strict=True):
+        assert not math.isnan(rewards[prompt][completion - 10 * prompt])
+    if paired:
+        for [(better,), (worse,)] in [[chosen.completion_ids[i] for i in own] for own in chosen.sets]:
+            assert rewards[better // 10][better % 10] > rewards[worse // 10][worse % 10]
+    whole = samples_of([rewards[0]] * 2, per_step=8, n=2, paired=paired).choose(0, 2, ALONE)
+    assert [ids for ids in chosen.completion_ids if ids[0] < 10] == [ids for ids in whole.completion_ids if ids[0] < 10]
+
+
+def test_prompts_with_too_few_rewards_are_counted(root, tmp_path, capsys):
+    (root / "tasks.py").write_text(
+        "def one(prompts, completion_ids, **_):\n"
+        "    return [float(ids[0] % 8) if p in ('w3', 'w7') else None for p, ids in zip(prompts, completion_ids)]\n"
+        "def other(prompts, completion_ids, **_):\n"
+        "    return [float(ids[0] % 5) if p == 'w1 w2' else None for p, ids in zip(prompts, completion_ids)]\n"
+    )
+    more = {f"rewards__{name}__function": f"{root / 'tasks.py'}:{name}" for name in ("one", "other")}
+    more |= {"rewards__first__weight": 0.0}
+    out = rolled_out(root, tmp_path / "tasks", 12, **more)
+    given = options(root, **more, loss__algorithm="dpo", calibration__rollouts=out)
+    capsys.readouterr()
+    assert train.main([*given, "--dry-run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "prompts dropped: 1 with fewer than 2 samples with a reward" in printed
+    assert "12 of 48 samples without a reward left out" in printed
+    (root / "silent.py").write_text("def one(completion_ids, **_):\n    return [None for _ in completion_ids]\n")
+    alone = {"rewards__one__function": f"{root / 'silent.py'}:one", "rewards__first__weight": 0.0}
+    out = rolled_out(root, tmp_path / "none", 12, **alone)
+    with pytest.raises(ValueError, match=r"none of the 4 prompts .* has offline.n = 2 samples with a reward"):
+        run_of(root, **alone, loss__algorithm="dpo", calibration__rollouts=out)
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,11 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
         for heading in headings:
             shown.add_column(heading, justify="left" if heading == "method" else "right")
     cost.caption = "values, rewards: queries; MiB: value models, and the caches of prompts that are searched together"
+    rewards_table.caption = _scored(found, prompts)
     for row in found:
         name = (row["method"], str(row["budget"]))
-        cells = [cell for evaluation in (row, *([row["gold"]] if gold else [])) for cell in _intervals(evaluation)]
+        evaluations = (row, *([row["gold"]] if gold else []))
+        cells = [cell for evaluation in evaluations for cell in _intervals(evaluation, prompts)]
         rewards_table.add_row(*name, *cells)
         each = [f"{row[key] / prompts:,.0f}" for key in ("tokens", "queries", "reward_queries")]
         memory = (row["value_bytes"] + row["cache_bytes"]) / 2**20
@@ -93,10 +95,26 @@ def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     return rewards_table, cost
 
 
-def _intervals(evaluation: Mapping[str, Any]) -> tuple[str, str]:
-    """Mean, and difference to best-of-N, with their intervals."""
-    over = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*evaluation["over_bon"]) if "over_bon" in evaluation else "-"
-    return "{:.4f} [{:.4f}, {:.4f}]".format(*evaluation["mean"]), over
+def _intervals(evaluation: Mapping[str, Any], prompts: int) -> tuple[str, str]:
+    """Mean, and difference to best-of-N, with their intervals, and the number of prompts if it is not that of all."""
+    shown = []
+    for name, form in (("mean", "{:.4f} [{:.4f}, {:.4f}]"), ("over_bon", "{:+.4f} [{:+.4f}, {:+.4f}]")):
+        text = form.format(*evaluation[name]) if name in evaluation else "-"
+        count = evaluation.get(f"{name}_prompts", prompts)
+        shown.append(text + f"\n{count} of {prompts} prompts" * (count < prompts))
+    return shown[0], shown[1]
+
+
+def _scored(found: Sequence[Mapping[str, Any]], prompts: int) -> str | None:
+    """Numbers of responses that each of several rewards scored; None if these are all."""
+    counts: dict[str, list[int]] = {}
+    for row in found:
+        for name, count in row.get("scored", {}).items():
+            counts.setdefault(name, []).append(count)
+    if len(counts) < 2 or min(map(min, counts.values())) == prompts:
+        return None
+    each = ", ".join(f"{name} {min(own)} to {max(own)}" for name, own in counts.items())
+    return f"responses with a reward, of {prompts}: {each}; the sum is over the rewards that a response has"
 
 
 def plan(c: Comparison) -> Table:

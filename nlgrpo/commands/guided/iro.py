@@ -80,8 +80,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
 # --- plan and table ---------------------------------------------------------------------------------------------------
 
 
-def _shown(mean: dict[str, float | None]) -> str:
-    return "-" if mean["value"] is None else f"{mean['value']:.4f} ± {mean['error']:.4f}"
+def _shown(mean: dict[str, float | None], row: dict[str, Any]) -> str:
+    number = "-" if mean["value"] is None else f"{mean['value']:.4f} ± {mean['error']:.4f}"
+    every = row["prompts"] * row["samples"]
+    if row["scored"] == every:
+        return number
+    return f"{number}\n{mean['prompts']} of {row['prompts']} prompts\n{row['scored']} of {every} samples"
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
@@ -97,7 +101,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     ):
         shown.add_column(heading, justify="right")
     for row in found:
-        numbers = [_shown(row[key]) for key in ("mean", "best")]
+        numbers = [_shown(row[key], row) for key in ("mean", "best")]
         explained = row["explained_variance"]
         last = "-" if explained is None else f"{explained:.3f}"
         counts = [f"{count:.1f}" for count in row["distinct_prefixes"].values()]

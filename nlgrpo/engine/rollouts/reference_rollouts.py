@@ -159,10 +159,13 @@ class ReferenceRollouts:
     def ecdf(self, name: str) -> ECDF:
         """Return the empirical CDF of each prompt. Raises ValueError for a reward that was not scored or abstained."""
         values = self.reward(name)
-        absent = int(values.isnan().any(1).sum())
-        if absent:
+        absent = values.isnan()
+        if absent.any():
             raise ValueError(
-                f"{self.folder}: reward {name!r} abstained for samples of {absent} prompts, which have no CDF"
+                f"{self.folder}: reward {name!r} abstained for {int(absent.sum())} of {absent.numel()} samples, of "
+                f"{int(absent.any(1).sum())} of {len(values)} prompts; a reward is calibrated among all samples of the "
+                "reference, so it must score each: return a number there, or leave these prompts out of the data, and "
+                "run `nlgrpo rollout` again"
             )
         return ECDF(values)
 
@@ -233,13 +236,11 @@ def load_checked(
     """Load rollouts and check that a run with ``prompts`` and the rewards of ``scorers`` can use them.
 
     ``origin`` reads all weights of the model; it is only called if the rollouts are complete.
-    Raises the errors of `load`, `ReferenceRollouts.check` and `check_columns`, and ValueError if a reward abstained.
+    Raises the errors of `load`, `ReferenceRollouts.check` and `check_columns`.
     """
     rollouts = load(folder)
     rollouts.check(origin(), scorers)
     rollouts.check_columns(prompts)
-    for scorer in scorers:
-        rollouts.ecdf(scorer.name)
     return rollouts
 
 

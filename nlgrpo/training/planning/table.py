@@ -165,7 +165,10 @@ def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
     dropped = [f"{samples.unknown:,} without rollouts"] * (samples.unknown > 0)
     dropped += [f"{samples.repeated:,} repeated"] * (samples.repeated > 0)
     dropped += [f"{samples.tied:,} whose samples all have the same reward"] * (samples.tied > 0)
+    dropped += [f"{samples.unscored:,} with fewer than {n} samples with a reward"] * (samples.unscored > 0)
     dropped_text = f"; prompts dropped: {', '.join(dropped)}" if dropped else ""
+    absent = int(samples.rewards.isnan().sum())
+    dropped_text += f"; {absent:,} of {samples.rewards.numel():,} samples without a reward left out" * (absent > 0)
     return {
         "objective": f"minimise {formula}{margin}; chosen: the best of {n} samples by {' + '.join(terms)}{rejected}",
         "rollouts": f"{K} samples per prompt in {samples.rollouts.folder}{dropped_text}",

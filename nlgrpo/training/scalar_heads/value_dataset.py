@@ -20,6 +20,7 @@ from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.engine.rollouts.store import digest_of_tokenizer, same_ids
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.objectives.aggregation import sum_of_applicable
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,12 @@ def load(
 def _final_rewards(
     rollouts: ReferenceRollouts, rewards: Sequence[str], weights: Sequence[float], need_rewards: bool
 ) -> Tensor:
-    """Weighted sums (P, K) of the rewards, NaN where one abstained."""
+    """Weighted sums (P, K) of the rewards that apply to a prompt, NaN where one of these abstained."""
     names = (list(rewards) or list(rollouts.rewards)) if need_rewards else []
-    pairs = zip(names, weights or [1.0] * len(names), strict=True)
-    parts = [weight * rollouts.reward(name) for name, weight in pairs if weight != 0]
-    return sum(parts, start=torch.zeros_like(rollouts.logprobs))
+    if not names:
+        return torch.zeros_like(rollouts.logprobs)
+    values = torch.stack([rollouts.reward(name) for name in names])
+    return sum_of_applicable(values, weights or [1.0] * len(names))
 
 
 def _load_one(

@@ -38,6 +38,7 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digest_of_text, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model.decoder import Decoder
+from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.rewards.reward_functions import RewardError
 from nlgrpo.runtime import cpu_threads
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -143,7 +144,7 @@ class GuidedSampler(Sampler):
         except RewardError as error:
             raise ValueError(str(error)) from error
         weights = {scorer.name: weight for scorer, weight in self.scorers}
-        total = torch.stack([weights[name] * values for name, values in scored.values.items()]).sum(0)
+        total = sum_of_applicable(torch.stack(list(scored.values.values())), [weights[name] for name in scored.values])
         best = total.nan_to_num(nan=-math.inf).argmax(1).tolist()
         repeated = [[one for one in candidates for _ in range(one.places)] for candidates in found]
         return [[dataclasses.replace(own[i], places=1)] for own, i in zip(repeated, best, strict=True)]
@@ -335,7 +336,8 @@ def results(loop: Loop) -> list[dict[str, Any]]:
     for t in range(1, loop.options.iterations + 1):
         rollouts = reference_rollouts.load(loop.rollouts(t))
         weights = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
-        rewards = torch.stack([weight * rollouts.reward(name) for name, weight in weights]).sum(0)
+        values = torch.stack([rollouts.reward(name) for name, _ in weights])
+        rewards = sum_of_applicable(values, [weight for _, weight in weights])
         completions = [own for _, own in rollouts.tokens()]
         quarters = [math.ceil(rollouts.index.origin.sampling.max_new_tokens * i / 4) for i in (1, 2, 3, 4)]
         evaluation = json.loads((loop.value(t) / value_training.ValueTrainer.RESULTS).read_text("utf-8"))["after"]
@@ -344,6 +346,7 @@ def results(loop: Loop) -> list[dict[str, Any]]:
                 "iteration": t,
                 "prompts": len(rewards),
                 "samples": rewards.shape[1],
+                "scored": int((~rewards.isnan()).sum()),
                 "mean": _mean(rewards.nanmean(1)),
                 "best": _mean(rewards.nan_to_num(nan=-math.inf).amax(1)),
                 "explained_variance": evaluation.get("explained_variance"),
@@ -361,7 +364,7 @@ def distinct_prefixes(completions: Sequence[Sequence[Sequence[int]]], length: in
 
 
 def _mean(values: Tensor) -> dict[str, float | None]:
-    """Mean and standard error over the prompts with a finite value; the mean is None if there are none."""
+    """Mean and standard error over the prompts with a finite value, and their number; the mean is None without any."""
     finite = values[values.isfinite()]
     error = finite.std().item() / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
-    return {"value": finite.mean().item() if len(finite) else None, "error": error}
+    return {"value": finite.mean().item() if len(finite) else None, "error": error, "prompts": len(finite)}
