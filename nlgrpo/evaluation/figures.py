@@ -322,7 +322,7 @@ def comparison(
     right.set_xlabel("N (number of samples)")
     right.set_ylabel("weighted sum of best-of-N rewards")
     some = {row.coverage.prompts for rows in values.values() for row in rows if row.coverage.lines}
-    right.set_title("Value of best-of-N" + f"\n{min(some)} to {max(some)} prompts: see the table" * bool(some))
+    right.set_title("Value of best-of-N" + (f"\n{min(some)} to {max(some)} prompts: see the table" if some else ""))
     right.legend()
     return figure
 
