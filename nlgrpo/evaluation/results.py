@@ -204,7 +204,7 @@ def write(
     found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str], cfg: Config, folder: Path
 ) -> None:
     """Write ``results.json``: all entries, the configuration and the versions."""
-    rows = [asdict(entry) for entry in entries(found, procedures, gold)]
+    rows = [asdict(entry, dict_factory=Coverage.fields) for entry in entries(found, procedures, gold)]
     content = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg), "results": rows}
     atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
 

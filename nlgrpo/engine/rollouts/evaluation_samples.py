@@ -37,6 +37,11 @@ class Coverage:
         there = ~per_prompt.isnan()
         return cls(int(there.sum()), len(there), int(scored[there].sum()), scored.numel(), rewards or {})
 
+    @staticmethod
+    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Dict factory for `asdict`, which leaves out the coverage of a number over all prompts and samples."""
+        return {name: value for name, value in pairs if name != "coverage" or Coverage(**value).lines}
+
     @property
     def lines(self) -> list[str]:
         """``["19 of 20 prompts", "303 of 320 samples"]``; empty if these are all."""
