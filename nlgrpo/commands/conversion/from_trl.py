@@ -1,191 +1,103 @@
-"""The command ``nlgrpo from-trl``: a configuration of TRL's ``GRPOTrainer`` as a TOML file of nlgrpo."""
+"""The command ``nlgrpo from-trl``: a run of TRL's ``GRPOTrainer`` or ``RLOOTrainer`` as a TOML file of nlgrpo."""
 
 from __future__ import annotations
 
-import ast
+import difflib
 import json
-import shlex
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from nlgrpo.config import comparing, toml_file, validate
+from nlgrpo.commands.conversion import trl_lora, trl_loss, trl_options, trl_rewards
+from nlgrpo.commands.conversion.trl_files import read
+from nlgrpo.commands.conversion.trl_output import Converted
+from nlgrpo.commands.conversion.trl_script import EVALUATION, KIND, PEFT
+from nlgrpo.config import comparing, schema, validate
 
-# Defaults of TRL 1.16.0 for the options that are converted.
-DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": None,
-    "generation_batch_size": None, "num_generations": 8, "num_iterations": 1, "max_steps": -1, "num_train_epochs": 3.0,
-    "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
-    "learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9,
-    "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 42, "shuffle_dataset": True,
-    "beta": 0.0, "epsilon": 0.2, "epsilon_high": None, "delta": None, "loss_type": "dapo", "scale_rewards": "group",
-    "importance_sampling_level": "token", "use_bias_correction_kl": True, "reward_weights": None,
-    "gradient_checkpointing": True, "torch_compile": False, "save_steps": 500, "save_total_limit": None,
-    "report_to": "none", "run_name": None, "output_dir": None, "use_vllm": False, "vllm_mode": "colocate",
-    "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
-    "vllm_tensor_parallel_size": 1, "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": False,
-    "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0,
-}  # fmt: skip
-PROJECT = "huggingface"  # of TRL's trackers
-
-# Options of the trainer, of its script and of PEFT that are read besides.
-OTHERS = (
-    "project", "model_name_or_path", "model", "dtype", "torch_dtype", "dataset_name", "dataset_train_split",
-    "reward_funcs", "reward_model_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout",
-    "lora_target_modules", "lora_modules_to_save", "use_rslora", "num_processes", "activation_checkpointing",
-    "push_to_hub", "hub_model_id", "chat_template_kwargs", "dataset_streaming",
+# Options that choose the trainer where a file does not name it.
+ONLY_RLOO = trl_options.RLOO.keys() - trl_options.GRPO.keys()
+AT_LEAST_ONE = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_generations", "num_iterations", "num_processes",
 )  # fmt: skip
-
-# Options that change nothing in what is trained, or that nlgrpo does by itself.
-NOT_NEEDED = (
-    "bf16", "fp16", "tf32", "logging_steps", "logging_strategy", "logging_first_step", "log_completions",
-    "num_completions_to_print", "dataloader_num_workers", "dataloader_pin_memory", "disable_tqdm", "eval_strategy",
-    "eval_steps", "per_device_eval_batch_size", "num_generations_eval", "do_train", "do_eval", "overwrite_output_dir",
-    "remove_unused_columns", "gradient_checkpointing_kwargs", "use_liger_kernel", "resume_from_checkpoint", "optim",
-    "save_strategy", "save_only_model", "ds3_gather_for_generation", "ddp_timeout", "attn_implementation",
-    "log_level", "hub_strategy", "trust_remote_code", "deepspeed", "fsdp", "fsdp_config", "vllm_max_model_length",
-    "dataset_test_split", "disable_dropout",
-)  # fmt: skip
-
-
-@dataclass
-class Converted:
-    """The keys of nlgrpo that differ from its defaults, by section, and what could not be converted."""
-
-    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """To check by hand."""
-    missing: list[str] = field(default_factory=list)
-    """Options without an equivalent."""
-
-    def set(self, key: str, value: Any) -> None:
-        section, _, name = key.rpartition(".")
-        self.keys.setdefault(section, {})[name] = value
-
-    def toml(self) -> str:
-        """Return the TOML file, with the rest as comments."""
-        lines = []
-        for title, texts in (("Check", self.notes), ("Without an equivalent", self.missing)):
-            lines += [f"# {title}: {text}" for text in texts]
-        return "\n".join([*lines, "", toml_file.text(self.sections())]).strip() + "\n"
-
-    def sections(self) -> dict[str, Any]:
-        """Return the keys by section, those of a reward below the section rewards."""
-        found: dict[str, Any] = {}
-        for section, keys in self.keys.items():
-            name, _, part = section.partition(".")
-            target = found.setdefault(name, {})
-            target.update({part: keys} if part else keys)
-        return found
-
-
-# --- reading TRL's configurations -------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read options from a YAML file, a Python script with ``GRPOConfig(..)``, or a file with a command line.
-
-    Returns the options, and notes about what could not be read. Raises ValueError for a file without any.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
-    text = path.read_text("utf-8")
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        found = yaml.safe_load(text)
-        options, notes = (found if isinstance(found, dict) else {}), list[str]()
-    elif path.suffix == ".py":
-        options, notes = _of_script(text)
-    else:
-        options, notes = _of_command(text), []
-    if not options:
-        raise ValueError(f"{path} has no options; give a YAML file, a script with GRPOConfig(..), or a command line")
-    return options, notes
-
-
-def _of_script(text: str) -> tuple[dict[str, Any], list[str]]:
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"not a Python script: {error}") from error
-    options, notes = dict[str, Any](), list[str]()
-    for node in ast.walk(tree):
-        name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
-        if not isinstance(node, ast.Call) or name not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
-            continue
-        for keyword in node.keywords:
-            own = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-            key = own.get(keyword.arg or "", keyword.arg or "**") if name == "LoraConfig" else keyword.arg or "**"
-            if name == "GRPOTrainer" and key not in ("model", "reward_funcs"):
-                continue
-            try:
-                options[key] = ast.literal_eval(keyword.value)
-            except ValueError:
-                written = ast.unparse(keyword.value)
-                if key == "reward_funcs":
-                    options[key] = [part.strip() for part in written.strip("[]").split(",")]
-                else:
-                    notes.append(f"{key} = {written} is not a literal and was not read")
-        if name == "LoraConfig":
-            options["use_peft"] = True
-    return options, notes
-
-
-def _of_command(text: str) -> dict[str, Any]:
-    tokens, options, key = shlex.split(text.replace("\\\n", " "), comments=True), dict[str, Any](), ""
-    for token in tokens:
-        if token.startswith("--"):
-            key, given, value = token[2:].partition("=")
-            key = key.replace("-", "_")
-            options[key] = _literal(value) if given else True
-        elif token.endswith(".py"):  # the launcher's options end here
-            key = ""
-        elif key:
-            before = options[key]
-            value = _literal(token)
-            options[key] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
-    return options
-
-
-def _literal(text: str) -> Any:
-    known = {"true": True, "false": False, "none": None, "null": None}
-    try:
-        return known[text.lower()] if text.lower() in known else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-# --- converting -------------------------------------------------------------------------------------------------------
 
 
 def convert(options: Mapping[str, Any], world: int = 1) -> Converted:
-    """Convert options of ``GRPOConfig``; those that are absent have TRL's defaults. ``world``: number of processes."""
-    out, given = Converted(), {**DEFAULTS, **options}
+    """Convert options of TRL; those that are absent have TRL's defaults. ``world``: number of processes.
+
+    Raises ValueError for values that TRL refuses.
+    """
+    if world < 1:
+        raise ValueError(f"processes = {world}: expected at least 1")
+    trainer = options.get(KIND) or ("rloo" if ONLY_RLOO & options.keys() else "grpo")
+    known = trl_options.known(trainer)
+    typed = {name: trl_options.typed(name, value, known[name]) for name, value in options.items() if name in known}
+    given = {**trl_options.defaults(known), **typed, **{name: options.get(name) for name in (KIND, PEFT, EVALUATION)}}
+    for name in AT_LEAST_ONE:
+        if given[name] is not None and given[name] < 1:
+            raise ValueError(f"{name} = {given[name]}: expected at least 1")
+    out = Converted()
     _batches(given, out, world)
-    for part in (_model, _optimizer, _loss, _sampling, _saving, _rewards, _lora):
+    _model(given, out)
+    _data(given, out)
+    trl_loss.optimizer(given, out)
+    if trainer == "rloo":
+        trl_loss.rloo(given, out)
+    else:
+        trl_loss.grpo(given, out)
+    for part in (_sampling, _saving, _evaluation, trl_rewards.convert, trl_lora.convert):
         part(given, out)
+    steps = out.keys.get("train", {}).get("steps")  # written also if it is the default
     kept = comparing.without_defaults({name: keys for name, keys in out.sections().items() if name != "rewards"})
     out.keys = {name: kept.get(name, keys) for name, keys in out.keys.items() if name in kept or "." in name}
-    known = {*DEFAULTS, *OTHERS, *NOT_NEEDED}
-    out.missing += [f"{key} = {value!r}" for key, value in options.items() if key not in known]
+    if given["max_steps"] > 0:
+        out.set("train.steps", steps)
+    schema.from_dict(out.sections(), where="the converted configuration")
+    _leftover(options, known, out, f"{trainer.upper()}Config")
     return out
 
 
-def _batches(given: Mapping[str, Any], out: Converted, world: int) -> None:
+def _leftover(options: Mapping[str, Any], known: Mapping[str, trl_options.Option], out: Converted, of: str) -> None:
+    """List the options that set no key of nlgrpo, unless they have TRL's default."""
+    for name, value in options.items():
+        if name in (KIND, PEFT, EVALUATION):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            out.drop(name, value, f"not an option of {of} or TRL's scripts (1.16){hint}")
+        elif not known[name].keys and not _is_default(name, value, known[name]):
+            out.drop(name, value, known[name].note)
+
+
+def _is_default(name: str, value: Any, option: trl_options.Option) -> bool:
+    return bool(trl_options.typed(name, value, option) == option.default)
+
+
+# --- batches and steps ------------------------------------------------------------------------------------------------
+
+
+def _batches(given: dict[str, Any], out: Converted, world: int) -> None:
     """TRL counts completions per device, and optimizer steps; nlgrpo prompts of a rollout, and rollouts."""
-    world = int(given.get("num_processes") or world)
-    per_step = given["per_device_train_batch_size"] * world
-    accumulated, samples = given["gradient_accumulation_steps"], given["num_generations"]
+    if given["num_processes"] and world not in (1, given["num_processes"]):
+        of_file = given["num_processes"]
+        raise ValueError(f"the file has num_processes = {of_file}, and --processes is {world}; give one of them")
+    per_step = given["per_device_train_batch_size"] * (given["num_processes"] or world)
+    accumulated = given["gradient_accumulation_steps"]
+    samples = given["num_generations"]
+    if given["generation_batch_size"] and given["steps_per_generation"]:
+        raise ValueError("generation_batch_size and steps_per_generation: TRL takes only one of them")
     steps = given["steps_per_generation"] or accumulated
     if given["generation_batch_size"]:
-        steps = given["generation_batch_size"] // per_step
+        steps, over = divmod(given["generation_batch_size"], per_step)
+        if over:
+            out.notes.append(f"generation_batch_size = {given['generation_batch_size']} is no multiple of {per_step}")
     prompts, rest = divmod(per_step * steps, samples)
     if rest or prompts == 0:
         out.notes.append(f"{per_step * steps} completions per rollout are no multiple of num_generations = {samples}")
@@ -196,190 +108,269 @@ def _batches(given: Mapping[str, Any], out: Converted, world: int) -> None:
     out.set("rollout.samples", samples)
     out.set("loss.minibatches", max(minibatches, 1))
     out.set("loss.epochs", given["num_iterations"])
-    updates = max(minibatches, 1) * given["num_iterations"]
+    given["updates"] = updates = max(minibatches, 1) * given["num_iterations"]
     if given["max_steps"] > 0:
         out.set("train.steps", max(1, given["max_steps"] // updates))
+        if given["max_steps"] % updates:
+            out.notes.append(f"train.steps: {given['max_steps']} optimizer steps, and each rollout has {updates}")
     else:
         epochs = given["num_train_epochs"]
         out.notes.append(f"train.steps: {epochs:g} epochs are {epochs:g} x (number of prompts) / {max(prompts, 1)}")
-    out.set("optim.warmup_steps", _rollouts(given["warmup_steps"], updates, out))
+    _warmup(given, out)
 
 
-def _rollouts(warmup: float, updates: int, out: Converted) -> int:
-    if 0 < warmup < 1:
+def _warmup(given: Mapping[str, Any], out: Converted) -> None:
+    """TRL's warm-up is a number of optimizer steps, or below 1 a share of them."""
+    warmup = given["warmup_steps"] or given["warmup_ratio"]
+    if not warmup:
+        return
+    if given["lr_scheduler_type"] == "constant":
+        out.notes.append("optim.warmup_steps: the schedule 'constant' of TRL has no warm-up")
+        return
+    if warmup < 1 and given["max_steps"] <= 0:
         out.notes.append(f"optim.warmup_steps: {warmup:g} of train.steps")
-        return 0
-    return int(warmup) // updates
+        return
+    steps = math.ceil(given["max_steps"] * warmup) if warmup < 1 else int(warmup)
+    out.set("optim.warmup_steps", _rollouts("optim.warmup_steps", steps, given, out))
+    out.notes.append("optim.warmup_steps: step t has the learning rate of TRL's step t + 1, which starts at 0")
+
+
+def _rollouts(key: str, steps: int, given: Mapping[str, Any], out: Converted) -> int:
+    """Optimizer steps as rollouts, rounded up."""
+    updates = given["updates"]
+    if steps % updates:
+        out.notes.append(f"{key}: {steps} optimizer steps are {steps / updates:g} rollouts")
+    return -(-steps // updates)
+
+
+# --- model and data ---------------------------------------------------------------------------------------------------
 
 
 def _model(given: Mapping[str, Any], out: Converted) -> None:
-    path = given.get("model_name_or_path") or given.get("model")
+    path = given["model_name_or_path"] or given["model"]
     if isinstance(path, str):
         out.set("model.path", path)
     else:
         out.notes.append("model.path: the directory or hub name of the model")
-    dtype = given.get("dtype") or given.get("torch_dtype")
-    if dtype not in (None, "auto"):
-        out.set("model.dtype", str(dtype).removeprefix("torch."))
-    own = given.get("activation_checkpointing")
-    out.set("model.activation_checkpointing", bool(given["gradient_checkpointing"] if own is None else own))
-    out.set("model.compile", bool(given["torch_compile"]))
-    if given.get("dataset_name"):
-        out.set("data.source", given["dataset_name"])
-        out.set("data.split", given.get("dataset_train_split") or "train")
+    if trl_lora.model_type(path) == "gpt2" and not given["disable_dropout"]:
+        out.notes.append("TRL trains GPT-2 with the dropout of its config.json, and nlgrpo without")
+    own = given["activation_checkpointing"]
+    out.set("model.activation_checkpointing", given["gradient_checkpointing"] if own is None else own)
+    out.set("model.compile", given["torch_compile"])
+    _dtype(given, out)
+
+
+def _dtype(given: Mapping[str, Any], out: Converted) -> None:
+    """TRL stores weights in ``dtype`` and computes in bfloat16 unless ``bf16`` is false; nlgrpo stores float32."""
+    kwargs = _table("model_init_kwargs", given["model_init_kwargs"])
+    stored = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or given["torch_dtype"] or given["dtype"]
+    stored = str(stored).removeprefix("torch.")
+    for name, value in kwargs.items():
+        out.drop(f"model_init_kwargs.{name}", value, "models are read from model.path")
+    bf16 = not given["fp16"] if given["bf16"] is None else given["bf16"]
+    if stored == "bfloat16":
+        out.set("model.dtype", "bfloat16")
+        out.notes.append("model.dtype: TRL also stores the weights in bfloat16; here the master weights are float32")
+    elif stored == "float16":
+        out.drop("dtype", "float16", "model.dtype is bfloat16 or float32")
+    elif not bf16 and not given["fp16"]:
+        out.set("model.dtype", "float32")
+        if stored == "auto":
+            out.notes.append("model.dtype: TRL computes in the dtype of the stored weights")
+    if stored not in ("float32", "bfloat16", "float16", "auto", "None"):
+        raise ValueError(f"dtype = {stored!r}: expected auto, bfloat16, float16 or float32")
+
+
+def _table(name: str, value: Any) -> dict[str, Any]:
+    """A dictionary, also as JSON text."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} = {value!r} is not JSON: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} = {value!r}: expected a table, such as {{key: value}}")
+    return dict(found)
+
+
+def _data(given: Mapping[str, Any], out: Converted) -> None:
+    name, config, split = given["dataset_name"], given["dataset_config"], given["dataset_train_split"]
+    streaming = given["dataset_streaming"]
+    if given["datasets"]:
+        name, config, split = _mixture(given["datasets"], out)
+        streaming = given["streaming"]
+    if name:
+        out.set("data.source", _source(name, config, out))
+        out.set("data.split", split)
     else:
         out.notes.append("data.source: a file or the name of a data set with a column prompt")
-    out.set("data.shuffle", bool(given["shuffle_dataset"]))
-    out.set("data.streaming", bool(given.get("dataset_streaming")))
-    kwargs = given.get("chat_template_kwargs") or {}
-    out.set("data.chat_template_kwargs", json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs))
+    out.set("data.shuffle", given["shuffle_dataset"])
+    out.set("data.streaming", streaming)
+    out.set("data.chat_template_kwargs", _table("chat_template_kwargs", given["chat_template_kwargs"]))
+    if given["dataset_prompt_column"]:
+        out.set("data.prompt_column", given["dataset_prompt_column"])
+    if given["system_prompt"]:
+        out.set("data.system_prompt", given["system_prompt"])
+    if given["max_prompt_length"]:
+        out.set("data.max_prompt_tokens", given["max_prompt_length"])
+        out.notes.append("data.max_prompt_tokens: longer prompts are dropped; TRL cut their beginning")
 
 
-def _optimizer(given: Mapping[str, Any], out: Converted) -> None:
-    schedule = str(given["lr_scheduler_type"])
-    known = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-    if schedule in known:
-        out.set("optim.schedule", known[schedule])
+def _source(name: str, config: str | None, out: Converted) -> str:
+    """``name``, with the configuration of a data set on the hub."""
+    if config and Path(name).exists():
+        out.drop("dataset_config", config, f"{name} is a local path")
+        return name
+    return f"{name}:{config}" if config else name
+
+
+def _mixture(parts: Any, out: Converted) -> tuple[str, str | None, str]:
+    """Name, configuration and split of the only entry of ``datasets``; several are noted."""
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError(f"datasets = {parts!r}: expected a list of tables with path, name, split")
+    if len(parts) > 1:
+        names = ", ".join(str(part.get("path")) for part in parts)
+        out.notes.append(f"datasets: TRL concatenates {names}; join them in one file, or weigh them in data.mixture")
+        return "", None, "train"
+    [part] = parts
+    own = {"path", "name", "split"}
+    for key in sorted(part.keys() - own):
+        out.drop(f"datasets.{key}", part[key], "nlgrpo reads the whole split; see data.limit and data.prompt_column")
+    return str(part.get("path") or ""), part.get("name"), part.get("split") or "train"
+
+
+def _evaluation(given: Mapping[str, Any], out: Converted) -> None:
+    """TRL evaluates only with an ``eval_strategy``; nlgrpo would hold out the last prompts of the source."""
+    if given["num_generations_eval"]:
+        samples = given["num_generations_eval"]
+        out.set("evaluation.samples", samples)
+        out.set("evaluation.ns", [n for n in schema.EvaluationConfig().ns if n <= samples])
+    if (given["evaluation_strategy"] or given["eval_strategy"]) in ("no", False):
+        out.set("evaluation.prompts", 0)
+        out.notes.append("evaluation.prompts: 0, because eval_strategy is 'no'; above 0 evaluates before and after")
+        return
+    if given[EVALUATION] is None:  # TRL's own script
+        name, config, split = given["dataset_name"], given["dataset_config"], given["dataset_test_split"]
     else:
-        out.missing.append(f"lr_scheduler_type = {schedule!r}")
-    out.set("optim.lr", float(given["learning_rate"]))
-    out.set("optim.betas", [float(given["adam_beta1"]), float(given["adam_beta2"])])
-    out.set("optim.eps", float(given["adam_epsilon"]))
-    for key in ("weight_decay", "max_grad_norm"):
-        out.set(f"optim.{key}", float(given[key]))
+        name, config, split = (given[EVALUATION].get(f"dataset_{key}") for key in ("name", "config", "train_split"))
+    if name:
+        out.set("data.evaluation", _source(name, config, out))
+        out.set("data.evaluation_split", split)
+    out.notes.append("evaluation.prompts: the number, before and after training; TRL evaluates on all prompts")
 
 
-def _loss(given: Mapping[str, Any], out: Converted) -> None:
-    kind, high = given["loss_type"], given["epsilon_high"]
-    high = given["epsilon"] if high is None else high
-    out.set("loss.beta", float(given["beta"]))
-    out.set("loss.eps_low", float(given["epsilon"]))
-    if kind == "cispo":
-        out.set("loss.surrogate", "cispo")
-        out.set("loss.normalization", "dapo")
-        out.set("loss.eps_high", float(high) - 1)  # TRL's is the cap itself
-    else:
-        out.set("loss.eps_high", float(high))
-        if kind in ("grpo", "bnpo", "dapo", "dr_grpo"):
-            out.set("loss.normalization", kind)
-        else:
-            out.missing.append(f"loss_type = {kind!r}")
-    if given["delta"] is not None:
-        out.set("loss.dual_clip", float(given["delta"]))
-    scale = {True: "group", False: "none", None: "none"}.get(given["scale_rewards"], given["scale_rewards"])
-    out.set("loss.scale", scale)
-    out.set("loss.level", given["importance_sampling_level"])
-    out.set("loss.kl_importance", bool(given["use_bias_correction_kl"]))
+# --- sampling and saving ----------------------------------------------------------------------------------------------
 
 
 def _sampling(given: Mapping[str, Any], out: Converted) -> None:
-    out.set("rollout.max_new_tokens", given["max_completion_length"])
-    for key in ("temperature", "top_p"):
-        out.set(f"rollout.{key}", float(given[key]))
-    out.set("rollout.top_k", int(given["top_k"] or 0))
-    out.set("rollout.min_p", float(given["min_p"] or 0.0))
-    if not given["use_vllm"]:
-        return
+    if given["max_completion_length"] is None:
+        out.notes.append("rollout.max_new_tokens: TRL has no limit, and nlgrpo needs one")
+    else:
+        out.set("rollout.max_new_tokens", given["max_completion_length"])
+    out.set("rollout.temperature", given["temperature"])
+    out.set("rollout.top_p", given["top_p"])
+    out.set("rollout.top_k", max(given["top_k"] or 0, 0))  # -1 is off, too
+    out.set("rollout.min_p", given["min_p"] or 0.0)
+    if given["use_vllm"]:
+        _vllm(given, out)
+
+
+def _vllm(given: Mapping[str, Any], out: Converted) -> None:
     out.set("rollout.engine", "vllm")
     if given["vllm_mode"] == "server":
         host = {"0.0.0.0": "127.0.0.1"}.get(given["vllm_server_host"], given["vllm_server_host"])
         out.set("vllm.servers", [given["vllm_server_base_url"] or f"http://{host}:{given['vllm_server_port']}"])
         out.notes.append("vllm.servers: TRL's server is another one; start vLLM's own as the guide says")
-    else:
+    elif given["vllm_mode"] == "colocate":
         out.set("vllm.tensor_parallel", given["vllm_tensor_parallel_size"])
-        out.set("vllm.gpu_memory", float(given["vllm_gpu_memory_utilization"]))
-        out.set("vllm.sleep", bool(given["vllm_enable_sleep_mode"]))
-    if given["vllm_importance_sampling_correction"]:
-        level, _, kind = str(given["vllm_importance_sampling_mode"]).partition("_")
-        low, high = given["vllm_importance_sampling_clip_min"] or 0.0, given["vllm_importance_sampling_clip_max"]
-        if kind == "truncate" and low > 0:
-            out.missing.append(f"vllm_importance_sampling_clip_min = {low:g} with truncation")
-        if high is None:
-            out.notes.append("loss.correction: no upper limit")
-            high = float("inf")
-        out.set("loss.correction", f"tis:{high:g}" if kind == "truncate" else f"mis:{low:g}:{high:g}")
-        out.set("loss.correction_level", level)
+        out.set("vllm.gpu_memory", given["vllm_gpu_memory_utilization"])
+        out.set("vllm.sleep", given["vllm_enable_sleep_mode"])
+    else:
+        raise ValueError(f"vllm_mode = {given['vllm_mode']!r}: expected server or colocate")
+    if given.get("vllm_importance_sampling_correction"):  # not in RLOOConfig
+        _correction(given, out)
+
+
+def _correction(given: Mapping[str, Any], out: Converted) -> None:
+    level, _, kind = str(given["vllm_importance_sampling_mode"]).partition("_")
+    low = given["vllm_importance_sampling_clip_min"] or 0.0
+    high = given["vllm_importance_sampling_cap"] or given["vllm_importance_sampling_clip_max"]
+    if kind not in ("truncate", "mask") or level not in ("token", "sequence"):
+        mode = given["vllm_importance_sampling_mode"]
+        raise ValueError(f"vllm_importance_sampling_mode = {mode!r}: expected such as 'sequence_mask'")
+    if kind == "truncate" and low > 0:
+        out.drop("vllm_importance_sampling_clip_min", low, "truncation has an upper bound only")
+    if high is None:
+        out.notes.append("loss.correction: no upper limit")
+        high = float("inf")
+    out.set("loss.correction", f"tis:{high:g}" if kind == "truncate" else f"mis:{low:g}:{high:g}")
+    out.set("loss.correction_level", level)
+    if level == "sequence":
+        out.notes.append("loss.correction: completions are weighted in the objectives, too; in TRL in the loss only")
 
 
 def _saving(given: Mapping[str, Any], out: Converted) -> None:
     if given["output_dir"]:
-        out.set("train.out", given["output_dir"])
+        out.set("train.out", str(given["output_dir"]))
     out.set("train.seed", given["seed"])
-    out.set("train.checkpoint_every", int(given["save_steps"]))
-    if given["save_total_limit"]:
-        out.set("train.keep_checkpoints", given["save_total_limit"])
-    to = given["report_to"]
-    names = [to] if isinstance(to, str) else list(to or [])
+    out.set("train.deterministic", given["full_determinism"])
+    _checkpoints(given, out)
+    if not isinstance(given["report_to"], str | list | tuple | None) and given["report_to"] is not False:
+        raise ValueError(f"report_to = {given['report_to']!r}: expected names of trackers")
+    names = [given["report_to"]] if isinstance(given["report_to"], str) else list(given["report_to"] or [])
     supported = validate.TRACKERS
     names = list(supported) if names == ["all"] else [name for name in names if name != "none"]
-    out.missing += [f"report_to = {name!r}" for name in names if name not in supported]
+    for name in names:
+        if name not in supported:
+            out.drop("report_to", name, f"the trackers are {', '.join(supported)}")
     out.set("train.track", [name for name in names if name in supported])
     if names:
-        out.set("train.project", given.get("project") or PROJECT)
-    if given.get("push_to_hub") and given.get("hub_model_id"):
+        out.set("train.project", given["project"])
+    if given["push_to_hub"] and given["hub_model_id"]:
         out.set("train.push", given["hub_model_id"])
-    elif given.get("push_to_hub"):
+    elif given["push_to_hub"]:
         out.notes.append("train.push: USER/NAME on the Hub")
     if given["run_name"]:
         out.set("train.run_name", given["run_name"])
 
 
-# TRL's own functions, by the names of its script.
-BUILTIN = {
-    "accuracy_reward": "math(column='solution')",
-    "get_soft_overlong_punishment": "overlong(limit=1280, margin=256)",
-    "think_format_reward": "trl.rewards:think_format_reward",
-    "reasoning_accuracy_reward": "trl.rewards:reasoning_accuracy_reward",
-}
-
-
-def _rewards(given: Mapping[str, Any], out: Converted) -> None:
-    functions = given.get("reward_funcs") or []
-    names = [functions] if isinstance(functions, str) else [str(name) for name in functions]
-    path = given.get("reward_model_name_or_path")
-    specs = [f"classifier(path='{path}')"] if path else []
-    for name in names:
-        module, _, function = name.rpartition(".")
-        specs.append(BUILTIN.get(name) or (f"{module}:{function}" if module else f"rewards.py:{name}"))
-        if not module and name not in BUILTIN:
-            out.notes.append(f"rewards.{name}.function: the file of {name}")
-    weights = given["reward_weights"] or [1.0] * len(specs)
-    for spec, weight in zip(specs, weights, strict=False):
-        name = spec.partition("(")[0].rpartition(":")[2].replace(".", "_").lstrip("_") or "reward"
-        out.set(f"rewards.{name}.function", spec)
-        out.set(f"rewards.{name}.objective", "mean")  # plain GRPO
-        if weight != 1:
-            out.set(f"rewards.{name}.weight", float(weight))
-    if not specs:
-        out.notes.append("rewards: a table [rewards.NAME] with function and objective")
-
-
-def _lora(given: Mapping[str, Any], out: Converted) -> None:
-    if not given.get("use_peft"):
+def _checkpoints(given: Mapping[str, Any], out: Converted) -> None:
+    strategy, every = given["save_strategy"], given["save_steps"]
+    if strategy in ("no", False):
+        out.set("train.checkpoint_every", 0)
         return
-    out.set("lora.rank", given.get("lora_r") or 16)
-    out.set("lora.alpha", float(given.get("lora_alpha") or 32))
-    out.set("lora.dropout", float(given.get("lora_dropout", 0.05)))
-    modules: Callable[[Any], list[str]] = lambda x: [x] if isinstance(x, str) else list(x)  # noqa: E731
-    if given.get("lora_target_modules"):
-        out.set("lora.target_modules", modules(given["lora_target_modules"]))
-    if given.get("lora_modules_to_save"):
-        out.set("lora.modules_to_save", modules(given["lora_modules_to_save"]))
-    out.set("lora.rslora", bool(given.get("use_rslora")))
+    if strategy != "steps":
+        out.drop("save_strategy", strategy, "train.checkpoint_every counts steps")
+    if 0 < every < 1 and given["max_steps"] <= 0:
+        out.notes.append(f"train.checkpoint_every: {every:g} of train.steps")
+        return
+    steps = math.ceil(given["max_steps"] * every) if every < 1 else int(every)
+    rollouts = _rollouts("train.checkpoint_every", steps, given, out)
+    out.set("train.checkpoint_every", rollouts)
+    if given["save_total_limit"]:
+        out.set("train.keep_checkpoints", given["save_total_limit"])
+    else:
+        out.set("train.keep_every", rollouts)  # TRL keeps all
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class FromTRL:
-    """Print the nlgrpo configuration that corresponds to one of TRL's GRPOTrainer (1.16).
+    """Print the nlgrpo configuration that corresponds to one of TRL's GRPOTrainer or RLOOTrainer (1.16).
 
-    Values that TRL has by default and nlgrpo does not are written out. What has no equivalent, and what must be
-    checked by hand, is in comments at the top. The objective of each reward is "mean", plain GRPO: choose your own.
+    Values that TRL has by default and nlgrpo does not are written out. What is not carried over, and what must be
+    checked by hand, is in comments at the top. The objective of each reward is "mean", as in TRL: choose your own.
     """
 
     file: Positional[Path]
     """YAML file of ``trl grpo --config``, Python script with ``GRPOConfig(..)``, or a text file with a command line."""
     processes: int = 1
     """Number of processes of the TRL run; its batch sizes are per process."""
+    trainer: Literal["auto", "grpo", "rloo"] = "auto"
+    """TRL's trainer. auto: as the file says; a YAML file that does not say so is of GRPOTrainer."""
     out: Path | None = None
     """TOML file to write. None: standard output."""
 
@@ -388,13 +379,15 @@ def main(arguments: Sequence[str]) -> int:
     """Convert and print."""
     options = tyro.cli(FromTRL, args=list(arguments), prog="nlgrpo from-trl")
     given, notes = read(options.file)
+    if options.trainer != "auto":
+        given[KIND] = options.trainer
     converted = convert(given, options.processes)
     converted.notes[:0] = notes
     if options.out is None:
         sys.stdout.write(converted.toml())
         return 0
     if options.out.exists():
-        raise ValueError(f"{options.out} exists")
+        raise ValueError(f"{options.out} exists; name another file, or remove it")
     options.out.write_text(converted.toml(), "utf-8")
     print(options.out)
     return 0

@@ -1,0 +1,71 @@
+"""Write the tables of TRL's options in docs/migrating-from-trl.md: python scripts/trl_table.py
+
+They are between two comments, and come from nlgrpo/commands/conversion/trl_options.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nlgrpo.commands.conversion import trl_options
+from nlgrpo.commands.conversion.trl_options import Option
+from nlgrpo.config import comparing
+from nlgrpo.config.schema import Config, RewardConfig, to_dict
+
+PAGE = Path(__file__).parents[1] / "docs" / "migrating-from-trl.md"
+BEGIN, END = "<!-- options:begin -->\n", "<!-- options:end -->\n"
+GROUPS: dict[str, Mapping[str, Option]] = {
+    "": trl_options.GRPO,
+    "RLOOConfig": trl_options.RLOO,
+    "TRL's script": trl_options.SCRIPT,
+    "the trainer": trl_options.TRAINER,
+    "LoraConfig": trl_options.LORA,
+    "earlier versions, other recipes": trl_options.OTHERS,
+}
+
+
+def tables() -> str:
+    """Return both tables: options that set keys of nlgrpo, and those that are not carried over."""
+    lines = ["| option of TRL (default) | nlgrpo (default) | |", "|---|---|---|"]
+    for group, options in GROUPS.items():
+        of = f", {group}" * bool(group)
+        for name, option in options.items():
+            if option.keys:
+                lines.append(f"| `{name}` ({_value(option.default)}{of}) | {_keys(option.keys)} | {option.note} |")
+    lines += ["", "| not carried over | because |", "|---|---|"]
+    return "\n".join([*lines, *_without()]) + "\n"
+
+
+def _without() -> Iterator[str]:
+    for group, options in GROUPS.items():
+        names: dict[str, list[str]] = {}
+        for name, option in options.items():
+            if not option.keys:
+                names.setdefault(option.note, []).append(f"`{name}`")
+        of = f" ({group})" * bool(group)
+        yield from (f"| {', '.join(several)}{of} | {note} |" for note, several in names.items())
+
+
+def _keys(keys: str) -> str:
+    """Keys with their defaults; other texts, such as "section lora", as they are."""
+    defaults = comparing.flat(to_dict(Config())) | comparing.flat({"rewards": {"NAME": asdict(RewardConfig())}})
+    shown = [f"`{key}` ({_value(defaults[key])})" if key in defaults else key for key in keys.split(", ")]
+    return ", ".join(shown)
+
+
+def _value(value: Any) -> str:
+    return "None" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def page(text: str) -> str:
+    """Return the page with the tables of today."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + tables() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
