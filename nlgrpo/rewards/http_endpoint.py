@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 from typing import Any
+from urllib.parse import urlsplit
 
 
 class Endpoint:
@@ -25,6 +26,8 @@ class Endpoint:
             raise ValueError(f"timeout must be above 0 s, got {timeout!r}")
         self.options: dict[str, Any] = {"base_url": base_url or None, "max_retries": retries, "timeout": timeout}
         self.key, self.concurrency = key, concurrency
+        host = urlsplit(base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com").hostname or ""
+        self.is_openai = host.endswith(("openai.com", "openai.azure.com"))
         self._client: tuple[asyncio.AbstractEventLoop, Any] | None = None
 
     def client(self) -> Any:

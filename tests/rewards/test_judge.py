@@ -22,6 +22,8 @@ class Endpoint:
         self.requests, self.served, self.running, self.most, self.keys = [], 0, 0, 0, set()
         self.statuses = (500, 503, 429, 0)  # 0: the connection is closed without an answer
         self.reply = lambda words: f"It has {words} words.\nGrade: {words}"
+        self.refuse = lambda body: None  # status and error of a request that is not taken
+        self.finish_reason, self.choices = "stop", True
 
     def __enter__(self):
         endpoint = self
@@ -65,17 +67,24 @@ class Endpoint:
             handler.close_connection = True
             handler.connection.close()
             return
+        if (refusal := self.refuse(body)) is not None:
+            respond(handler, *refusal)
+            return
         words = len(body["messages"][0]["content"].split("<response>")[1].split("</response>")[0].split())
         message = {"role": "assistant", "content": self.reply(words)}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
-                  "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                  "choices": [{"index": 0, "message": message, "finish_reason": self.finish_reason}] * self.choices,
                   "usage": {"prompt_tokens": 100, "completion_tokens": 7, "total_tokens": 107}}  # fmt: skip
-        content = json.dumps(answer if status == 200 else {"error": {"message": "busy"}}).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+        respond(handler, status, answer if status == 200 else {"error": {"message": "busy"}})
+
+
+def respond(handler, status, answer):
+    content = json.dumps(answer).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
 
 
 def judged(spec, completions, prompts=None, samples=None, **columns):
@@ -220,3 +229,115 @@ def test_the_default_rubric_has_all_fields():
     assert "from 1 (useless) to 10 (excellent)" in request
     assert "What?" in request
     assert RUBRIC.count("{completion}") == 1
+
+
+# --- what an endpoint does not take -----------------------------------------------------------------------------------
+
+
+def reasoning_model(body):
+    """OpenAI's answers for its reasoning models."""
+    if "max_tokens" in body:
+        return 400, {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+                               "'max_completion_tokens' instead.", "type": "invalid_request_error",
+                               "param": "max_tokens", "code": "unsupported_parameter"}}  # fmt: skip
+    if body.get("temperature", 1) != 1:
+        return 400, {"error": {"message": "Unsupported value: 'temperature' does not support 0 with this model. "
+                               "Only the default (1) value is supported.", "type": "invalid_request_error",
+                               "param": "temperature", "code": "unsupported_value"}}  # fmt: skip
+    return None
+
+
+def earlier_server(body):
+    """A server of before 2024 that forbids options it does not know, as FastAPI does."""
+    known = {"model", "messages", "temperature", "max_tokens"}
+    detail = [{"type": "extra_forbidden", "loc": ["body", name], "msg": "Extra inputs are not permitted"}
+              for name in body if name not in known]  # fmt: skip
+    return (422, {"detail": detail}) if detail else None
+
+
+def one_limit(body):
+    both = {"max_tokens", "max_completion_tokens"} <= body.keys()
+    message = "Setting 'max_tokens' and 'max_completion_tokens' at the same time is not supported."
+    error = {"message": message, "param": None, "code": "invalid_parameter_combination"}
+    return (400, {"error": error}) if both else None
+
+
+@pytest.mark.parametrize(
+    ("refuse", "kept", "refusals"),
+    [
+        (lambda body: None, {"temperature": 0.0, "max_tokens": 30, "max_completion_tokens": 30}, 0),
+        (reasoning_model, {"max_completion_tokens": 30}, 2),
+        (earlier_server, {"temperature": 0.0, "max_tokens": 30}, 1),
+        (one_limit, {"temperature": 0.0, "max_completion_tokens": 30}, 1),
+    ],
+    ids=["both", "reasoning model", "max_tokens only", "one of them"],
+)
+def test_what_an_endpoint_refuses_is_left_out_and_remembered(refuse, kept, refusals, caplog):
+    with Endpoint() as endpoint:
+        endpoint.refuse = refuse
+        reward = load("judge", f"judge(model='m', base_url='{endpoint.url}', max_tokens=30)")
+        for _ in range(2):
+            completions = [f"{words(7)} {i}" for i in range(9)]
+            values = asyncio.run(reward.function(["p"] * 9, completions))
+            assert values == pytest.approx([7 / 9] * 9)
+        sent = [{key: body[key] for key in body.keys() - {"model", "messages"}} for body in endpoint.requests]
+    assert sent[refusals:] == [kept] * 18
+    said = [record.getMessage() for record in caplog.records if record.name == "nlgrpo.rewards.judge"]
+    assert len(said) == refusals
+    assert all("judge 'm' refuses" in text for text in said)
+
+
+def test_openai_itself_gets_its_own_parameters(monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert Judge("gpt-5-mini")._sent().keys() == {"model", "temperature", "max_completion_tokens"}
+    assert "max_tokens" in Judge("m", base_url="http://localhost:8000/v1")._sent()
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:8000/v1")
+    assert "max_tokens" in Judge("m")._sent()
+
+
+def test_a_temperature_that_the_user_gave_is_not_left_out():
+    with Endpoint() as endpoint:
+        endpoint.refuse = reasoning_model
+        with pytest.raises(RewardError, match="'temperature' does not support"):
+            judged(f"judge(model='m', base_url='{endpoint.url}', temperature=0.5)", ["a"])
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["'max_tokens' or 'max_completion_tokens' is too large: 30. The maximum context length is 8 tokens.", "no"],
+)
+def test_other_errors_are_not_about_parameters(message):
+    with Endpoint() as endpoint:
+        endpoint.refuse = lambda body: (400, {"error": {"message": message, "param": None, "code": 400}})
+        with pytest.raises(RewardError, match="raised BadRequestError"):
+            judged(f"judge(model='m', base_url='{endpoint.url}', max_tokens=30)", ["a"])
+        assert len(endpoint.requests) == 1
+
+
+def test_a_server_without_any_limit_is_an_error():
+    with Endpoint() as endpoint:
+        limits = ("max_tokens", "max_completion_tokens")
+        errors = {name: (400, {"error": {"message": f"Unknown parameter {name}", "param": name}}) for name in limits}
+        endpoint.refuse = lambda body: next((errors[name] for name in limits if name in body), None)
+        with pytest.raises(RewardError, match="Unknown parameter max_"):
+            judged(f"judge(model='m', base_url='{endpoint.url}')", ["a"])
+
+
+def test_reasoning_that_takes_all_tokens_is_an_error():
+    with Endpoint() as endpoint:
+        endpoint.finish_reason = "length"
+        endpoint.reply = lambda words: ""
+        said = r"used all max_tokens = 30 tokens before its reply, .*; give judge\(\.\., max_tokens=\.\.\) more"
+        with pytest.raises(RewardError, match=said):
+            judged(f"judge(model='m', base_url='{endpoint.url}', max_tokens=30)", ["a"])
+        endpoint.reply = lambda words: "First I look at" if words == 1 else "Grade: 10, because"
+        values, metrics = judged(f"judge(model='m', base_url='{endpoint.url}')", ["a", "a b"])
+    assert values[1] == 1.0
+    assert (metrics["judge/abstained"], metrics["judge/truncated"]) == (1, 1)
+
+
+def test_an_answer_without_a_choice_is_an_error():
+    with Endpoint() as endpoint:
+        endpoint.choices = False
+        with pytest.raises(RewardError, match="the judge 'm' answered without a choice"):
+            judged(f"judge(model='m', base_url='{endpoint.url}')", ["a"])
