@@ -299,6 +299,10 @@ def test_a_guided_search_is_served(work, responder):
 USER = [{"role": "user", "content": "w1"}]
 
 
+def said_by_user(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
@@ -321,7 +325,16 @@ USER = [{"role": "user", "content": "w1"}]
         ({"prompt": "w1", "n": 10**30}, 400, "this server returns at most 16 responses"),
         ({"prompt": "w1", "seed": 2**63}, 400, "seed: "),
         ({"prompt": "w1", "stop": ""}, 400, "stop: "),
-        ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop: "),
+        ({"prompt": "w1", "stop": ["a", ""]}, 400, "stop: expected a text or a list of texts, none of them empty"),
+        ({"prompt": "w1", "stop": [3]}, 400, "stop: expected a text or a list of texts, none of them empty"),
+        ({"prompt": "w1", "top_k": -2}, 400, "top_k: Input should be greater than or equal to -1"),
+        ({"prompt": "w1", "logit_bias": {"3": 5}}, 400, "'logit_bias' is not supported"),
+        ({"prompt": "w1", "repetition_penalty": 1.2}, 400, "'repetition_penalty' is not supported"),
+        ({"prompt": "w1", "min_tokens": 4}, 400, "'min_tokens' is not supported"),
+        ({"prompt": "w1", "ignore_eos": True}, 400, "'ignore_eos' is not supported"),
+        ({"prompt": "w1", "frequency_penalty": -0.5}, 400, "'frequency_penalty' is not supported"),
+        ({"prompt": "w1", "stream": True, "stream_options": {"continuous_usage_stats": True}}, 400,
+         "stream_options.continuous_usage_stats: unknown option"),
         ({"prompt": "w1", "logprobs": 5}, 400, "logprobs: Input should be less than or equal to 1"),
         ({"prompt": "w1", "best_of": 4}, 400, "'best_of' is not supported"),
         ({"prompt": "w1", "presence_penalty": 0.5}, 400, "'presence_penalty' is not supported"),
@@ -338,7 +351,21 @@ USER = [{"role": "user", "content": "w1"}]
         ({"messages": []}, 400, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "wizard", "content": "w1"}]}, 400, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        (said_by_user({"type": "image_url", "image_url": {"url": "x"}}), 400,
+         "messages.0.content: a part of type 'image_url' is not supported; this server reads text"),
+        (said_by_user({"type": "text", "text": "w1"}, {"type": "input_audio"}), 400, "a part of type 'input_audio'"),
+        (said_by_user({"type": "file", "file": {"file_id": "x"}}), 400, "a part of type 'file' is not supported"),
+        (said_by_user("w1"), 400, "a part of type 'str' is not supported"),
+        (said_by_user({"type": "text"}), 400, "messages.0.content: a part of type 'text' without a text"),
+        (said_by_user(), 400, "messages.0.content: expected a text, or a list of parts"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content: expected a text, or a list of"),
+        ({"messages": [{"role": "tool", "content": "w1"}]}, 400, "messages.0.role: Input should be 'system'"),
+        ({"messages": [*USER, {"role": "assistant", "content": "w2", "tool_calls": [{"id": "x"}]}]}, 400,
+         "messages.1: 'tool_calls' is not supported in a message; this server takes role, content and name"),
+        ({"messages": USER, "max_tokens": 2, "max_completion_tokens": 3}, 400,
+         "max_tokens = 2, max_completion_tokens = 3: give one of them"),
+        ({"messages": USER, "reasoning_effort": "low"}, 400, "'reasoning_effort' is not supported"),
+        ({"messages": USER, "functions": [{"name": "f"}]}, 400, "'functions' is not supported"),
         ({"messages": USER, "response_format": {"type": "json_object"}}, 400, "'response_format' is not supported"),
         ({"messages": USER, "top_logprobs": 3}, 400, "'top_logprobs' is not supported"),
         ({"messages": USER, "max_completion_tokens": 99}, 400, "max_tokens = 99"),
@@ -373,10 +400,37 @@ def test_neutral_and_harmless_options_are_accepted(port):
         "suffix": None,
         "logit_bias": {},
         "n": None,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": True,
     }
     assert post(port, body)[0] == 200
     chat = {"messages": USER, "response_format": {"type": "text"}, "tools": [], "store": False, "stream": None}
     assert post(port, chat, "/v1/chat/completions")[0] == 200
+    echoed = {"role": "assistant", "content": "w2", "refusal": None, "annotations": [], "tool_calls": None}
+    assert post(port, {"messages": [*USER, echoed]}, "/v1/chat/completions")[0] == 200
+
+
+def test_parts_of_text_are_joined(port):
+    """Parts are the text that has them as lines."""
+    parts = said_by_user({"type": "text", "text": "w1"}, {"type": "text", "text": "w2", "cache_control": None})
+    text = {"messages": [{"role": "user", "content": "w1\nw2"}]}
+    answers = [post(port, {**body, "seed": 5}, "/v1/chat/completions")[1]["choices"] for body in (parts, text)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_top_k_can_be_off_in_two_ways(port, responder, top_k):
+    found = client(port).completions.create(model="tiny", prompt="w1", seed=4, extra_body={"top_k": top_k})
+    [expected] = responses_of(responder, ["w1"], 4)
+    assert found.choices[0].text == expected.text
+
+
+def test_many_stop_strings(port, responder):
+    stops = [f"w{i}" for i in range(3, 28, 2)]
+    found = client(port).completions.create(model="tiny", prompt="w1", n=8, seed=2, stop=stops)
+    expected = responses_of(responder, ["w1"] * 8, 2, stop=tuple(stops))
+    assert [choice.text for choice in found.choices] == [response.text for response in expected]
+    assert not any(stop in choice.text.split() for choice in found.choices for stop in stops)
 
 
 def test_other_paths_and_methods(port):

@@ -45,7 +45,7 @@ class ResponderOptions:
     temperature: float = 1.0
     """Sampling temperature. 0: greedy decoding."""
     top_k: int = 0
-    """Sample from the k most likely tokens. 0: all."""
+    """Sample from the k most likely tokens. 0 or -1: all."""
     top_p: float = 1.0
     """Sample from the most likely tokens that have this total probability."""
     min_p: float = 0.0
@@ -97,7 +97,10 @@ class ResponderOptions:
 
     def sampling(self, stop_ids: Sequence[int] = ()) -> Sampling:
         names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-        return Sampling(**{name: getattr(self, name) for name in names}, stop_ids=tuple(stop_ids))
+        given = {name: getattr(self, name) for name in names}
+        if self.top_k == -1:  # as vLLM spells it
+            given["top_k"] = 0
+        return Sampling(**given, stop_ids=tuple(stop_ids))
 
     def search(self, learned: Search) -> Search:
         """Return the requested search, laid over the one that the values were learned with."""

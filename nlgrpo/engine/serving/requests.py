@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1)]
 Ids = Several[int]
-Stop = Annotated[str, Field(min_length=1)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))]  # -1 is off, as 0
+TEXT_PART = "{'type': 'text', 'text': ..}"
 
 # Options that have no effect on the response.
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-)
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+     "parallel_tool_calls"}
+)  # fmt: skip
 
 # Options that are not supported, with their neutral values, which are accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -36,14 +38,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "web_search_options": (None,),
     "verbosity": (None,),
+    # of vLLM
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "use_beam_search": (None, False),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
 }
 
 
 class StreamOptions(BaseModel):
     """Options of a streamed response."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    include_obfuscation: bool = True
+    """Of OpenAI, whose streams have padding against eavesdroppers; there is none here."""
 
 
 class Request(BaseModel):
@@ -55,11 +69,11 @@ class Request(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     candidates: bool = False
@@ -81,6 +95,14 @@ class Request(BaseModel):
             if value is not None and (name in cls.model_fields or (name not in NEUTRAL and name not in IGNORED))
         }
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _texts(cls, stop: Any) -> Any:
+        texts = stop if isinstance(stop, list) else [stop]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("expected a text or a list of texts, none of them empty")
+        return stop
+
     @property
     def tokens(self) -> int | None:
         """Requested number of tokens of a completion."""
@@ -92,7 +114,7 @@ class Request(BaseModel):
 
 
 class TextPart(BaseModel):
-    """Text in the content of a message; other kinds of content are refused."""
+    """Text in the content of a message."""
 
     type: Literal["text"]
     text: str
@@ -101,14 +123,47 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """Message of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Drop empty fields, such as those that clients return with a response; refuse others by name."""
+        if not isinstance(data, dict):
+            return data
+        kept = {
+            name: value
+            for name, value in data.items()
+            if name in cls.model_fields or value not in (None, False, "", [], {})
+        }
+        if others := kept.keys() - cls.model_fields.keys():
+            raise ValueError(f"{min(others)!r} is not supported in a message; this server takes role, content and name")
+        return kept
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, content: Any) -> Any:
+        """One sentence for content that is no text, instead of an error for each alternative."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list) or not content:
+            raise ValueError(f"expected a text, or a list of parts {TEXT_PART}")
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text":
+                raise ValueError(f"a part of type {kind!r} is not supported; this server reads text: {TEXT_PART}")
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"a part of type 'text' without a text; expected {TEXT_PART}")
+        return content
 
     def plain(self) -> dict[str, str]:
         """Return the message for the chat template. ``developer`` is a system message."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
 
 
 class ChatRequest(Request):
@@ -119,6 +174,13 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, as in vLLM: ``{"enable_thinking": false}``."""
     logprobs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            both = f"max_tokens = {self.max_tokens}, max_completion_tokens = {self.max_completion_tokens}"
+            raise ValueError(f"{both}: give one of them")
+        return self
 
     @property
     def tokens(self) -> int | None:
