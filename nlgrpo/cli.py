@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from nlgrpo import __version__
+from nlgrpo.config import command_line
 from nlgrpo.runtime.atomic_files import disk_errors
 
 # name: (module:function, description)
@@ -89,7 +90,7 @@ COMMANDS = {
     ),
     "from-trl": (
         "nlgrpo.commands.conversion.from_trl:main",
-        "Convert a configuration of TRL's GRPOTrainer: nlgrpo from-trl grpo.yaml --out my.toml",
+        "Convert a run of TRL (GRPOTrainer, RLOOTrainer): nlgrpo from-trl grpo.yaml --out my.toml",
     ),
     "doctor": (
         "nlgrpo.commands.machine.doctor:main",
@@ -148,6 +149,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     module, function = COMMANDS[arguments[0]][0].split(":")
     try:
+        command_line.check(arguments[1:], grid=arguments[0] == "sweep")
         with disk_errors():
             return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except ValueError as error:

@@ -16,6 +16,7 @@ from functools import partial
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from nlgrpo.config import command_line
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.backends.base import PolicyEngine
@@ -233,6 +234,8 @@ def attempt(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 when done or stopped by a signal, 1 with a message for an error the user can fix."""
     try:
+        if arguments is None:  # started by torchrun
+            command_line.check(sys.argv[1:])
         with disk_errors():
             cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
             launch(cfg, dry_run=dry_run)

@@ -22,6 +22,7 @@ from rich.text import Text
 from nlgrpo.config import grid, validate
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.recipes import from_arguments
+from nlgrpo.config.schema import dashed
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.evaluation.results import Row, format_interval, summarize
 from nlgrpo.training.sweeps import state as sweep_state
@@ -81,6 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo sweep", description=ABOUT, return_unknown_args=True
     )
+    if options.launcher == "local":
+        unused = [name for name, value in vars(options.slurm).items() if value != getattr(SlurmOptions(), name)]
+        if unused:
+            names = ", ".join(dashed(f"--slurm.{name}") for name in unused)
+            raise ValueError(f"{names}: only with --launcher slurm; this sweep runs on this machine")
     command = grid.read(rest)
     folder = options.out or Path(f"runs/{from_arguments(command.start)[0].recipe}-sweep")
     known = sweep_state.read(folder).points[0].overrides if (folder / sweep_state.FILE).exists() else ()

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nlgrpo.config.overrides import LISTS
+from nlgrpo.config.overrides import LISTS, canonical
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, dashed
 
@@ -88,16 +88,18 @@ class Command:
 def read(arguments: Sequence[str]) -> Command:
     """Parse ``[recipe] [file.toml] [--key value[,value ...] ...]``, with short forms ``--objective`` and ``--seed``.
 
-    Raises ValueError for an option that is given twice, and for values that are not separated by commas.
+    Raises ValueError for an option that is given twice, also as a switch, and for values not separated by commas.
     """
     first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     start, options = list(arguments[:first]), dict[str, list[str]]()
+    seen = set[str]()
     for key, parts in _options(arguments[first:]):
+        if canonical(key) in seen:
+            raise ValueError(f"--{key} is given twice; give it once, with commas between its values")
+        seen.add(canonical(key))
         if not parts:
             start.append(f"--{key}")
             continue
-        if dashed(key) in map(dashed, options):
-            raise ValueError(f"--{key} is given twice; give it once, with commas between its values")
         options[key] = _values(key, parts)
     return Command(start, options)
 
@@ -144,9 +146,12 @@ class Setting:
 def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequence[str]) -> list[Setting]:
     """Return a point for each of ``rows``, which have the same options; points differ in the ``axes``.
 
-    Raises ValueError for options that a sweep sets itself, and for rows with the same configuration.
+    Raises ValueError for options that a sweep sets itself or in ``start`` that ``rows`` override, for rows with
+    different options, and for rows with the same configuration.
     """
-    for key in [*(argument.lstrip("-").split("=")[0] for argument in start), *rows[0]]:
+    given = [argument[2:].partition("=")[0] for argument in start if argument.startswith("--")]
+    _check_rows(rows)
+    for key in [*given, *rows[0]]:
         if key in NOT_SWEPT:
             raise ValueError(f"--{key} cannot be given to a sweep: {NOT_SWEPT[key]}")
     rewards = from_arguments([*start, *_arguments(rows[0], [])])[0].rewards
@@ -160,12 +165,41 @@ def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequ
         twin = found.setdefault(repr(config), setting)
         if twin is not setting:
             raise ValueError(f"two points have the same configuration: {twin.overrides} and {setting.overrides}")
+    _check_used(start, given, rows[0], list(found.values()))
     return list(found.values())
+
+
+def _check_rows(rows: Sequence[Mapping[str, str]]) -> None:
+    for i, row in enumerate(rows):
+        if differing := sorted(row.keys() ^ rows[0].keys()):
+            raise ValueError(
+                f"point {i + 1} of the grid and the first one differ in the options {', '.join(differing)}; give every "
+                "point the same ones"
+            )
+
+
+def _check_used(start: Sequence[str], given: Sequence[str], row: Mapping[str, str], found: Sequence[Setting]) -> None:
+    """Raise ValueError for an option of all points that the options of the grid override in each of them."""
+    base = from_arguments(start)[0]
+    varied = {canonical(key) for key in row}
+    for key in map(canonical, given):
+        objective = OBJECTIVE in row and re.fullmatch(r"rewards\..*\.objective", key) is not None
+        if key not in varied and not objective:
+            continue
+        name, value = _override(base, key, "")
+        if all(_override(setting.config, key, "")[1] != value for setting in found):
+            other = f"--{OBJECTIVE}" if objective else f"--{key}"
+            raise ValueError(f"{name} = {shown(value)} is given for all points, and {other} of the grid overrides it")
 
 
 def _arguments(options: Mapping[str, str], rewards: Collection[str]) -> list[str]:
     """Return the options as arguments of `nlgrpo train`; the objective of a single reward overrides ``--objective``."""
-    arguments = [f"--rewards.{name}.objective={options[OBJECTIVE]}" for name in rewards if OBJECTIVE in options]
+    own = {dashed(key) for key in options}
+    arguments = [
+        f"--rewards.{name}.objective={options[OBJECTIVE]}"
+        for name in rewards
+        if OBJECTIVE in options and dashed(f"rewards.{name}.objective") not in own
+    ]
     for key, text in options.items():
         if dashed(f"--{key}") in LISTS:
             inner = re.sub(r"^[\[(](.*)[\])]$", r"\1", text.strip(), flags=re.DOTALL)

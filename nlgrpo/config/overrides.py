@@ -33,6 +33,14 @@ def key_types(config: type) -> dict[str, Any]:
 
 
 LISTS = {name for name, kind in key_types(Config).items() if typing.get_origin(kind) is tuple}
+SWITCHES = {name for name, kind in key_types(Config).items() if kind is bool}
+
+
+def canonical(key: str) -> str:
+    """Spell a key, without leading dashes, in one way: "data.no-shuffle" is "data.shuffle"."""
+    section, dot, name = dashed(key).rpartition(".")
+    positive = f"{section}{dot}{name.removeprefix('no-')}"
+    return positive if f"--{positive}" in SWITCHES else dashed(key)
 
 
 def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo train") -> Config:

@@ -578,6 +578,11 @@ def test_several_ranks_are_started_by_torchrun():
         (["--loss.beta", "1", "2"], "separate values by commas, without spaces: 1,2"),
         (["--loss.beta", "1,2", "--loss.beta", "3"], "--loss.beta is given twice"),
         (["--loss.target-kl", "1,2", "--loss.target_kl", "3"], "--loss.target_kl is given twice"),
+        (["--data.no-shuffle", "--data.shuffle", "true,false"], "--data.shuffle is given twice"),
+        (["--data.shuffle", "true,false", "--data.no_shuffle"], "--data.no_shuffle is given twice"),
+        (["--seed", "1,2", "--train.seed", "3"], "--train.seed is given twice"),
+        (["--loss.beta", "1,2", "--jobs", "1", "--jobs", "2"], "--jobs is given twice"),
+        (["--loss.beta", "1,2", "--slurm.nodes", "2"], "--slurm.nodes: only with --launcher slurm"),
         (["--evaluation.ns", "1,4"], "write [1,4] for one value, [1],[4] for 2"),
         (["--evaluation.ns", "[1,4],8"], "write [[1,4],8] for one value"),
         (["--loss.beta", "1,2", "--train.out", "x"], "--train.out cannot be given to a sweep"),
@@ -605,6 +610,41 @@ def test_refused(arguments, said, call, tmp_path, monkeypatch):
     assert status in (1, 2)
     assert said in " ".join(err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "row", "said"),
+    [
+        (["length-bon", "--optim.lr", "1e-3"], {"optim.lr": "1e-5"}, "optim.lr = 0.001 is given for all points, and"),
+        (["length-bon", "--optim.lr=1e-3"], {"optim.lr": "1e-5"}, "optim.lr = 0.001 is given for all points"),
+        (["length-bon", "--data.no-shuffle"], {"data.shuffle": "true"}, "data.shuffle = false is given for all points"),
+        (["length-bon", "--rewards.short.objective", "wor:2"], {"objective": "mean"},
+         "rewards.short.objective = wor:2 is given for all points, and --objective of the grid overrides it"),
+    ],
+)  # fmt: skip
+def test_an_option_that_the_grid_overrides_is_refused(start, row, said):
+    rows = [row | {"train.seed": seed} for seed in "12"]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        grid.settings(start, rows, ["train.seed"])
+
+
+def test_an_option_that_a_point_keeps_is_not_refused():
+    rows = [{"optim.lr": lr} for lr in ("1e-3", "1e-5")]
+    found = grid.settings(["length-bon", "--optim.lr", "1e-3"], rows, ["optim.lr"])
+    assert [setting.config.optim.lr for setting in found] == [1e-3, 1e-5]
+
+
+def test_points_have_the_same_options():
+    rows = [{"optim.lr": "1e-3", "train.seed": "1"}, {"optim.lr": "1e-5"}]
+    with pytest.raises(ValueError, match=r"point 2 of the grid and the first one differ in the options train\.seed"):
+        grid.settings(["length-bon"], rows, ["optim.lr"])
+
+
+def test_the_arguments_of_a_point_have_each_option_once():
+    command = grid.read(["length-bon", "--objective", "mean,bon:2", "--rewards.long.objective", "wor:2"])
+    for setting in grid.settings(command.start, command.rows(), command.axes()):
+        options = [argument.partition("=")[0] for argument in setting.arguments if argument.startswith("--")]
+        assert len(options) == len(set(options)) == 2
 
 
 def test_all_faults_of_all_points_in_one_message(call, tmp_path):

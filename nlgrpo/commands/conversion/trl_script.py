@@ -196,7 +196,7 @@ class Script:
                 options[name] = Code(ast.unparse(node))
 
     def _model(self, node: ast.expr, options: dict[str, Any]) -> None:
-        """A name, or a call ``from_pretrained(name, ..)``, of which the dtype is read."""
+        """A name, or a call ``from_pretrained(name, ..)``; its dtype is read, too."""
         found = self.resolved(node, latest=True)
         try:
             if isinstance(found, ast.Call) and self.name(found.func) == "from_pretrained" and found.args:
