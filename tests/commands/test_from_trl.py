@@ -278,6 +278,9 @@ def test_the_command(tmp_path, capsys):
         ("funcs.yaml", "reward_funcs: {a: b}", "reward_funcs = {'a': 'b'}: expected names of functions"),
         ("dtype.yaml", "dtype: int8", "dtype = 'int8': expected auto, bfloat16, float16 or float32"),
         ("data.yaml", "datasets: [a]", "datasets = ['a']: expected a list of tables"),
+        ("lora.yaml", "use_peft: true\nlora_target_modules: 3", "target_modules = 3: expected names of modules"),
+        ("steps.yaml", "warmup_steps: .inf", "warmup_steps = inf: expected a number of steps"),
+        ("steps.yaml", "save_steps: -5", "save_steps = -5.0: expected a number of steps"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, capsys, name, content, message):

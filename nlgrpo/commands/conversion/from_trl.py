@@ -42,6 +42,9 @@ def convert(options: Mapping[str, Any], world: int = 1) -> Converted:
     for name in AT_LEAST_ONE:
         if given[name] is not None and given[name] < 1:
             raise ValueError(f"{name} = {given[name]}: expected at least 1")
+    for name in ("warmup_steps", "warmup_ratio", "save_steps"):
+        if not 0 <= given[name] < math.inf:
+            raise ValueError(f"{name} = {given[name]}: expected a number of steps, or a share of them below 1")
     out = Converted()
     _batches(given, out, world)
     _model(given, out)

@@ -53,8 +53,8 @@ def convert(given: Mapping[str, Any], out: Converted) -> None:
     out.set("lora.dropout", float(keys["lora_dropout"]))
     out.set("lora.rslora", keys["use_rslora"])
     path = given["model_name_or_path"] or given["model"]
-    out.set("lora.target_modules", _modules(keys["target_modules"]) or _targets(path, out))
-    out.set("lora.modules_to_save", _modules(keys["modules_to_save"]))
+    out.set("lora.target_modules", _modules("target_modules", keys) or _targets(path, out))
+    out.set("lora.modules_to_save", _modules("modules_to_save", keys))
 
 
 def _of_peft(options: Mapping[str, Any], out: Converted) -> dict[str, Any]:
@@ -71,10 +71,13 @@ def _of_peft(options: Mapping[str, Any], out: Converted) -> dict[str, Any]:
     return keys
 
 
-def _modules(value: Any) -> list[str]:
+def _modules(name: str, keys: Mapping[str, Any]) -> list[str]:
+    value = keys[name] or []
+    if not isinstance(value, str | list | tuple | set):
+        raise ValueError(f"{name} = {value!r}: expected names of modules")
     if isinstance(value, str):
         return [value]
-    return [str(name) for name in (sorted(value) if isinstance(value, set) else value or [])]
+    return [str(module) for module in (sorted(value) if isinstance(value, set) else value)]
 
 
 def _targets(path: Any, out: Converted) -> list[str]:
