@@ -72,7 +72,7 @@ def _leftover(options: Mapping[str, Any], known: Mapping[str, trl_options.Option
         if name in (KIND, PEFT, EVALUATION):
             continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             out.drop(name, value, f"not an option of {of} or TRL's scripts (1.16){hint}")
         elif not known[name].keys and not _is_default(name, value, known[name]):
