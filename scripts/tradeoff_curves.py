@@ -17,7 +17,7 @@ from nlgrpo.calibration import ecdf
 from nlgrpo.config.schema import Config
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.engine.rollouts.inputs import load_prompts
+from nlgrpo.engine.rollouts.inputs import read_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.evaluation.estimators import bootstrap, selected_value, win_rate
 from nlgrpo.model import hf_weights
@@ -162,7 +162,7 @@ class Reference:
 def held_out(config: Config, rollouts: ReferenceRollouts, name: str, gold: str | None = None) -> Reference:
     """Build the `Reference` of a run's evaluation prompts. Raises ValueError if a prompt has no rollouts."""
     source = hf_weights.locate(config.model.path)
-    _, prompts = load_prompts(config, load_tokenizer(source), shape_of(read_config(source)))
+    _, prompts = read_prompts(config, load_tokenizer(source), shape_of(read_config(source)))
     batch = prompts.take(0, min(config.evaluation.prompts, len(prompts)))
     rows = [rollouts.row(ids) for ids in batch.ids]
     if None in rows:

@@ -26,7 +26,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.evaluation.rollout_tables import draw_calibration, ks_tables, table
-from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.console import first_tokens, named_lines
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import as_clock
@@ -94,6 +94,7 @@ def plan(job: Job) -> Table:
         f"{transformers_backend.note(job.source)}",
         "ranks": f"{job.queue.ranks.world} on {job.queue.ranks.device.type}",
         "prompts": f"the first {P:,} of {job.prompts!r}{_repeated(job.batch)}",
+        **first_tokens("first prompt", job.batch.ids[0], job.sampler.tokenizer),
         "samples": f"{K:,} per prompt, {P * K:,} completions of up to {sampling.max_new_tokens} tokens, at temperature "
         f"{sampling.temperature:g}{''.join(filters) * sampling.filtered}; {prompts_per_file(job)} prompts per file",
         "rewards": "\n".join(f"{scorer.name}: {scorer.spec}" for scorer in job.scorers),

@@ -43,13 +43,14 @@ class DataConfig:
     shuffle_buffer: int = 10_000
     """Streaming only: number of examples among which the next one is drawn, instead of shuffling all."""
     evaluation: str = ""
-    """Evaluation prompts, in the same formats as `source`. Empty: the last prompts of `source` are held out."""
+    """Evaluation prompts, in the same formats as `source`. Empty: the last prompts of `source` are held out. Training
+    prompts that are also evaluation prompts are dropped. The evaluation prompts are the same for every seed."""
     split: str = "train"
     """Split of a `datasets` name or folder."""
     evaluation_split: str = ""
     """Split of `evaluation`. Empty: the same as `split`."""
     prompt_column: str = "prompt"
-    """Column with a text, or with a conversation (a list of messages) for the model's chat template."""
+    """Column with a text, or with a conversation (a list of messages, or its JSON) for the model's chat template."""
     template: str = "{prompt}"
     """Template that builds the prompt from columns, such as "Question: {question}\\nAnswer:"."""
     cut_after: str | None = None
@@ -65,7 +66,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the prompts in every epoch."""
     add_bos: bool | None = None
-    """Start each prompt with BOS. None: as the tokenizer does."""
+    """Start each prompt with BOS, once. None: as the tokenizer does."""
     system_prompt: str | None = None
     """System message of conversations that have none. A prompt that is a text becomes the user's message after it."""
     chat: bool = False

@@ -36,7 +36,8 @@ class PairsConfig:
     evaluation_split: str = ""
     """Split of `evaluation`. Empty: the same as `split`."""
     prompt_column: str = "prompt"
-    """Column with the prompt. Without it, the common beginning of both answers up to the last "\\n\\nAssistant:"."""
+    """Column with the prompt. Without a column "prompt", or with "", the common beginning of both answers up to the
+    last "\\n\\nAssistant:". A prompt with which both answers begin is read once."""
     chosen_column: str = "chosen"
     """Column with the preferred answer, a text or a conversation for the model's chat template."""
     rejected_column: str = "rejected"

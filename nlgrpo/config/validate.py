@@ -6,7 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
+from nlgrpo.config.data_config import DataConfig
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, importance_sampling, registry
@@ -23,6 +24,7 @@ from nlgrpo.runtime import secrets, user_code
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 SPLIT = "empty, because data.evaluation is empty"
+ENVIRONMENT_DATA = ("shuffle", "limit", "chat_template_kwargs")  # what an environment takes of [data]
 
 
 def check(config: Config, *, world: int = 1) -> None:
@@ -112,6 +114,15 @@ def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[
         need("data.max_prompt_tokens", ">= 1 or none", longest is None or longest >= 1),
         need("data.shuffle_buffer", ">= 1", data.shuffle_buffer >= 1),
     ]
+    default = DataConfig()
+    parts = [part for part in data.mixture.values() if isinstance(part, dict)]
+    streamed = data.streaming or any(part.get("streaming") for part in parts)
+    if data.shuffle_buffer != default.shuffle_buffer and not streamed:
+        faults.append(f"data.shuffle_buffer = {data.shuffle_buffer}: only a stream has one; set data.streaming = true")
+    if data.mixture and data.source not in ("", default.source):
+        faults.append(
+            f"data.source = {data.source!r} is not used beside data.mixture: name it there, and set data.source = ''"
+        )
     if data.mixture and loss.offline:
         faults.append(f"data.mixture: {loss.algorithm} visits all prompts equally often; use one data.source")
     drawn = config.calibration.missing == "draw" and not config.calibration.rollouts
@@ -139,9 +150,12 @@ def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -
     ]
     if not environment.id:
         return faults
-    if data.mixture or data.evaluation or data.streaming:
-        faults.append("data: the environment gives the prompts, those of evaluation too; remove data.mixture, "
-                      "data.evaluation and data.streaming")  # fmt: skip
+    default = DataConfig()
+    given = [key.name for key in fields(data) if key.name not in ENVIRONMENT_DATA]
+    ignored = [f"data.{name}" for name in given if getattr(data, name) not in (getattr(default, name), "")]
+    if ignored:
+        faults.append(f"{', '.join(ignored)}: the environment gives the prompts, those of evaluation too, and uses "
+                      f"only {', '.join(f'data.{name}' for name in ENVIRONMENT_DATA)}; remove the others")  # fmt: skip
     if config.loss.offline or config.loss.jeffreys or any(reward.transform for reward in config.rewards.values()):
         faults.append("environment.id: conversations of an environment are not sampled from the reference, which "
                       f"{config.loss.algorithm!r} or a transform needs")  # fmt: skip

@@ -1,4 +1,8 @@
-"""Conversations: their text, and their token ids by the model's chat template."""
+"""Conversations: their text, and their token ids by the model's chat template.
+
+`ChatOptions.text` is the one place that renders messages: for prompts of training and evaluation, `nlgrpo generate`,
+`nlgrpo serve`, environments, preference pairs and reward models.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+from nlgrpo.data.messages import brief, messages_of, without_none
 from nlgrpo.data.sources import nearest
 
 if TYPE_CHECKING:
@@ -20,6 +25,10 @@ GIVEN = {
     "messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token",
     "unk_token",
 }  # fmt: skip
+
+# Roles that need not be named in a template: ChatML and others write the role of any message.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MARK = "nlgrpo-4e1d7b"  # stands for the content of a message in `_check_all_written`
 
 
 def plain_text(prompt: Prompt) -> str:
@@ -51,10 +60,18 @@ def _content(content: object) -> str:
     return "" if content is None else str(content)
 
 
-def brief(value: object) -> str:
-    """Return the type and the beginning of a value, for messages."""
-    text = repr(value)
-    return f"a {type(value).__name__} ({text if len(text) <= 60 else text[:57] + '...'})"
+def is_continued(prompt: Prompt) -> bool:
+    """Whether a completion continues a text: that of the prompt, or that of its last message, the assistant's."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and prompt[-1].get("role") == "assistant")
+
+
+def answered(prompt: Sequence[dict[str, Any]], completion: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation with its answer. An answer that continues the last message becomes a part of it."""
+    if not (prompt and completion and prompt[-1].get("role") == completion[0].get("role") == "assistant"):
+        return [*prompt, *completion]
+    begun, rest = prompt[-1], completion[0]
+    whole = {**begun, **rest, "content": _content(begun.get("content")) + _content(rest.get("content"))}
+    return [*prompt[:-1], whole, *completion[1:]]
 
 
 @dataclass(frozen=True)
@@ -74,15 +91,19 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of tools, ``{"type": "function", "function": {"name": .., ..}}``."""
 
-    def conversation(self, prompt: Prompt) -> Prompt:
-        """Return the prompt as a conversation, if these options make one of it."""
+    def conversation(self, prompt: Prompt, where: str) -> Prompt:
+        """Return the prompt as a conversation, if it is one or these options make one of it.
+
+        Raises ValueError, which names ``where``, as `messages.messages_of`.
+        """
         if isinstance(prompt, str):
             if not self.from_text and self.system_prompt is None:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
-        if self.system_prompt is not None and not any(message["role"] == "system" for message in prompt):
-            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        return prompt
+        messages = messages_of(prompt, where)
+        if self.system_prompt is None or any(message["role"] in ("system", "developer") for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def with_row(self, row: Mapping[str, Any], where: str) -> ChatOptions:
         """Return the options for a row of the data. Raises ValueError for columns of another kind."""
@@ -99,21 +120,21 @@ class ChatOptions:
         added = [cast(Mapping[str, Any], without_none(tool)) for tool in tools or ()]
         return ChatOptions(self.system_prompt, self.from_text, {**self.template_kwargs, **given}, [*self.tools, *added])
 
-    def encode(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        *,
-        generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the token ids of a conversation, up to the place where the assistant answers.
+    def check_used(self, prompts: Iterable[Prompt], where: str) -> None:
+        """Raise ValueError for arguments or tools of the template if no prompt is a conversation."""
+        if (self.template_kwargs or self.tools) and all(isinstance(prompt, str) for prompt in prompts):
+            given = "chat_template_kwargs" if self.template_kwargs else "tools"
+            raise ValueError(
+                f"{where}: {given} is for the chat template, but all prompts are texts, which it does not render. Set "
+                f"chat = true to make conversations of them, or remove {given}."
+            )
 
-        As in TRL, a conversation that ends with an assistant message is continued. ``generation_prompt`` = False leaves
-        the beginning of the answer out. Raises ValueError without a chat template, for arguments that it does not have,
-        and for a conversation that it rejects.
-        """
-        return list(cast(list[int], self._apply(tokenizer, messages, where, generation_prompt, tokenize=True)))
+    def encode(
+        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str
+    ) -> list[int]:
+        """Return the token ids of `text`: those of ``tokenizer.apply_chat_template(messages, tokenize=True)``."""
+        text = self.text(tokenizer, messages, where)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # the template has its BOS
 
     def text(
         self,
@@ -121,51 +142,51 @@ class ChatOptions:
         messages: Sequence[Mapping[str, Any]],
         where: str,
         *,
-        generation_prompt: bool = True,
+        whole: bool = False,
+        checked: bool = True,
     ) -> str:
-        """Like `encode`, but return the text that is tokenized."""
-        return str(self._apply(tokenizer, messages, where, generation_prompt, tokenize=False))
+        """Render a conversation by the chat template, up to the place where the assistant answers.
 
-    def _apply(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        generation_prompt: bool,
-        *,
-        tokenize: bool,
-    ) -> Any:
-        from jinja2 import TemplateError
+        As in TRL, a conversation that ends with an assistant message is continued. ``whole``: render a conversation
+        with its answer, which ends there. ``checked`` = False: allow roles, tool calls and messages that the template
+        does not write.
 
-        tools = [dict(tool) for tool in self.tools] or None
-        self._check(tokenizer, where)
-        continued = generation_prompt and messages[-1]["role"] == "assistant"
-        try:
-            return tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=cast(Any, tools),
-                add_generation_prompt=generation_prompt and not continued,
-                continue_final_message=continued,
-                tokenize=tokenize,
-                return_dict=False,
-                **self.template_kwargs,
-            )
-        except (TemplateError, ValueError, TypeError) as error:
+        Raises ValueError, which names ``where``, without a chat template, for arguments, tools, roles and tool calls
+        that the template does not have, for messages that it rejects or leaves out, for tool calls at the end, and as
+        `messages.messages_of`.
+        """
+        template = self._template(tokenizer, where)
+        plain = messages_of(messages, where)
+        if checked:
+            plain = _with_known_roles(plain, template, where)
+        continued = not whole and plain[-1]["role"] == "assistant"
+        if continued and plain[-1].get("tool_calls"):
             raise ValueError(
-                f"{where}: the chat template rejects the conversation {brief(list(messages))}: {error}"
-            ) from error
+                f"{where} ends with tool calls of the assistant, which cannot be continued. Add the result of the tool "
+                "as a message of the role 'tool', or remove the message."
+            )
+        arguments: dict[str, Any] = {
+            "tools": [dict(tool) for tool in self.tools] or None,
+            "add_generation_prompt": not whole and not continued,
+            **self.template_kwargs,
+        }
+        text = _rendered(tokenizer, plain, where, continue_final_message=continued, **arguments)
+        if checked:
+            _check_all_written(template, plain, {**tokenizer.special_tokens_map, **arguments}, where)
+        return text
 
-    def _check(self, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-        """Raise ValueError for arguments that the template would ignore."""
+    def _template(self, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+        """Return the source of the chat template. Raises ValueError for arguments that it would ignore."""
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"{where} is a conversation, but the tokenizer has no chat template.\n"
                 "  Use the tokenizer of an instruct model, set its chat_template, or give the prompts as texts."
             )
-        if not self.template_kwargs and not self.tools:
-            return
         tools = [dict(tool) for tool in self.tools] or None
-        known = _variables(tokenizer.get_chat_template(tools=cast(Any, tools)))
+        template = tokenizer.get_chat_template(tools=cast(Any, tools))
+        if not self.template_kwargs and not self.tools:
+            return template
+        known = _variables(template)
         for name in self.template_kwargs:
             if name not in known:
                 raise ValueError(
@@ -174,6 +195,77 @@ class ChatOptions:
                 )
         if self.tools and "tools" not in known:
             raise ValueError(f"{where} has tools, but the chat template does not use them.")
+        return template
+
+
+def _with_known_roles(messages: list[dict[str, Any]], template: str, where: str) -> list[dict[str, Any]]:
+    """Return the messages, those of a developer as the system's if the template does not name developers.
+
+    Raises ValueError for a role that no template has and this one does not name, and for tool calls that it ignores.
+    """
+    found = []
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        named = f"'{role}'" in template or f'"{role}"' in template
+        if role not in ROLES and not named:
+            raise ValueError(
+                f"{where}: message {number} has the role {role!r}, which the chat template does not know. Expected one "
+                f"of {', '.join(ROLES)}.{nearest(role, ROLES)}"
+            )
+        if message.get("tool_calls") and "tool_calls" not in template:
+            raise ValueError(
+                f"{where}: message {number} has tool calls, but the chat template leaves them out. Write them into its "
+                "content, or use a model whose template has tool_calls."
+            )
+        found.append({**message, "role": "system"} if role == "developer" and not named else message)
+    return found
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str, **arguments: Any) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    except (TemplateError, ValueError, TypeError) as error:
+        system = any(message["role"] == "system" for message in messages)
+        advice = f"\n  If it is the role 'system' that it does not have: {_other_place('system')}" if system else ""
+        raise ValueError(
+            f"{where}: the chat template rejects the conversation {brief(messages)}: {error}{advice}"
+        ) from error
+
+
+def _other_place(role: str) -> str:
+    if role in ("system", "developer"):
+        return "Write its text into the first message of the user, and remove data.system_prompt if that set it."
+    return "Write its text into another message, or remove the example."
+
+
+def _check_all_written(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a template leaves the content of a message out, as some do with the role "system"."""
+    marks = {i: f"{MARK}-{i}." for i, message in enumerate(messages) if message.get("content", "").strip()}
+    marked = [{**message, "content": marks[i]} if i in marks else message for i, message in enumerate(messages)]
+    written = _written(template, json.dumps(marked, default=str), json.dumps(variables, sort_keys=True, default=str))
+    for i, mark in marks.items():
+        if written is not None and mark not in written:
+            role, content = messages[i]["role"], messages[i]["content"]
+            raise ValueError(
+                f"{where}: the chat template leaves out message {i + 1}, of the role {role!r}: {brief(content)}. "
+                f"{_other_place(role)}"
+            )
+
+
+@lru_cache(maxsize=1024)
+def _written(template: str, messages: str, variables: str) -> str | None:
+    """Render messages (JSON) with the variables of a template (JSON). None if it rejects these messages."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered: Any = render_jinja_template(
+            conversations=[json.loads(messages)], chat_template=template, **json.loads(variables)
+        )
+    except Exception:  # a template may check contents, and the caller has rendered the real ones
+        return None
+    return str(rendered[0][0])  # of one conversation
 
 
 @lru_cache(maxsize=8)
@@ -214,10 +306,3 @@ def _from_json(value: object, where: str, column: str) -> object:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: column {column!r} is not JSON ({error}): {value[:60]!r}") from error
-
-
-def without_none(value: Any) -> Any:
-    """Remove keys without a value from nested objects: Arrow gives all objects of a column the same keys."""
-    if isinstance(value, Mapping):
-        return {key: without_none(part) for key, part in value.items() if part is not None}
-    return [without_none(part) for part in value] if isinstance(value, list | tuple) else value

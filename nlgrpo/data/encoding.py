@@ -11,13 +11,20 @@ CONTEXT = 8  # number of a prompt's last tokens that are decoded together with i
 BROKEN = "\ufffd"  # replacement character: the tokens end within a character
 
 
+def one_bos(ids: list[int], bos: int | None) -> list[int]:
+    """Drop repeated BOS tokens at the beginning: a text may write its own besides that of the tokenizer."""
+    while bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    return ids
+
+
 def ids_to_score(
     tokenizer: Any, text: str, max_length: int | None, *, templated: bool, append_eos: bool = True
 ) -> list[int]:
     """Tokenize a text for a classifier, in training and in use: EOS at the end, truncated to ``max_length``.
 
-    ``templated``: the text comes from a chat template, which has added all special tokens. Long texts lose their
-    beginning, because the tokenizer's ``truncation_side`` is "left".
+    ``templated``: the text comes from a chat template, which has added all special tokens. A text that writes BOS has
+    no second one. Long texts lose their beginning, because the tokenizer's ``truncation_side`` is "left".
     """
     eos = tokenizer.eos_token_id if append_eos and not templated else None
     limit = None if max_length is None else max_length - (eos is not None)
@@ -26,6 +33,7 @@ def ids_to_score(
             text, add_special_tokens=not templated, truncation=limit is not None, max_length=limit, verbose=False
         ).input_ids
     )
+    ids = ids if templated else one_bos(ids, tokenizer.bos_token_id)
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,6 +34,10 @@ class MixedPrompts:
     def longest(self) -> int:
         return max(source.longest for source in self.sources)
 
+    @property
+    def first(self) -> list[int] | None:
+        return self.sources[0].first
+
     def __repr__(self) -> str:
         parts = (f"{share / BLOCK:.1%} {source}" for share, source in zip(self.shares, self.sources, strict=True))
         return f"MixedPrompts({', '.join(parts)})"
@@ -41,6 +45,12 @@ class MixedPrompts:
     def all(self) -> PromptSet:
         """Return the prompts of all sources but streams, source by source."""
         return merge([source.all() for source in self.sources])
+
+    def find(self, columns: Iterable[str]) -> None:
+        """Look for columns in the streams among the sources."""
+        missing = set(columns) - set(self.names)
+        for source in self.sources:
+            source.find(missing)
 
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run."""
@@ -62,8 +72,18 @@ class MixedPrompts:
             return self, PromptSet([], [], [])
         counts = largest_remainders([count * share / BLOCK for share in self.shares], count)
         parts = [source.split(n) if n else (source, None) for source, n in zip(self.sources, counts, strict=True)]
-        held_out = merge([held for _, held in parts if held is not None])
-        return MixedPrompts([rest for rest, _ in parts], self.shares), held_out
+        held_out = [held for rest, held in parts if held is not None and held is not rest]
+        if not held_out:
+            raise ValueError(
+                "each source of the mixture has a single prompt, so none can be held out: set data.evaluation, or "
+                "evaluation.prompts = 0."
+            )
+        return MixedPrompts([rest for rest, _ in parts], self.shares), merge(held_out)
+
+    def without(self, prompts: Iterable[Sequence[int]]) -> MixedPrompts:
+        """Drop the prompts that have these token ids from every source."""
+        known = list(prompts)
+        return MixedPrompts([source.without(known) for source in self.sources], self.shares)
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return the source of a prompt, and its number among the prompts of that source."""
@@ -83,6 +103,8 @@ def merge(sets: Sequence[PromptSet]) -> PromptSet:
         shuffle=first.shuffle,
         dropped=sum(part.dropped for part in sets),
         unmatched=sum(part.unmatched for part in sets),
+        shared=sum(part.shared for part in sets),
+        names=list(dict.fromkeys(name for part in sets for name in part.names)),
     )
 
 

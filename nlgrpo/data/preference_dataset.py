@@ -7,25 +7,29 @@ Layouts, detected per row:
     prompt, texts   ``prompt`` precedes both texts
     conversations   lists of ``{"role": .., "content": ..}``, complete or after a ``prompt`` that is a list too; the
                     tokenizer's chat template is applied
+
+A prompt with which both answers begin is taken once: the answers are full dialogues then.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from nlgrpo.data.conversations import brief, text_of
+from nlgrpo.data.conversations import ChatOptions, answered, text_of
 from nlgrpo.data.encoding import ids_to_score
+from nlgrpo.data.messages import brief, messages_in, messages_of
 from nlgrpo.data.sources import Row, nearest, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER = "\n\nAssistant:"  # the end of a prompt of hh-rlhf
+REPEATED = 3  # words of a prompt that no answer repeats at its beginning by chance
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Pair:
     chosen: str | list[Any]
     rejected: str | list[Any]
     margin: float = 0.0
+    repeated: bool = False  # its answers began with the prompt, which was taken off them
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class PairSet:
     """Number of pairs dropped because both answers are equal."""
     shared: int = 0
     """Number of pairs dropped because their prompt is also in the held-out set."""
+    repeated: int = 0
+    """Number of pairs of the source whose answers were full dialogues besides a prompt."""
+    unasked: int = 0
+    """Number of pairs of the source without a prompt."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -67,6 +76,8 @@ class PairSet:
             (self.cut, "of them within an answer"),
             (self.ties, "ties dropped"),
             (self.shared, "dropped with a held-out prompt"),
+            (self.repeated, "of the source with the prompt in both answers, read once"),
+            (self.unasked, "of the source without a prompt"),
         ]
         return "; ".join([text, *(f"{count:,} {note}" for count, note in notes if count)])
 
@@ -88,13 +99,18 @@ class PairSet:
     def split(self, count: int) -> tuple[PairSet, PairSet]:
         """Split off the last ``count`` pairs, at most half; return the rest and them."""
         cut = len(self) - min(count, len(self) // 2)
-        held_out = replace(self._subset(range(cut, len(self))), ties=0)
+        held_out = replace(self._subset(range(cut, len(self))), ties=0, repeated=0, unasked=0)
         return self._subset(range(cut)), held_out
 
-    def without(self, prompts: Collection[str]) -> PairSet:
-        """Drop the pairs with one of these prompts and count them in ``shared``. Empty prompts are never dropped."""
+    def without(self, prompts: Collection[str], pairs: Iterable[tuple[list[int], list[int]]] = ()) -> PairSet:
+        """Drop the pairs with one of these prompts, or with these two texts, and count them in ``shared``.
+
+        Pairs with an empty prompt are dropped only for their texts.
+        """
         known = set(prompts) - {""}
-        kept = [i for i, prompt in enumerate(self.prompts) if prompt not in known]
+        texts = {_texts(*pair) for pair in pairs}
+        own = [_texts(*pair) for pair in zip(self.chosen, self.rejected, strict=True)]
+        kept = [i for i, prompt in enumerate(self.prompts) if prompt not in known and own[i] not in texts]
         return replace(self._subset(kept), shared=len(self) - len(kept))
 
     def _subset(self, rows: Sequence[int]) -> PairSet:
@@ -106,6 +122,10 @@ class PairSet:
             prompts=[self.prompts[i] for i in rows],
             lost=[self.lost[i] for i in rows],
         )
+
+
+def _texts(chosen: list[int], rejected: list[int]) -> frozenset[tuple[int, ...]]:
+    return frozenset((tuple(chosen), tuple(rejected)))
 
 
 def load(
@@ -123,7 +143,8 @@ def load(
     """Load the pairs of ``source`` (see `sources.py`) and tokenise them, each text to at most ``max_length`` tokens.
 
     Texts are tokenised as the reward ``classifier`` does it: EOS at the end, and a text that is too long loses its
-    beginning. The prompt column is optional. ``limit``: maximum number of rows to read.
+    beginning. A source may have no column ``prompt``; another ``prompt_column`` must be there, and "" uses none.
+    ``limit``: maximum number of rows to read.
 
     Raises ValueError for an unreadable or empty source, a missing column (the message has the nearest names), a value
     that is neither a text nor a conversation, a conversation without a chat template, and if all pairs are ties.
@@ -134,13 +155,31 @@ def load(
     if not rows:
         raise ValueError(f"{source} is empty: it has no pair.")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    for column in (chosen_column, rejected_column, margin_column):
-        if column is not None and column not in names:
-            raise ValueError(f"{source} has no column {column!r}. It has {', '.join(names)}.{nearest(column, names)}")
+    _check_columns(source, names, prompt_column, (chosen_column, rejected_column, margin_column))
     columns = (prompt_column, chosen_column, rejected_column, margin_column)
     pairs = [pair_of(row, columns, f"{source}, example {number}") for number, row in enumerate(rows, 1)]
-    encoder = _Encoder(tokenizer, max_length, source)
-    return encoder.encode(pairs)
+    if prompt_column in names:
+        for number, (row, pair) in enumerate(zip(rows, pairs, strict=True), 1):
+            if row.get(prompt_column) is None and not pair.prompt:
+                raise ValueError(
+                    f"{source}, example {number}: column {prompt_column!r} is empty, and the answers share no prompt. "
+                    "Give the prompt, remove the example, or set prompt_column = ''."
+                )
+    return _Encoder(tokenizer, max_length, source).encode(_once(pairs))
+
+
+def _check_columns(source: str, names: list[str], prompt_column: str, others: Sequence[str | None]) -> None:
+    """Raise ValueError for a named column that does not exist, and for one that is almost the default prompt column."""
+    needed = list(others) + ([] if prompt_column in ("prompt", "") else [prompt_column])
+    for column in needed:
+        if column is not None and column not in names:
+            raise ValueError(f"{source} has no column {column!r}. It has {', '.join(names)}.{nearest(column, names)}")
+    questions = [name for name in names if not name.endswith("id")]  # prompt_id is none
+    if prompt_column == "prompt" and "prompt" not in names and (close := nearest("prompt", questions)):
+        raise ValueError(
+            f"{source} has no column 'prompt', and the answers would have no question. It has {', '.join(names)}."
+            f"{close} Name it with prompt_column, or set prompt_column = '' for answers that are full dialogues."
+        )
 
 
 def pair_of(row: Row, columns: tuple[str, str, str, str | None], where: str) -> Pair:
@@ -150,30 +189,77 @@ def pair_of(row: Row, columns: tuple[str, str, str, str | None], where: str) -> 
     """
     prompt_column, chosen_column, rejected_column, margin_column = columns
     prompt = row.get(prompt_column)
-    chosen, rejected = (_answer(row.get(name), name, where) for name in (chosen_column, rejected_column))
+    chosen: Any = _answer(row.get(chosen_column), chosen_column, where)
+    rejected: Any = _answer(row.get(rejected_column), rejected_column, where)
     margin = 0.0 if margin_column is None else _margin(row.get(margin_column), margin_column, where)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(f"{where}: one of chosen and rejected is a text and the other a conversation.")
-    if prompt is None:
+    if prompt is not None:
+        prompt = _answer(prompt, prompt_column, where)
+    given = isinstance(prompt, str) and not isinstance(chosen, str) and _is_asked(prompt, chosen, rejected)
+    if prompt is None or given:
         prompt, chosen, rejected = _split_prompt(chosen, rejected)
         return Pair(prompt, chosen, rejected, margin)
-    prompt = _answer(prompt, prompt_column, where)
     if isinstance(prompt, str) != isinstance(chosen, str):
         raise ValueError(
             f"{where}: the prompt is {brief(prompt)}, but the answers are of another type. Use texts in all columns, "
-            "or conversations; if the conversations include the prompt already, name another prompt_column."
+            "or conversations; if the conversations include the prompt already, set prompt_column = ''."
         )
+    if not isinstance(prompt, str) and not _begin_with(prompt, chosen, rejected):
+        for name, answer in ((chosen_column, chosen), (rejected_column, rejected)):
+            if answer[0]["role"] not in ("assistant", "tool"):
+                raise ValueError(
+                    f"{where}: column {name!r} begins with a message of the role {answer[0]['role']!r} other than the "
+                    f"prompt's. Expected an answer of the assistant, or a conversation that begins with the prompt."
+                )
     return Pair(prompt, chosen, rejected, margin)
 
 
+def _is_asked(prompt: str, *answers: Any) -> bool:
+    """Whether conversations include a prompt that is a text, as their first message of the user."""
+    asked = [next((m["content"] for m in answer if m["role"] == "user"), None) for answer in answers]
+    return all(content is not None and content.strip() == prompt.strip() for content in asked)
+
+
+def _begin_with(prompt: str | list[Any], *answers: Any) -> bool:
+    """Whether all answers begin with the prompt, apart from white space at its end; False for an empty prompt."""
+    begun = prompt.rstrip() if isinstance(prompt, str) else prompt
+    return len(begun) > 0 and all(answer[: len(begun)] == begun for answer in answers)
+
+
+def _once(pairs: list[Pair]) -> list[Pair]:
+    """Take the prompt off answers that begin with it, because they are full dialogues.
+
+    Answers that are texts may repeat a short prompt, such as "Hello", by chance: it is then taken off only if all
+    answers of the source begin with their prompts.
+    """
+    asked = [pair for pair in pairs if pair.prompt]
+    always = all(_begin_with(pair.prompt, pair.chosen, pair.rejected) for pair in asked)
+    found = []
+    for pair in pairs:
+        long = not isinstance(pair.prompt, str) or len(pair.prompt.split()) >= REPEATED
+        if (always or long) and _begin_with(pair.prompt, pair.chosen, pair.rejected):
+            begun = pair.prompt.rstrip() if isinstance(pair.prompt, str) else pair.prompt
+            cut = len(begun)
+            chosen, rejected = pair.chosen[cut:], pair.rejected[cut:]
+            found.append(replace(pair, prompt=begun, chosen=chosen, rejected=rejected, repeated=True))
+        else:
+            found.append(pair)
+    return found
+
+
 def _answer(value: Any, column: str, where: str) -> str | list[Any]:
+    """Return a text, a number as a text, or the messages of a conversation."""
+    if isinstance(value, str):
+        value = messages_in(value, f"{where}: column {column!r}")
     if isinstance(value, str):
         return value
-    messages = list(value) if isinstance(value, list | tuple) else []
-    if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
-        expected = "a text or a list of {'role': .., 'content': ..}"
-        raise ValueError(f"{where}: column {column!r} holds {brief(value)} instead of {expected}.")
-    return messages
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(message, Mapping) for message in value):
+        return messages_of(value, f"{where}: column {column!r}")
+    expected = "a text or a list of {'role': .., 'content': ..}"
+    raise ValueError(f"{where}: column {column!r} holds {brief(value)} instead of {expected}.")
 
 
 def _margin(value: Any, column: str, where: str) -> float:
@@ -184,12 +270,33 @@ def _margin(value: Any, column: str, where: str) -> float:
 
 def _split_prompt(chosen: str | list[Any], rejected: str | list[Any]) -> tuple[Any, Any, Any]:
     """Split two full dialogues into their common prompt and two answers."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    same = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    same = _common(chosen, rejected)
     if isinstance(chosen, str):
         at = chosen.rfind(ANSWER, 0, same)
         same = 0 if at < 0 else at + len(ANSWER)
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _common(one: str | list[Any], other: str | list[Any]) -> int:
+    """Return the length of the common beginning of two texts or conversations."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _compared(pair: Pair) -> str:
+    """Return the prompt of a pair as a text by which pairs are compared; "" if it has none.
+
+    Without a prompt, it is the common beginning of both answers up to its last line break, or without one up to its
+    last space if it has three words.
+    """
+    if not isinstance(pair.prompt, str):
+        return json.dumps(pair.prompt) if pair.prompt else ""
+    if pair.prompt or not (isinstance(pair.chosen, str) and isinstance(pair.rejected, str)):
+        return pair.prompt
+    begun = pair.chosen[: _common(pair.chosen, pair.rejected)]
+    lines, newline, _ = begun.rpartition("\n")
+    words, space, _ = begun.rpartition(" ")
+    return lines + newline if lines.strip() else words + space if len(words.split()) >= 3 else ""
 
 
 class _Encoder:
@@ -211,16 +318,23 @@ class _Encoder:
             pair_set.chosen.append(chosen[0])
             pair_set.rejected.append(rejected[0])
             pair_set.margins.append(pair.margin)
-            pair_set.prompts.append(pair.prompt if isinstance(pair.prompt, str) else json.dumps(pair.prompt))
+            pair_set.prompts.append(_compared(pair))
             pair_set.lost.append(max(chosen[1], rejected[1]))
         if not pair_set.chosen:
             raise ValueError(f"{self.source}: chosen and rejected are equal in all {len(pairs):,} pairs.")
-        return replace(pair_set, ties=ties)
+        return replace(
+            pair_set,
+            ties=ties,
+            repeated=sum(pair.repeated for pair in pairs),
+            unasked=sum(not pair.prompt for pair in pairs),
+        )
 
-    def _side(self, prompt: str | list[Any], answer: str | list[Any], where: str) -> tuple[list[int], int]:
+    def _side(self, prompt: Any, answer: Any, where: str) -> tuple[list[int], int]:
         """Return the ids of prompt and answer, and their truncation (see `PairSet.lost`)."""
         templated = not isinstance(prompt, str)
-        text = self._conversation([*prompt, *answer], where) if templated else text_of(prompt) + text_of(answer)
+        text = text_of(prompt) + text_of(answer)
+        if templated:
+            text = ChatOptions().text(self.tokenizer, answered(prompt, answer), where, whole=True)
         ids = ids_to_score(self.tokenizer, text, None, templated=templated)
         if not ids:
             raise ValueError(f"{where}: the text {text!r} has no tokens, and the tokenizer has no EOS to add.")
@@ -229,18 +343,3 @@ class _Encoder:
         alone = ids_to_score(self.tokenizer, text_of(answer), None, templated=templated)
         ids = ids_to_score(self.tokenizer, text, self.max_length, templated=templated)
         return ids, 1 + (len(alone) > self.max_length)
-
-    def _conversation(self, messages: list[Any], where: str) -> str:
-        from jinja2 import TemplateError
-
-        if self.tokenizer.chat_template is None:
-            raise ValueError(
-                f"{where} is a conversation, but the tokenizer has no chat template.\n"
-                "  Use the tokenizer of an instruct model, set its chat_template, or give the pairs as texts."
-            )
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-        except (TemplateError, ValueError) as error:
-            raise ValueError(
-                f"{where}: the chat template rejects the conversation {brief(messages)}: {error}"
-            ) from error

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nlgrpo.data.conversations import ChatOptions, Prompt, brief
+from nlgrpo.data.conversations import ChatOptions, Prompt
+from nlgrpo.data.messages import brief
 from nlgrpo.data.prompt_encoding import Example, encode_examples
 from nlgrpo.data.prompt_templates import PromptMaker
 from nlgrpo.data.sources import Row, read
@@ -56,14 +57,24 @@ class Prompts(Protocol):
     def longest(self) -> int:
         """Number of tokens of the longest prompt, or an upper bound of it."""
 
+    @property
+    def first(self) -> list[int] | None:
+        """Token ids of the first prompt of the source, for display; None without one."""
+
     def all(self) -> PromptSet:
         """Return the prompts that are known: those of a stream are not."""
+
+    def find(self, columns: Iterable[str]) -> None:
+        """Look for columns that `names` does not have yet; only a stream has more rows to look into."""
 
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run."""
 
     def split(self, count: int) -> tuple[Prompts, PromptSet]:
-        """Split off about ``count`` prompts for evaluation; return the rest and them."""
+        """Split off about ``count`` prompts for evaluation, the same for every seed; return the rest and them."""
+
+    def without(self, prompts: Iterable[Sequence[int]]) -> Prompts:
+        """Return these prompts without those that have the token ids of ``prompts``."""
 
 
 class PromptSet:
@@ -73,6 +84,8 @@ class PromptSet:
     and rank r of R reads ``take(cursor + r * P, P)`` of a step of R * P prompts without communication.
 
     ``dropped``: number of examples longer than the limit. ``unmatched``: number of examples without ``cut_after``.
+    ``shared``: number of examples left out because their prompt is also held out. ``names``: columns for reward
+    functions, by default those of ``rows``; a row that lacks one has None there.
     """
 
     def __init__(
@@ -85,11 +98,13 @@ class PromptSet:
         shuffle: bool = True,
         dropped: int = 0,
         unmatched: int = 0,
+        shared: int = 0,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.ids, self.prompts, self.rows = ids, prompts, rows
         self.seed, self.shuffle = seed, shuffle
-        self.dropped, self.unmatched = dropped, unmatched
-        self.names = [name for name in _names(rows) if name not in RESERVED]
+        self.dropped, self.unmatched, self.shared = dropped, unmatched, shared
+        self.names = [name for name in _names(rows) if name not in RESERVED] if names is None else list(names)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -97,12 +112,25 @@ class PromptSet:
     def __repr__(self) -> str:
         lengths = [len(ids) for ids in self.ids]
         span = f"{len(self):,} prompts of {min(lengths)} to {max(lengths)} tokens"
-        return f"PromptSet({span}; {self.dropped:,} dropped as too long, {self.unmatched:,} without cut_after)"
+        left_out = f"{self.dropped:,} dropped as too long, {self.unmatched:,} without cut_after"
+        left_out += f", {self.shared:,} dropped with a held-out prompt" * (self.shared > 0)
+        return f"PromptSet({span}; {left_out})"
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt."""
         return max(map(len, self.ids), default=0)
+
+    @property
+    def first(self) -> list[int] | None:
+        """Token ids of the first prompt of the source; None without one."""
+        return self.ids[0] if self.ids else None
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Why prompts of the source are not in the set: their numbers by reason; {} if all are in it."""
+        reasons = {"dropped as too long": self.dropped, "without cut_after": self.unmatched}
+        return {reason: count for reason, count in reasons.items() if count}
 
     @property
     def columns(self) -> dict[str, list[Any]]:
@@ -112,6 +140,9 @@ class PromptSet:
     def all(self) -> PromptSet:
         """Return itself."""
         return self
+
+    def find(self, columns: Iterable[str]) -> None:
+        """Do nothing: all columns are known."""
 
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run, which may span epochs."""
@@ -124,15 +155,38 @@ class PromptSet:
         return Batch(index, [list(self.ids[i]) for i in at], [self.prompts[i] for i in at], columns)
 
     def split(self, count: int) -> tuple[PromptSet, PromptSet]:
-        """Split off the last ``count`` prompts of the source, at most half; return the rest and them.
+        """Split off the last ``count`` prompts of the source, at most half, for evaluation; return the rest and them.
 
-        A set of one prompt is returned as both.
+        Every seed of a run evaluates them in the same order. A set of one prompt is returned as both.
         """
         count = min(count, len(self) // 2)
         if count == 0:
             return self, self
         cut = len(self) - count
-        return self.only(range(cut)), self.only(range(cut, len(self)))
+        held_out = self.only(range(cut, len(self)))
+        held_out.seed = 0
+        held_out.dropped = 0  # they count for the rest
+        held_out.unmatched = 0
+        return self.only(range(cut)), held_out
+
+    def without(self, prompts: Iterable[Sequence[int]]) -> PromptSet:
+        """Drop the prompts that have these token ids, and count them in ``shared``.
+
+        Raises ValueError if none is left.
+        """
+        known = {tuple(ids) for ids in prompts}
+        kept = [i for i, ids in enumerate(self.ids) if tuple(ids) not in known]
+        if len(kept) == len(self):
+            return self
+        if not kept:
+            raise ValueError(
+                f"all {len(self):,} training prompts are also held out for evaluation: prompts repeat, or two sources "
+                "share them. Set other prompts in data.evaluation, hold out fewer with evaluation.prompts, or none "
+                "with evaluation.prompts = 0."
+            )
+        rest = self.only(kept)
+        rest.shared = self.shared + len(self) - len(kept)
+        return rest
 
     def distinct(self, known: Iterable[Sequence[int]] = ()) -> PromptSet:
         """Return the set without duplicates and without prompts whose token ids are in ``known``."""
@@ -153,6 +207,8 @@ class PromptSet:
             shuffle=self.shuffle,
             dropped=self.dropped,
             unmatched=self.unmatched,
+            shared=self.shared,
+            names=self.names,
         )
 
     def _index(self, number: int) -> int:
@@ -183,7 +239,7 @@ class SourceOptions:
     """How the rows of a source become prompts."""
 
     split: str = "train"
-    """Split of a data set or folder; ignored for a single file."""
+    """Split of a data set or folder; a single file has only "train"."""
     prompt_column: str = "prompt"
     """Column of texts, or of conversations (lists of ``{"role": .., "content": ..}``) for the chat template. Without a
     column ``prompt`` the default is ``messages``, less the assistant's answer."""
@@ -238,7 +294,13 @@ class Reader:
         """Make the prompts of rows, number ``first`` and following, without those that have no ``cut_after``."""
         made = ((f"{self.source}, example {i}", maker.make(row, i), row) for i, row in enumerate(rows, first))
         chat = self.options.chat
-        return [Example(where, chat.conversation(prompt), row) for where, prompt, row in made if prompt is not None]
+        return [
+            Example(where, chat.conversation(prompt, where), row) for where, prompt, row in made if prompt is not None
+        ]
+
+    def check_used(self, examples: Sequence[Example]) -> None:
+        """Raise ValueError for options of the chat template that no example uses."""
+        self.options.chat.check_used([example.prompt for example in examples], self.source)
 
     def encode(self, examples: Sequence[Example]) -> list[list[int]]:
         """Tokenize prompts; those that are too long included.
@@ -299,6 +361,7 @@ def read_all(reader: Reader, rows: Iterable[Row] | None = None, *, seed: int = 0
     examples = reader.examples(rows, maker)
     if not examples:
         raise reader.no_match(len(rows), maker, rows[0])
+    reader.check_used(examples)
     ids = reader.encode(examples)
     fits = [i for i, prompt in enumerate(ids) if len(prompt) <= reader.max_prompt_tokens]
     if not fits:

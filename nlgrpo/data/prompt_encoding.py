@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from nlgrpo.data.conversations import ChatOptions, Prompt, brief
+from nlgrpo.data.conversations import ChatOptions, Prompt
+from nlgrpo.data.encoding import one_bos
+from nlgrpo.data.messages import brief
 from nlgrpo.data.sources import Row
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ def encode(
     Raises ValueError for an empty text if the tokenizer has no BOS token, and for a conversation as `ChatOptions`.
     """
     chat = chat or ChatOptions()
-    examples = [Example(f"prompt {i}", chat.conversation(prompt), {}) for i, prompt in enumerate(prompts, 1)]
+    wheres = [f"prompt {i}" for i in range(1, len(prompts) + 1)]
+    found = [chat.conversation(prompt, where) for prompt, where in zip(prompts, wheres, strict=True)]
+    examples = [Example(where, prompt, {}) for where, prompt in zip(wheres, found, strict=True)]
     return encode_examples(tokenizer, examples, chat)
 
 
@@ -39,7 +43,8 @@ def encode_examples(
 ) -> list[list[int]]:
     """Tokenize examples. ``add_bos``: True or False, start all of them with BOS or none; None, as the tokenizer does.
 
-    A conversation gets the tools and template arguments of its row, too.
+    No prompt starts with BOS twice: one that a text or template writes replaces that of the tokenizer. A conversation
+    gets the tools and template arguments of its row, too.
     """
     if add_bos and tokenizer.bos_token_id is None:
         raise ValueError("add_bos = True, but the tokenizer has no BOS token; omit add_bos.")
@@ -85,6 +90,7 @@ def _appends_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def _with_bos(ids: list[int], bos: int | None, add_bos: bool | None, where: str) -> list[int]:
+    ids = one_bos(ids, bos)
     if add_bos and ids[:1] != [bos]:
         ids = [cast(int, bos), *ids]
     elif add_bos is False and ids[:1] == [bos]:

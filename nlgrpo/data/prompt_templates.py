@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from nlgrpo.data.conversations import Prompt, brief
+from nlgrpo.data.conversations import Prompt
+from nlgrpo.data.messages import EXPECTED, brief, messages_in, messages_of
 from nlgrpo.data.sources import Row, nearest
 
 
@@ -25,15 +26,21 @@ class PromptMaker:
     ) -> None:
         self.source, self.cut_after = source, cut_after
         self.first_words = re.compile(rf"\s*((?:\S+\s+){{0,{first_words - 1}}}\S+)") if first_words else None
-        has_messages = prompt_column == "prompt" and "prompt" not in names and "messages" in names
-        self.column = "messages" if has_messages else prompt_column
+        self.by_default = prompt_column == "prompt" and "prompt" not in names and "messages" in names
+        self.column = "messages" if self.by_default else prompt_column
         self.pieces = _parse(template, self.column)
-        self.bare = template == "{prompt}"
+        self.template, self.bare = template, template == "{prompt}"
+        self.used = any(field == self.column for _, field in self.pieces)
         shortens = cut_after is not None or first_words is not None
-        if shortens and all(field != self.column for _, field in self.pieces):
+        if shortens and not self.used:
             raise ValueError(
                 f"cut_after and first_words shorten the prompt column, which the template {template!r} does not use.\n"
                 "  Write {prompt} into the template and name the column with prompt_column."
+            )
+        if prompt_column != "prompt" and not self.used:
+            raise ValueError(
+                f"prompt_column = {prompt_column!r}, but the template {template!r} does not use it: write {{prompt}} "
+                f"or {{{prompt_column}}} into the template, or remove prompt_column."
             )
         for _, field in self.pieces:
             if field is not None and field not in names:
@@ -42,9 +49,16 @@ class PromptMaker:
     def make(self, row: Row, number: int) -> Prompt | None:
         """Return the prompt of example ``number`` (from 1), or None if ``cut_after`` is not in it."""
         where = f"{self.source}, example {number}"
-        value = row.get(self.column)
-        if self.bare and isinstance(value, list | tuple):
-            return self._conversation(value, where)
+        if self.used:
+            value, of_column = row.get(self.column), f"{where}: column {self.column!r}"
+            value = messages_in(value, of_column) if isinstance(value, str) else value
+            if isinstance(value, list | tuple):
+                return self._conversation(value, of_column)
+            if self.by_default and isinstance(value, str):
+                raise ValueError(
+                    f"{of_column} holds {brief(value)} instead of {EXPECTED}. Set prompt_column = 'messages' if its "
+                    "texts are the prompts."
+                )
         texts = []
         for literal, field in self.pieces:
             text = "" if field is None else self._text(row, field, where)
@@ -55,7 +69,7 @@ class PromptMaker:
 
     def _text(self, row: Row, field: str, where: str) -> str | None:
         value = row.get(field)
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{where}: column {field!r} holds {brief(value)} instead of a text.")
         return self._shorten(str(value)) if field == self.column else str(value)
 
@@ -68,19 +82,19 @@ class PromptMaker:
         match = self.first_words.match(text) if self.first_words else None
         return match[1] if match else text
 
-    def _conversation(self, value: Sequence[Any], where: str) -> list[dict[str, Any]]:
-        if self.cut_after is not None or self.first_words is not None:
+    def _conversation(self, value: object, where: str) -> list[dict[str, Any]]:
+        if not self.bare:
             raise ValueError(
-                f"{where}: column {self.column!r} is a conversation, which cut_after and first_words cannot shorten."
+                f"{where} is a conversation, which the template {self.template!r} cannot contain: leave template out, "
+                "or name a column of texts with prompt_column."
             )
-        messages = list(value)
-        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
-            expected = "a list of {'role': .., 'content': ..}"
-            raise ValueError(f"{where}: column {self.column!r} holds {brief(value)} instead of {expected}.")
+        if self.cut_after is not None or self.first_words is not None:
+            raise ValueError(f"{where} is a conversation, which cut_after and first_words cannot shorten.")
+        messages = messages_of(value, where)
         while self.column == "messages" and messages and messages[-1]["role"] == "assistant":
             messages.pop()  # the recorded answer, which the model has to give
         if not messages:
-            raise ValueError(f"{where}: the conversation in column {self.column!r} has no message to answer.")
+            raise ValueError(f"{where}: the conversation has no message to answer.")
         return messages
 
 

@@ -21,9 +21,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from nlgrpo.data.folders import SUFFIXES, by_split, describes_itself, files_of, kind_of
+
 Row = dict[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of what Git LFS writes in place of a file
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -35,23 +37,73 @@ def nearest(word: str, words: Iterable[str]) -> str:
 def read(source: str, split: str = "train", separator: str | None = None) -> Iterator[Row]:
     """Iterate over the rows of ``source``, lazily.
 
-    ``split``: split of a data set or folder; ignored for a single file. A text file has one prompt per line, or with
-    ``separator`` one per document, stripped of white space; its only column is ``prompt``.
+    ``split``: split of a data set or folder; a single file has only "train". A text file has one prompt per line, or
+    with ``separator`` one per document, stripped of white space; its only column is ``prompt``.
 
-    Raises ValueError for a missing or unreadable source.
+    Raises ValueError for a missing or unreadable source, and for a folder with files that would not be read.
     """
-    path = _local(source, separator)
-    return _read_file(path, separator) if path.is_file() else iter(_load_datasets(source, path, split))
+    path = _local(source, split, separator)
+    if (files := _files(path, split, separator)) is not None:
+        return _read_files(files, separator)
+    return iter(_load_datasets(source, path, split))
 
 
-def _local(source: str, separator: str | None) -> Path:
+def is_file(source: str) -> bool:
+    """Whether a source is a single file, which has no splits."""
+    return os.path.isfile(os.path.expanduser(source))
+
+
+def unread(source: str, split: str = "train") -> dict[str, list[str]]:
+    """Return the files of a folder that belong to other splits than ``split``, by split."""
+    folder = Path(os.path.expanduser(source))
+    if not _is_plain_folder(folder):
+        return {}
+    found = by_split(folder)
+    others = sorted(found.keys() - {split})
+    return {other: [str(path.relative_to(folder)) for path in found[other]] for other in others}
+
+
+def _local(source: str, split: str, separator: str | None) -> Path:
     """Return the path of a source, which need not exist if it can be the name of a data set."""
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path) and not _is_hub_name(source):
         raise ValueError(_missing(path))
-    if separator is not None and _kind(path) != ".txt":
-        raise ValueError(f"separator = {separator!r} is for the documents of a text file (.txt); {source} is not one.")
+    if separator is not None and kind_of(path) != ".txt" and not _is_plain_folder(path):
+        raise ValueError(_no_text(separator, source))
+    if path.is_file() and split != "train":
+        raise ValueError(
+            f"split = {split!r}, but {source} is a single file, which has no splits. Remove the split, or name the "
+            f"file of {split!r}."
+        )
     return path
+
+
+def _no_text(separator: str, source: str | Path) -> str:
+    return f"separator = {separator!r} is for the documents of a text file (.txt); {source} is not one."
+
+
+def _is_plain_folder(path: Path) -> bool:
+    """Whether a path is a folder of data files, not one that `datasets` has to read."""
+    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    return path.is_dir() and not saved and not describes_itself(path)
+
+
+def _files(path: Path, split: str, separator: str | None) -> list[Path] | None:
+    """Return the files of a source; None for one that `datasets` reads. Raises ValueError for files left out."""
+    if path.is_file():
+        return [path]
+    if not _is_plain_folder(path):
+        return None
+    files = files_of(path, split)
+    for file in files:
+        if separator is not None and kind_of(file) != ".txt":
+            raise ValueError(_no_text(separator, file))
+    return files
+
+
+def _read_files(paths: Iterable[Path], separator: str | None) -> Iterator[Row]:
+    for path in paths:
+        yield from _read_file(path, separator)
 
 
 def stream(
@@ -67,14 +119,18 @@ def stream(
 ) -> Iterable[Row]:
     """Iterate over the rows of ``source`` without loading it: the first ``limit`` ones but the first ``skip``.
 
-    With ``buffer`` > 0 each row is drawn at random from the next ``buffer`` rows, and the shards of a data set are
-    shuffled (`datasets.IterableDataset.shuffle`), by ``seed`` and ``epoch``. Raises ValueError as `read`.
+    With ``buffer`` > 0 each row is drawn at random from the next ``buffer`` rows, and the shards of a data set or the
+    files of a folder are shuffled (`datasets.IterableDataset.shuffle`), by ``seed`` and ``epoch``. Raises ValueError as
+    `read`.
     """
     import datasets
 
-    if (path := _local(source, separator)).is_file():
+    path = _local(source, split, separator)
+    if path.is_file():
         options = {"source": source, "split": split, "separator": separator}
         data = datasets.IterableDataset.from_generator(read, gen_kwargs=options)
+    elif (files := _files(path, split, separator)) is not None:
+        data = datasets.IterableDataset.from_generator(_read_files, gen_kwargs={"paths": files, "separator": separator})
     else:
         data = _load_datasets(source, path, split, streaming=True)
     data = data if limit is None else data.take(limit)
@@ -85,18 +141,9 @@ def stream(
     return data
 
 
-def _kind(path: Path) -> str | None:
-    """Return the suffix that selects the reader, without ``.gz``; None if it is unknown."""
-    name = path.name.lower()
-    plain = name.removesuffix(".gz")
-    if plain.endswith(".parquet") and plain != name:
-        return None  # Parquet is compressed already and needs random access
-    return next((suffix for suffix in SUFFIXES if plain.endswith(suffix)), None)
-
-
 def _is_hub_name(source: str) -> bool:
     name = source.split(":", 1)[0]
-    return _kind(Path(name)) is None and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    return kind_of(Path(name)) is None and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _missing(path: Path) -> str:
@@ -106,7 +153,12 @@ def _missing(path: Path) -> str:
 
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
-    match _kind(path):
+    with path.open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            raise ValueError(
+                f"{path} is a pointer of Git LFS, not the data: run `git lfs pull` in its repository to fetch them."
+            )
+    match kind_of(path):
         case ".jsonl":
             return _read_json_lines(path)
         case ".json":
@@ -169,6 +221,14 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
 def _read_json(path: Path) -> Iterator[Row]:
     """Read a list of objects, or one object per line: both are common in ``.json`` files."""
     text = "".join(line for _, line in _lines(path))
+    whole = _whole_object(text)
+    if whole is not None and (len(text.strip().splitlines()) > 1 or _list_of_rows(whole) is not None):
+        found = _list_of_rows(whole)
+        advice = f" Its rows seem to be the list {found[:80]}: write that list alone into the file." if found else ""
+        raise ValueError(
+            f"{path} has one object, with the keys {str(list(whole))[1:-1][:80]}, where a list of objects is "
+            f"expected, such as [{{'prompt': '..'}}], or one object per line.{advice}"
+        )
     if not text.lstrip().startswith("["):
         yield from _read_json_lines(path)
         return
@@ -179,6 +239,31 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}{line}: not JSON ({_cause(error)}).") from error
     for number, row in enumerate(rows, 1):
         yield _as_row(row, f"{path}, element {number}")
+
+
+def _whole_object(text: str) -> dict[str, Any] | None:
+    """Return the object that a whole text is; None for one object per line, a list, and what is not JSON."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _list_of_rows(value: dict[str, Any], within: str = "") -> str | None:
+    """Return the name of a list of objects, such as 'data' or 'data.train', in an object; None without one.
+
+    Messages and tools are also lists of objects, of one row.
+    """
+    for key, part in value.items() if within.count(".") < 4 else ():
+        if isinstance(part, list) and part and all(isinstance(row, dict) for row in part):
+            if not any({"role", "from", "function"} & row.keys() for row in part):
+                return f"{within}{key}"
+        elif isinstance(part, dict) and (found := _list_of_rows(part, f"{within}{key}.")) is not None:
+            return found
+    return None
 
 
 def _cause(error: Exception) -> str:
@@ -278,4 +363,6 @@ def _load_datasets(source: str, path: Path, split: str, *, streaming: bool = Fal
         if split not in data:
             raise ValueError(f"{source} has no split {split!r}. It has {', '.join(data)}.{nearest(split, data)}")
         data = data[split]
+    elif saved and split not in ("train", str(data.split)):
+        raise ValueError(f"{source} is one saved data set, without splits, but split = {split!r}. Remove the split.")
     return data.to_iterable_dataset() if saved and streaming else data

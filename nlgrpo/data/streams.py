@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.prompt_dataset import RESERVED, Batch, PromptSet, Reader
 from nlgrpo.data.sources import Row, stream
 
 CHUNK = 64  # rows that are tokenized together
+SEARCHED = 100_000  # rows in which `find` looks for a column
 
 
 class _Read(NamedTuple):
@@ -26,19 +28,39 @@ class PromptStream:
     `datasets`); 0 reads in order. Each epoch reads the source again, in another order. The order is a pure function of
     the seed and the source, so a run resumes from its cursor: it reads the source up to there again.
 
-    ``skip``: number of rows at the beginning that are left out, for evaluation.
+    ``skip``: number of rows at the beginning that are left out, for evaluation. ``held_out``: token ids of prompts that
+    are left out wherever they are.
     """
 
-    def __init__(self, reader: Reader, *, seed: int = 0, shuffle_buffer: int = 0, skip: int = 0) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        seed: int = 0,
+        shuffle_buffer: int = 0,
+        skip: int = 0,
+        held_out: frozenset[tuple[int, ...]] = frozenset(),
+    ) -> None:
         self.reader, self.seed, self.shuffle_buffer, self.skip = reader, seed, shuffle_buffer, skip
+        self.held_out = held_out
         self._next: int = 0  # number of the prompt that `_prompts` gives next
         self._prompts: Iterator[_Read] = self._all_epochs()
-        first = list(islice(stream(reader.source, reader.options.split, reader.options.separator), CHUNK))
+        o = reader.options
+        first = list(islice(stream(reader.source, o.split, o.separator, limit=o.limit), CHUNK))
         self._maker = reader.maker(first)
-        self.names = [name for name in dict.fromkeys(name for row in first for name in row) if name not in RESERVED]
+        self._names: dict[str, None] = {}  # an ordered set
+        self._learn_names(first)
+        examples = reader.examples(first, self._maker)
+        reader.check_used(examples)
+        self.first = next((ids for ids in reader.encode(examples) if len(ids) <= reader.max_prompt_tokens), None)
 
     def __repr__(self) -> str:
         return f"PromptStream({self.reader.source})"
+
+    @property
+    def names(self) -> list[str]:
+        """Columns for reward functions, of the rows that have been read so far."""
+        return list(self._names)
 
     @property
     def longest(self) -> int:
@@ -48,6 +70,18 @@ class PromptStream:
     def all(self) -> PromptSet:
         """Return an empty set: the prompts are not known before they are read."""
         return PromptSet([], [], [])
+
+    def find(self, columns: Iterable[str]) -> None:
+        """Read the source until ``columns`` have occurred, at most `SEARCHED` rows: not all rows need to have them."""
+        missing = set(columns) - self._names.keys()
+        if not missing:
+            return
+        o = self.reader.options
+        for row in islice(stream(self.reader.source, o.split, o.separator, limit=o.limit), SEARCHED):
+            self._learn_names([row])
+            missing -= row.keys()
+            if not missing:
+                return
 
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run.
@@ -77,9 +111,25 @@ class PromptStream:
             rows = after
             if len(taken) == count:
                 break
-        held_out = PromptSet(*map(list, zip(*taken, strict=True)), seed=self.seed, shuffle=False)
-        rest = PromptStream(self.reader, seed=self.seed, shuffle_buffer=self.shuffle_buffer, skip=self.skip + rows)
-        return rest, held_out
+        if not taken:
+            raise self._none_left()
+        held_out = PromptSet(*map(list, zip(*taken, strict=True)), shuffle=False)
+        return self._rest(skip=self.skip + rows), held_out
+
+    def without(self, prompts: Iterable[Sequence[int]]) -> PromptStream:
+        """Return a stream without the prompts that have these token ids."""
+        return self._rest(held_out=self.held_out | {tuple(ids) for ids in prompts})
+
+    def _rest(self, **changes: Any) -> PromptStream:
+        """Return this stream with other attributes, from its beginning."""
+        rest = copy(self)
+        vars(rest).update(changes)
+        rest._next, rest._prompts = 0, rest._all_epochs()
+        return rest
+
+    def _learn_names(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._names.update(dict.fromkeys(name for name in row if name not in RESERVED))
 
     def _all_epochs(self) -> Iterator[_Read]:
         epoch = 0
@@ -89,10 +139,7 @@ class PromptStream:
                 found = True
                 yield read
             if not found:
-                raise ValueError(
-                    f"{self.reader.source}: no prompt is left: all are too long (more than "
-                    f"{self.reader.max_prompt_tokens} tokens), have no cut_after, or are held out for evaluation."
-                )
+                raise self._none_left()
             epoch += 1
 
     def _rows(self, epoch: int, *, shuffled: bool) -> Iterator[Row]:
@@ -115,9 +162,16 @@ class PromptStream:
         """Yield the prompts of rows, and the number of rows read up to each."""
         done = 0
         while chunk := list(islice(rows, CHUNK)):
+            self._learn_names(chunk)
             examples = self.reader.examples(chunk, self._maker, first=self.skip + done + 1)
             numbers = {id(row): i for i, row in enumerate(chunk, done + 1)}
             for example, ids in zip(examples, self.reader.encode(examples), strict=True):
-                if len(ids) <= self.reader.max_prompt_tokens:
+                if len(ids) <= self.reader.max_prompt_tokens and tuple(ids) not in self.held_out:
                     yield _Read(ids, example.prompt, example.row), numbers[id(example.row)]
             done += len(chunk)
+
+    def _none_left(self) -> ValueError:
+        return ValueError(
+            f"{self.reader.source}: no prompt is left: all are too long (more than {self.reader.max_prompt_tokens} "
+            "tokens), have no cut_after, or are held out for evaluation."
+        )

@@ -28,7 +28,7 @@ from nlgrpo.engine.inference.choosing import Chooser
 from nlgrpo.engine.inference.implicit_reward import TextImplicitReward
 from nlgrpo.engine.rollouts import convert
 from nlgrpo.engine.rollouts.collect import Provenance, Scorer, refuse_pairwise, scorers
-from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, refuse_environment, sampling_of
+from nlgrpo.engine.rollouts.inputs import find_columns, load_rewards, read_prompts, refuse_environment, sampling_of
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -93,6 +93,8 @@ class Comparison:
     """Whether the prompts are held out in runs of this configuration; otherwise runs train on them."""
     left_out: int
     """Number of prompts left out: repeats, and those that runs or the value models are trained on."""
+    dropped: dict[str, int]
+    """Numbers of prompts that the model cannot be asked, by reason."""
     sampler: Sampler
     scorers: list[Scorer]
     gold: Scorer | None
@@ -274,11 +276,12 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     limits = transformers_backend.limits_of(decoder.read_config(source))
     # Load with seed 0, for the same prompts in the same order with every sampling seed.
     seed_0 = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, seed=0))
-    training, held_out = load_prompts(seed_0, tokenizer, limits)
+    training, held_out = read_prompts(seed_0, tokenizer, limits)
     objectives, loaded = load_rewards(cfg, queue.ranks.device)
     _check_gold(options.gold, cfg)
     weighted = [reward for reward in loaded if cfg.rewards[reward.name].weight != 0]
     evaluating = [reward for reward in loaded if reward.name == options.gold]
+    find_columns(cfg, [*weighted, *evaluating], training, held_out)
     reward_functions.check_columns([*weighted, *evaluating], held_out.names)
     reward_scorers = scorers(cfg.rewards, objectives, weighted)
     gold = scorers(cfg.rewards, objectives, evaluating)
@@ -308,6 +311,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
         batch=unseen.take(0, min(cfg.evaluation.prompts or len(unseen), len(unseen))),
         held_out=held_out is not training,
         left_out=len(held_out) - len(unseen),
+        dropped=held_out.left_out,
         sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows or ROWS, cfg.train.seed ^ (1 << 62), []),
         scorers=reward_scorers,
         gold=gold[0] if gold else None,

@@ -18,7 +18,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.engine.rollouts.inputs import load_prompts, load_rewards, refuse_environment, sampling_of
+from nlgrpo.engine.rollouts.inputs import find_columns, load_rewards, read_prompts, refuse_environment, sampling_of
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
@@ -59,6 +59,7 @@ class Evaluation:
     options: EvaluationOptions
     ranks: Ranks
     candidates: list[RolloutCollector]  # the reference first; each has the prompts in its own tokens
+    left_out: dict[str, int]  # prompts that could not be evaluated, by reason
     objectives: dict[str, Objective]
     scorers: list[Scorer]
     console: Console = field(default_factory=Console)
@@ -87,11 +88,14 @@ def _label(name: str) -> str:
 
 def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
     """Load tokenizers, prompts and rewards; `draw` loads the weights, one model at a time."""
+    refuse_environment(cfg, "nlgrpo evaluate")
     labels = [REFERENCE, *map(_label, options.models)]
     if len(set(labels)) < len(labels):
         raise ValueError(f"models need different labels, got {', '.join(labels)}; set a label with LABEL=PATH")
     named = [options.reference, *options.models]
-    candidates = [_candidate(label, name, options, cfg, ranks) for label, name in zip(labels, named, strict=True)]
+    objectives, loaded = load_rewards(cfg, ranks.device)
+    found = [_candidate(label, name, options, cfg, ranks, loaded) for label, name in zip(labels, named, strict=True)]
+    candidates = [candidate for candidate, _ in found]
     first = candidates[0]
     for other in candidates[1:]:
         if other.batch.prompts != first.batch.prompts:
@@ -99,19 +103,27 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
                 f"{other.label} and {first.label} have different prompts after the length filter: their contexts or "
                 "tokenizers differ. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
-    objectives, loaded = load_rewards(cfg, ranks.device)
     reward_functions.check_columns(loaded, list(first.batch.columns))
     console = Console(quiet=not ranks.first)
-    return Evaluation(cfg, options, ranks, candidates, objectives, scorers(cfg.rewards, objectives, loaded), console)
+    scoring = scorers(cfg.rewards, objectives, loaded)
+    return Evaluation(cfg, options, ranks, candidates, found[0][1], objectives, scoring, console)
 
 
-def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, ranks: Ranks) -> RolloutCollector:
-    refuse_environment(cfg, "nlgrpo evaluate")
+def _candidate(
+    label: str,
+    name: str,
+    options: EvaluationOptions,
+    cfg: Config,
+    ranks: Ranks,
+    rewards: Sequence[reward_functions.Reward],
+) -> tuple[RolloutCollector, dict[str, int]]:
+    """Return what samples a model, and the numbers of prompts that it cannot evaluate, by reason."""
     path = path_of(name) if label != REFERENCE else Path(name)
     source = hf_weights.locate(path / "model" if is_run(path) else str(path))
     tokenizer = load_tokenizer(source)
     model_cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
-    _, held_out = load_prompts(model_cfg, tokenizer, shape_of(decoder.read_config(source)))
+    prompts, held_out = read_prompts(model_cfg, tokenizer, shape_of(decoder.read_config(source)))
+    find_columns(model_cfg, rewards, prompts, held_out)
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
     seed = cfg.train.seed ^ (1 << 62)  # the seed of a run's own evaluation
     sampling = sampling_of(cfg, tokenizer, source)
@@ -120,7 +132,7 @@ def _candidate(label: str, name: str, options: EvaluationOptions, cfg: Config, r
     engine = cfg.rollout.engine
     origin = Provenance.of(source, tokenizer, dtype, sampling, engine)
     store = open_store(options.out / "samples", origin, sampler, first=ranks.first)
-    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store)
+    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store), held_out.left_out
 
 
 def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
@@ -184,6 +196,7 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
         objectives={name: str(objective) for name, objective in e.objectives.items()},
         weights={name: reward.weight for name, reward in e.cfg.rewards.items()},
         max_length=e.cfg.rollout.max_new_tokens,
+        left_out=e.left_out,
         prompts=[plain_text(p) for p in candidate.batch.prompts][:8],
         completions=[rows[:8] for rows in completions[:8]],
         kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},

@@ -126,8 +126,7 @@ class _Report:
             facts.append(f"{len(models)} models")
         if any(model.logged for model in models) or self.one:
             facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
-        shapes = {tuple(s.lengths.shape) for s in self.found.sampled.values()}
-        sizes = [f"{p} prompts x {n} samples" for p, n in sorted(shapes)]
+        sizes = sorted({s.size for s in self.found.sampled.values()})
         return facts + [f"evaluated on {' and '.join(sizes)}"] * bool(sizes)
 
     # --- pictures ---

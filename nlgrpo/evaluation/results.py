@@ -220,10 +220,10 @@ def _no_nan(value: object) -> object:
 def tables(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> Iterator[Table]:
     """Yield one table per quantity: a row per procedure, a column per model, with win rates against the reference."""
     every = entries(found, procedures, gold)
-    prompts, n = next(iter(found.values())).lengths.shape
+    size = next(iter(found.values())).size
     for quantity in dict.fromkeys(entry.quantity for entry in every if entry.procedure):
         rows = [entry for entry in every if entry.quantity == quantity]
-        yield _table(f"{quantity} ({prompts} prompts x {n} samples)", rows, list(found), "procedure")
+        yield _table(f"{quantity} ({size})", rows, list(found), "procedure")
     rows = [Entry(entry.model, "", entry.quantity, entry.estimate) for entry in every if not entry.procedure]
     yield _table("KL to the reference, length, diversity", rows, list(found), "")
 
@@ -433,8 +433,7 @@ def before_after_table(before: EvaluationSamples, after: EvaluationSamples, ns: 
 
     Raises ValueError if N exceeds the number of samples per prompt.
     """
-    prompts, n = after.lengths.shape
-    title = f"before and after training ({prompts} prompts x {n} samples, 95% intervals)"
+    title = f"before and after training ({after.size}, 95% intervals)"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for heading in ("reward", "procedure", "before", "after", "change"):
         table.add_column(heading, no_wrap=heading != "reward")

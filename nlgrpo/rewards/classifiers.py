@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nlgrpo.data.conversations import text_of
+from nlgrpo.data.conversations import ChatOptions, answered, is_continued, text_of
 from nlgrpo.data.encoding import ids_to_score
 from nlgrpo.rewards.builtin import path_of
 
@@ -34,7 +34,8 @@ class TextEncoder:
     def ids(self, prompt: Any, completion: Any) -> list[int]:
         chat = self.include_prompt and not isinstance(prompt, str) and self.tokenizer.chat_template is not None
         if chat:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            messages = answered(prompt, completion)
+            text = ChatOptions().text(self.tokenizer, messages, "a conversation to score", whole=True)
         else:
             text = self._join(prompt, completion)
         return ids_to_score(self.tokenizer, text, self.max_length, templated=chat, append_eos=self.append_eos)
@@ -42,7 +43,7 @@ class TextEncoder:
     def _join(self, prompt: Any, completion: Any) -> str:
         if not self.include_prompt:
             return text_of(completion)
-        return ("" if isinstance(prompt, str) else "\n").join((text_of(prompt), text_of(completion)))
+        return ("" if is_continued(prompt) else "\n").join((text_of(prompt), text_of(completion)))
 
 
 class Classifier:

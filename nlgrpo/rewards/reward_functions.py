@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.data.sources import nearest
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.calling import (
     PROVIDED,
@@ -135,19 +136,29 @@ class Scores:
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
-    """Raise ValueError if a reward needs a column that the data do not have.
+    """Raise ValueError, with the nearest names, if a reward needs a column that the data do not have.
 
     ``columns``: columns of the data. A function needs its arguments without a default, a built-in its ``data_columns``.
     """
     for reward in rewards:
-        known = {*columns, *PROVIDED, *(("samples",) if reward.pairwise else ())} - {"prompt", "completion"}
-        required = getattr(reward.function, "data_columns", ())
-        missing = _missing(reward, known) + [column for column in required if column not in columns]
+        missing = missing_columns([reward], columns)
         if missing:
             available = ", ".join(columns) or "none besides the prompt"
+            close = "".join(nearest(column, columns) for column in missing)
             raise ValueError(
-                f"reward {reward.name!r} needs {', '.join(map(repr, missing))}. Columns of the data: {available}"
+                f"reward {reward.name!r} needs {', '.join(map(repr, missing))}. "
+                f"Columns of the data: {available}.{close}"
             )
+
+
+def missing_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:
+    """Return the columns that rewards need and that are not in ``columns``."""
+    found: list[str] = []
+    for reward in rewards:
+        known = {*columns, *PROVIDED, *(("samples",) if reward.pairwise else ())} - {"prompt", "completion"}
+        required = getattr(reward.function, "data_columns", ())
+        found += _missing(reward, known) + [column for column in required if column not in columns]
+    return found
 
 
 def _missing(reward: Reward, known: Collection[str]) -> list[str]:

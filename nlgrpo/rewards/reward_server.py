@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from nlgrpo.data.conversations import text_of
+from nlgrpo.data.conversations import answered, is_continued, text_of
 from nlgrpo.rewards.classifiers import TextEncoder
 from nlgrpo.rewards.http_endpoint import Endpoint, check_counts
 from nlgrpo.rewards.outputs import values_of
@@ -110,8 +110,8 @@ class RewardServer:
         if isinstance(prompt, str):
             return prompt + text_of(completion)
         if self.protocol == "vllm":
-            return {"messages": [*prompt, *completion], "add_generation_prompt": False}
-        return "\n".join((text_of(prompt), text_of(completion)))
+            return {"messages": answered(prompt, completion), "add_generation_prompt": False}
+        return ("" if is_continued(prompt) else "\n").join((text_of(prompt), text_of(completion)))
 
     def _body(
         self, inputs: list[Any], pairs: list[tuple[Any, Any]], columns: Mapping[str, Any], part: list[int]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
+
+ENDS = 80  # letters of a text that are shown at each end
 
 
 def named_lines(title: str, rows: Mapping[str, str]) -> Table:
@@ -17,6 +20,17 @@ def named_lines(title: str, rows: Mapping[str, str]) -> Table:
     for name, text in rows.items():
         table.add_row(name, Text(text))
     return table
+
+
+def first_tokens(name: str, ids: Sequence[int] | None, tokenizer: Any) -> dict[str, str]:
+    """Return a row that shows a prompt as the model reads it: the ends of its text, and of its token ids."""
+    if not ids:
+        return {}
+    text = repr(tokenizer.decode(list(ids)))
+    numbers = list(map(str, ids))
+    shown = text if len(text) <= 2 * ENDS else f"{text[:ENDS]} ... {text[-ENDS:]}"
+    listed = numbers if len(numbers) <= 16 else [*numbers[:8], "...", *numbers[-8:]]
+    return {name: f"{shown}\n{len(ids)} token{'s' * (len(ids) > 1)}: {' '.join(listed)}"}
 
 
 def size(number: float) -> str:

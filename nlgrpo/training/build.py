@@ -7,7 +7,7 @@ from functools import partial
 from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.collect import Provenance
-from nlgrpo.engine.rollouts.inputs import load_environment, load_prompts, load_rewards, sampling_of
+from nlgrpo.engine.rollouts.inputs import find_columns, load_environment, load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import ENVIRONMENT, Sampler
 from nlgrpo.model import adapters, decoder, hf_weights
 from nlgrpo.model.architectures import shape_of
@@ -32,6 +32,7 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     environment = load_environment(cfg, tokenizer, shape, ranks)
     prompts, held_out = load_prompts(cfg, tokenizer, shape, environment)
     objectives, rewards = load_rewards(cfg, ranks.device)
+    find_columns(cfg, rewards, prompts, held_out)
     for scored in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
         reward_functions.check_columns(rewards, [*scored.names, *([ENVIRONMENT] if environment else [])])
     sampling = sampling_of(cfg, tokenizer, source)

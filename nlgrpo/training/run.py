@@ -18,6 +18,7 @@ from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.data import prompt_dataset
+from nlgrpo.data.conversations import plain_text
 from nlgrpo.engine import backends
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.backends.base import Engine, PolicyEngine
@@ -172,12 +173,21 @@ class Run:
         return chosen.score(batch, rollout, step=step, total_steps=self.config.train.steps, first_prompt=first)
 
     def evaluated(self) -> dict[str, evaluation_samples.EvaluationSamples]:
-        """Load the saved evaluations that have the configured number of prompts and samples; {} if there are none."""
+        """Load the saved evaluations of the same prompts and number of samples; {} if there are none."""
         if not (self.folder / evaluation_samples.FILE).is_file():
             return {}
-        shape = (min(self.config.evaluation.prompts, len(self.held_out)), self.config.evaluation.samples)
+        shape = (len(self._evaluation_batch.ids), self.config.evaluation.samples)
+        shown = [plain_text(prompt) for prompt in self._evaluation_batch.prompts]
         saved = evaluation_samples.read_evaluation(self.folder)
-        return {name: model for name, model in saved.items() if tuple(model.lengths.shape) == shape}
+        return {
+            name: model
+            for name, model in saved.items()
+            if tuple(model.lengths.shape) == shape and model.prompts == shown[: len(model.prompts)]
+        }
+
+    @property
+    def _evaluation_batch(self) -> prompt_dataset.Batch:
+        return self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
 
     def write_evaluation(self, **models: evaluation_samples.EvaluationSamples) -> None:
         if self.ranks.first:
@@ -185,8 +195,8 @@ class Run:
 
     @phase("evaluation")
     def evaluate(self, engine: Engine) -> evaluation_samples.EvaluationSamples:
-        batch = self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
-        return self.evaluator().evaluate(engine, batch, self.ranks, self.objectives, self.weights())
+        sampled = self.evaluator().evaluate(engine, self._evaluation_batch, self.ranks, self.objectives, self.weights())
+        return replace(sampled, left_out=self.held_out.left_out)
 
     @contextmanager
     def engine(self, learner: Learner, stopping: Callable[[], bool] = lambda: False) -> Iterator[PolicyEngine]:

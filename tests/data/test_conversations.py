@@ -7,7 +7,7 @@ import pytest
 from chat_model import chat_tokenizer, template
 from test_prompt_dataset import write_lines
 
-from nlgrpo.data.conversations import ChatOptions
+from nlgrpo.data.conversations import ChatOptions, answered, is_continued
 from nlgrpo.data.prompt_dataset import load
 from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine.rollouts.tools import load_tools
@@ -176,3 +176,190 @@ def test_columns_of_texts_are_not_read(tmp_path, tokenizer):
     """A column `tools` of a data set without conversations is a column like others."""
     prompts = load_rows(tmp_path, tokenizer, {"prompt": "Hi", "tools": "hammer"})
     assert prompts.columns == {"tools": ["hammer"]}
+
+
+# --- messages in every form -------------------------------------------------------------------------------------------
+
+PARTS = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there", "image_url": None}]
+IMAGE = {"type": "image_url", "image_url": {"url": "cat.png"}}
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+BROKEN_JSON = "[{'role': 'user', 'content': 'Hi'}]"  # Python's repr
+
+
+def said(content, role="user"):
+    return [{"role": role, "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(PARTS, "Hi\nthere"), (["Hi", "there"], "Hi\nthere"), ([{"text": "Hi"}], "Hi"), (5, "5"), (0.5, "0.5"), ("", "")],
+)
+def test_content_is_one_text(tmp_path, tokenizer, rendered, content, text):
+    prompts = load_rows(tmp_path, tokenizer, {"prompt": said(content)})
+    assert prompts.prompts == [said(text)]  # what rewards get
+    assert prompts.ids == [rendered(said(text))]
+    assert encode(tokenizer, [said(content)]) == [rendered(said(text))]
+
+
+def test_content_parts_of_arrow(tmp_path, tokenizer, rendered):
+    """Arrow gives all parts the keys of all parts, and all messages those of all messages."""
+    rows = [{"prompt": said(PARTS[:1])}, {"prompt": [{"role": "user", "name": "me", "content": PARTS}]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+    prompts = load(str(tmp_path / "data.parquet"), tokenizer, max_prompt_tokens=2000, shuffle=False)
+    assert prompts.prompts == [said("Hi"), [{"role": "user", "name": "me", "content": "Hi\nthere"}]]
+    assert prompts.ids == [rendered(said("Hi")), rendered(said("Hi\nthere"))]
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_messages_as_json(tmp_path, tokenizer, rendered, column):
+    row = {column: json.dumps(said("Hi"))}
+    prompts = load_rows(tmp_path, tokenizer, row, {column: said("Ho")})
+    assert prompts.prompts == [said("Hi"), said("Ho")]
+    assert prompts.ids == [rendered(said("Hi")), rendered(said("Ho"))]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2] is a list", "[1, 2]", '{"a": 1}', "[{'a': 1}]", "{'role': 'x'} is a dict", "["]
+)
+def test_other_texts_stay_texts(tmp_path, tokenizer, text):
+    assert load_rows(tmp_path, tokenizer, {"prompt": text}).prompts == [text]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        (said([*PARTS, IMAGE]), ["example 1", "message 1", "'user'", "'image_url'", "only text is supported"]),
+        (said([{"type": "input_audio", "input_audio": {}}]), ["'input_audio'", "only text is supported"]),
+        (said([3]), ["'int'", "only text is supported"]),
+        (said([{"type": "text"}]), ["only text is supported"]),
+        (said(None), ["message 1", "NoneType", "expected a text"]),
+        (said([]), ["message 1", "a list ([])", "expected a text"]),
+        (said(True), ["a bool (True)", "expected a text"]),
+        (said(float("nan")), ["a float (nan)", "expected a text"]),
+        (said({"parts": ["Hi"]}), ["a dict", "expected a text"]),
+        ([{"content": "Hi"}], ["message 1 has no 'role'", "{'role': .., 'content': ..}"]),
+        ([*USER, {"role": "user"}], ["message 2 has no 'content'"]),
+        ([{"from": "human", "value": "Hi"}], ["has no 'role'", "Rename 'from' and 'value' to 'role' and 'content'"]),
+        (said("Hi", role=3), ["a int (3) as its role", "'user'"]),
+        (said("Hi", role="human"), ["'human'", "does not know", "system, developer, user, assistant, tool"]),
+        (said("Hi", role="usr"), ["'usr'", "Nearest: 'user'"]),
+        ([], ["no message to answer"]),
+        (["Hi"], ["instead of a list of {'role'"]),
+        (BROKEN_JSON, ["column 'prompt'", "is not JSON", "json.dumps"]),
+        (json.dumps(said("Hi"))[:-4], ["is not JSON", "json.dumps"]),
+        (json.dumps(said("Hi")[0]), ["JSON of an object instead of a list"]),
+        (json.dumps({"messages": said("Hi")}), ["JSON of an object instead of a list"]),
+        (json.dumps([{"content": "Hi"}]), ["message 1 has no 'role'"]),
+    ],
+)
+def test_messages_that_are_refused(tmp_path, tokenizer, prompt, named):
+    with pytest.raises(ValueError, match="example 1") as error:
+        load_rows(tmp_path, tokenizer, {"prompt": prompt})
+    assert [part for part in named if part not in str(error.value)] == []
+
+
+def test_a_column_of_messages_has_no_texts(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"column 'messages' holds a str \('Hi'\) .* prompt_column = 'messages'"):
+        load_rows(tmp_path, tokenizer, {"messages": "Hi"})
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": "Hi"}])
+    assert load(source, tokenizer, max_prompt_tokens=9, prompt_column="messages").prompts == ["Hi"]
+
+
+def test_a_conversation_in_a_template_is_refused(tmp_path, tokenizer):
+    for prompt in (USER, json.dumps(USER)):
+        source = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt}])
+        with pytest.raises(ValueError, match=r"'prompt' is a conversation, which the template 'Q: \{prompt\}'"):
+            load(source, tokenizer, max_prompt_tokens=99, template="Q: {prompt}")
+
+
+# --- what the template does with messages -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama3", "qwen3", "phi3"])
+@pytest.mark.parametrize("add_bos", [None, True])
+def test_ids_are_those_of_transformers_with_one_bos(tmp_path, name, add_bos):
+    tokenizer = chat_tokenizer(template(name), bos_token="<|im_start|>")
+    expected = tokenizer.apply_chat_template(USER, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if add_bos and expected[0] != tokenizer.bos_token_id:
+        expected = [tokenizer.bos_token_id, *expected]
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": USER}])
+    assert load(source, tokenizer, max_prompt_tokens=999, add_bos=add_bos).ids == [expected]
+    assert expected[:2] != [tokenizer.bos_token_id] * 2
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_that_the_template_drops(tmp_path, role):
+    rows = {"prompt": [{"role": role, "content": "Be brief."}, *USER]}
+    with pytest.raises(ValueError, match=r"example 1: .* leaves out message 1") as error:
+        load_rows(tmp_path, chat_tokenizer(NO_SYSTEM), rows)
+    assert "Be brief." in str(error.value)
+    assert "first message of the user" in str(error.value)
+    with pytest.raises(ValueError, match=r"leaves out message 1.* remove data.system_prompt"):
+        load_rows(tmp_path, chat_tokenizer(NO_SYSTEM), {"prompt": "Hi"}, system_prompt="Be brief.")
+
+
+def test_a_system_message_that_the_template_rejects(tmp_path):
+    with pytest.raises(ValueError, match=r"System role not supported(.|\n)*first message of the user"):
+        load_rows(tmp_path, chat_tokenizer(template("gemma"), bos_token="<s>"), {"prompt": "Hi"}, system_prompt="Be.")
+
+
+def test_a_developer_is_a_system_where_the_template_has_none(tmp_path, tokenizer, rendered):
+    developer, system = ([{"role": role, "content": "Be brief."}, *USER] for role in ("developer", "system"))
+    assert load_rows(tmp_path, tokenizer, {"prompt": developer}).ids == [rendered(system)]
+    own = load_rows(tmp_path, tokenizer, {"prompt": developer}, system_prompt="Be kind.")
+    assert own.prompts == [developer]
+
+
+def test_roles_of_the_template_are_known(tmp_path):
+    tokenizer = chat_tokenizer("{% if messages[0].role == 'critic' %}!{% endif %}" + PLAIN)
+    assert load_rows(tmp_path, tokenizer, {"prompt": said("Hi", "critic")}).ids == [
+        tokenizer("!<critic>Hi<assistant>")["input_ids"]
+    ]
+
+
+def test_a_thought_that_a_template_removes_is_no_message_left_out(tmp_path, tokenizer, rendered):
+    """Qwen3 shows earlier answers without their reasoning."""
+    talk = [*USER, {"role": "assistant", "content": "<think>Hm.</think>Yes"}, *USER]
+    assert load_rows(tmp_path, tokenizer, {"prompt": talk}).ids == [rendered(talk)]
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+
+
+def test_tool_calls_and_their_results(tmp_path, tokenizer, rendered):
+    talk = [*USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *said("Rain", role="tool")]
+    assert load_rows(tmp_path, tokenizer, {"prompt": talk}).ids == [rendered(talk)]
+    with pytest.raises(ValueError, match="message 2 has tool calls, but the chat template leaves them out"):
+        load_rows(tmp_path, chat_tokenizer(PLAIN), {"prompt": talk})
+    with pytest.raises(ValueError, match=r"ends with tool calls of the assistant.* role 'tool'"):
+        load_rows(tmp_path, tokenizer, {"prompt": talk[:2]})
+
+
+def test_a_final_message_of_the_assistant_is_continued(tmp_path, tokenizer):
+    talk = [*USER, {"role": "assistant", "content": PARTS}]
+    expected = tokenizer.apply_chat_template(
+        [*USER, {"role": "assistant", "content": "Hi\nthere"}], continue_final_message=True, return_dict=False
+    )
+    assert load_rows(tmp_path, tokenizer, {"prompt": talk}).ids == [expected]
+    assert encode(tokenizer, [talk]) == [expected]
+
+
+def test_an_answer_that_continues_is_one_message():
+    begun = [*USER, {"role": "assistant", "content": "The answer"}]
+    assert answered(begun, said(" is 4", "assistant")) == [*USER, {"role": "assistant", "content": "The answer is 4"}]
+    assert answered(USER, said("4", "assistant")) == [*USER, {"role": "assistant", "content": "4"}]
+    assert [is_continued(prompt) for prompt in ("Hi", USER, begun)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"), ({"tools": [WEATHER]}, "tools")],
+)
+def test_options_of_the_template_without_a_conversation(tmp_path, tokenizer, options, name):
+    with pytest.raises(ValueError, match=rf"prompts.jsonl: {name} is for the chat template.* chat = true"):
+        load_rows(tmp_path, tokenizer, {"prompt": "Hi"}, **options)
+    assert load_rows(tmp_path, tokenizer, {"prompt": "Hi"}, {"prompt": USER}, **options)

@@ -12,7 +12,9 @@ from nlgrpo.data import sources
 from nlgrpo.data.mixtures import BLOCK, MixedPrompts, largest_remainders, merge, shares_of
 from nlgrpo.data.prompt_dataset import Reader, SourceOptions, load
 from nlgrpo.data.streams import PromptStream
-from nlgrpo.engine.rollouts.inputs import all_prompts, load_prompts
+from nlgrpo.engine.rollouts.evaluation_samples import size_of
+from nlgrpo.engine.rollouts.inputs import all_prompts, find_columns, load_prompts, read_prompts, unread_files
+from nlgrpo.rewards.reward_functions import Reward, check_columns
 
 
 class Limits:
@@ -226,7 +228,10 @@ def test_streams_that_are_refused(tmp_path, tokenizer, rows, message):
 
 
 def test_streams_of_a_configuration(tmp_path, tokenizer):
-    path, other = write(tmp_path, "a", 40, source="a"), write(tmp_path, "b", 40, source="b")
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"prompt": "a " * (i + 1), "number": i, "source": "a"} for i in range(40)]
+    )
+    other = write(tmp_path, "b", 40, source="b")
     cfg = config(data={"source": path, "streaming": True, "shuffle_buffer": 5}, evaluation={"prompts": 4})
     prompts, held_out = load_prompts(cfg, tokenizer, Limits)
     assert (len(held_out), prompts.longest) == (4, 1000 - 128)
@@ -236,3 +241,152 @@ def test_streams_of_a_configuration(tmp_path, tokenizer):
     assert collections.Counter(both.take(0, 20).columns["source"]) == {"a": 10, "b": 10}
     assert len(both.all()) == 40  # those that are known
     assert len(all_prompts(mixture, tokenizer, Limits)) == 80
+
+
+def late(tmp_path, name="late", count=200, first=150, **common):
+    """A file whose rows have the column `answer` from number ``first`` on."""
+    rows = [{"prompt": "b " * (1 + i % 50), "number": i, **common} for i in range(count)]
+    for i in range(first, count):
+        rows[i]["answer"] = i
+    return write_lines(tmp_path / f"{name}.jsonl", rows)
+
+
+@pytest.mark.parametrize("buffer", [0, 10_000])
+def test_a_column_that_comes_late_is_there(tmp_path, tokenizer, buffer):
+    columns = stream(late(tmp_path), tokenizer, shuffle_buffer=buffer).take(0, 200).columns
+    answers = dict(zip(columns["number"], columns["answer"], strict=True))
+    assert answers == {i: i if i >= 150 else None for i in range(200)}
+
+
+def test_a_late_column_is_found_before_it_is_needed(tmp_path, tokenizer):
+    prompts = stream(late(tmp_path, first=1500, count=2000), tokenizer)
+    assert prompts.names == ["number"]
+    prompts.find(["answer", "other"])
+    assert prompts.names == ["number", "answer"]
+    assert prompts.take(0, 3).columns == {"number": [0, 1, 2], "answer": [None] * 3}
+
+
+def needs_answer(completions, answer):
+    return [float(a is not None) for a in answer]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rewards_may_need_a_late_column(tmp_path, tokenizer, mixed):
+    source, other = late(tmp_path, source="a"), write(tmp_path, "b", 40, source="b")
+    given = {"mixture": {source: 1, other: 1}} if mixed else {"source": source}
+    cfg = config(data=given | {"streaming": True, "shuffle_buffer": 5}, evaluation={"prompts": 4})
+    prompts, held_out = load_prompts(cfg, tokenizer, Limits)
+    rewards = [Reward("r", needs_answer)]
+    with pytest.raises(ValueError, match=r"reward 'r' needs 'answer'. Columns of the data: number, source"):
+        check_columns(rewards, prompts.names)
+    find_columns(cfg, rewards, prompts, held_out)
+    for scored in (prompts, held_out):
+        check_columns(rewards, scored.names)
+        assert scored.take(0, 4).columns["answer"] == [None] * 4
+
+
+def test_a_column_that_no_row_has_is_named_with_the_nearest(tmp_path, tokenizer):
+    prompts = stream(late(tmp_path, first=0), tokenizer)
+
+    def reward(completions, anser):
+        return []
+
+    with pytest.raises(ValueError, match=r"needs 'anser'. Columns of the data: number, answer. Nearest: 'answer'"):
+        check_columns([Reward("r", reward)], prompts.names)
+
+
+def test_a_stream_without_a_prompt_to_hold_out(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="no prompt is left"):
+        stream(write(tmp_path, "a", 5), tokenizer, longest=1).split(2)
+
+
+# --- training and evaluation prompts ----------------------------------------------------------------------------------
+
+
+def repeated(tmp_path, name, letters):
+    return write_lines(
+        tmp_path / f"{name}.jsonl", [{"prompt": letter, "number": i} for i, letter in enumerate(letters)]
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_prompts_that_are_held_out_are_not_trained(tmp_path, tokenizer, streaming):
+    """The last two prompts are c and d, those of a stream the first two; both occur in the rest as well."""
+    letters = "abcabd" if not streaming else "cdabca"
+    cfg = config(data={"source": repeated(tmp_path, "a", letters), "streaming": streaming}, evaluation={"prompts": 2})
+    prompts, held_out = load_prompts(cfg, tokenizer, Limits)
+    trained = prompts.take(0, 20).prompts
+    assert not set(trained) & set(held_out.prompts)
+    assert set(trained) == set(letters) - set(held_out.prompts)
+
+
+def test_evaluation_prompts_of_another_file_are_not_trained(tmp_path, tokenizer):
+    source, other = repeated(tmp_path, "a", "abcdab"), repeated(tmp_path, "b", "bex")
+    alone, _ = load_prompts(config(data={"source": source}), tokenizer, Limits)
+    cfg = config(data={"source": source, "evaluation": other}, evaluation={"prompts": 3})
+    prompts, held_out = load_prompts(cfg, tokenizer, Limits)
+    assert (prompts.prompts, prompts.shared, len(held_out)) == (["a", "c", "d", "a"], 2, 3)
+    assert "2 dropped with a held-out prompt" in repr(prompts)
+    assert len(read_prompts(cfg, tokenizer, Limits)[0]) == len(alone) == 6
+    mixture = config(data={"mixture": {source: 1, repeated(tmp_path, "c", "bcd"): 1}, "evaluation": other})
+    assert {*load_prompts(mixture, tokenizer, Limits)[0].all().prompts} == {*"acd"}
+    with pytest.raises(ValueError, match="all 6 training prompts are also held out"):
+        load_prompts(config(data={"source": source, "evaluation": source}), tokenizer, Limits)
+
+
+def test_a_source_that_shares_nothing_keeps_its_order(tmp_path, tokenizer):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a " * (i + 1), "number": i} for i in range(40)])
+    cfg = config(data={"source": source}, evaluation={"prompts": 8}, train={"seed": 3})
+    prompts, _ = load_prompts(cfg, tokenizer, Limits)
+    rows = load(source, tokenizer, max_prompt_tokens=99, limit=32, seed=3)
+    assert prompts.take(0, 70) == rows.take(0, 70)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_every_seed_evaluates_the_same_prompts(tmp_path, tokenizer, own):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a " * (i + 1)} for i in range(40)])
+    given = {"source": source} | ({} if own else {"evaluation": write(tmp_path, "b", 30, "b")})
+    found = []
+    for seed in (0, 1, 7):
+        cfg = config(data=given, evaluation={"prompts": 4}, train={"seed": seed})
+        _, held_out = load_prompts(cfg, tokenizer, Limits)
+        found.append(held_out.take(0, 4))
+    assert found[0] == found[1] == found[2]
+
+
+def test_evaluation_prompts_that_are_too_long_are_counted(tmp_path, tokenizer):
+    source, other = write(tmp_path, "a", 6), write(tmp_path, "b", 9, "c")  # of 2, 3 and 4 tokens
+    cfg = config(data={"source": source, "evaluation": other, "max_prompt_tokens": 3}, evaluation={"prompts": 9})
+    _, held_out = load_prompts(cfg, tokenizer, Limits)
+    assert (len(held_out), held_out.left_out) == (6, {"dropped as too long": 3})
+    assert size_of(6, 16, held_out.left_out) == "6 of 9 prompts x 16 samples; 3 dropped as too long"
+    assert size_of(6, 16, {}) == "6 prompts x 16 samples"
+
+
+def test_a_mixture_of_single_prompts_cannot_hold_out_one(tmp_path, tokenizer):
+    mixture = {write(tmp_path, name, 1): 1 for name in "ab"}
+    with pytest.raises(ValueError, match=r"each source of the mixture has a single prompt.* data.evaluation"):
+        load_prompts(config(data={"mixture": mixture}, evaluation={"prompts": 2}), tokenizer, Limits)
+
+
+def test_a_split_is_not_inherited_by_a_file(tmp_path, tokenizer):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    repeated(folder, "test", "ab")
+    cfg = config(data={"source": str(folder), "split": "test", "evaluation": repeated(tmp_path, "b", "cd")})
+    prompts, held_out = load_prompts(cfg, tokenizer, Limits)
+    assert (prompts.prompts, held_out.prompts) == (["a", "b"], ["c", "d"])
+
+
+def test_files_of_other_splits_are_listed(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "test", "dev"):
+        repeated(folder, name, "ab")
+    assert unread_files(
+        config(data={"source": str(folder), "evaluation": str(folder), "evaluation_split": "test"})
+    ) == [
+        f"not read in {folder}, split 'train': dev.jsonl (validation)",
+        f"not read in {folder}, split 'test': dev.jsonl (validation)",
+    ]
+    assert unread_files(config(data={"source": str(folder / "train.jsonl")})) == []

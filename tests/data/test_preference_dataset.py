@@ -167,13 +167,13 @@ CONVERSATION = [turn("user", "w1"), turn("assistant", "w2")]
         ([{"chosen": "a", "reject": "b"}], {}, "no column 'rejected'.*Nearest: 'reject'"),
         ([GOOD], {"margin_column": "margins"}, "no column 'margins'"),
         ([GOOD, GOOD | {"chosen": None}], {}, "example 2: column 'chosen' holds a NoneType"),
-        ([GOOD | {"rejected": 3}], {}, r"example 1: column 'rejected' holds a int \(3\)"),
+        ([GOOD | {"rejected": True}], {}, r"example 1: column 'rejected' holds a bool \(True\)"),
         ([GOOD | {"rejected": []}], {}, "column 'rejected' holds a list"),
         ([GOOD | {"prompt": ["a"]}], {}, "column 'prompt' holds a list"),
         ([GOOD | {"margin": "big"}], {"margin_column": "margin"}, "column 'margin' holds a str .* finite number"),
         ([GOOD | {"margin": float("inf")}], {"margin_column": "margin"}, "instead of a finite number"),
         ([{"chosen": CONVERSATION, "rejected": "w1"}], {}, "one of chosen and rejected is a text and the other a"),
-        ([{"prompt": "w1", "chosen": CONVERSATION, "rejected": CONVERSATION[:1]}], {}, "name another prompt_column"),
+        ([{"prompt": "w5", "chosen": CONVERSATION, "rejected": CONVERSATION[:1]}], {}, "set prompt_column = ''"),
         ([{"chosen": CONVERSATION, "rejected": [*CONVERSATION[:1], turn("assistant", "w3")]}], {}, "no chat template"),
         ([GOOD], {"max_length": 1}, "max_length = 1"),
     ],
@@ -214,3 +214,119 @@ def test_pairs_of_hh_rlhf(shared):
     with gzip.open(source, "rt") as lines:
         first = json.loads(next(lines))
     assert found.chosen[0] == [*tokenizer(first["chosen"]).input_ids, 1]
+
+
+# --- prompts that come twice, or not at all ---------------------------------------------------------------------------
+
+ASKED = "w1 w2 w3"
+
+
+def test_a_prompt_that_both_answers_repeat_is_read_once(file, tokenizer):
+    rows = [{"prompt": f"{ASKED} ", "chosen": f"{ASKED} w5", "rejected": f"{ASKED} w6"}]
+    found = load(file(*rows), tokenizer, max_length=64)
+    assert (found.chosen, found.rejected) == ([ids(f"{ASKED} w5")], [ids(f"{ASKED} w6")])
+    assert (found.prompts, found.repeated) == ([ASKED], 1)
+    assert "1 of the source with the prompt in both answers, read once" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "repeated", "chosen"),
+    [
+        (
+            [("w1", "w1 w2", "w1 w3"), ("w4", "w4 w5", "w4 w6")],
+            2,
+            ["w1 w2", "w4 w5"],
+        ),  # all answers repeat their prompts
+        ([("w1", "w1 w2", "w1 w3"), ("w4 ", "w5", "w6")], 0, ["<unk> w2", "w4 w5"]),  # one does, perhaps by chance
+        ([(ASKED, f"{ASKED} w5", f"{ASKED} w6"), ("w4 ", "w5", "w6")], 1, [f"{ASKED} w5", "w4 w5"]),  # no chance
+        ([("w1 w2 ", "w1 w2 w3", "w4")], 0, ["w1 w2 w1 w2 w3"]),  # only one of the answers
+    ],
+)
+def test_short_prompts_may_be_repeated_by_chance(file, tokenizer, rows, repeated, chosen):
+    named = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows]
+    found = load(file(*named), tokenizer, max_length=64)
+    assert (found.repeated, found.chosen) == (repeated, list(map(ids, chosen)))
+
+
+def test_conversations_that_repeat_their_prompt(file, tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    start = [turn("user", "w5")]
+    whole = {name: [*start, turn("assistant", answer)] for name, answer in (("chosen", "w6"), ("rejected", "w7"))}
+    expected = [ids("w1 w5 </s> w2 w6 </s>", begin=(), end=())]
+    for prompt in (start, "w5", " w5\n", json.dumps(start)):  # a text is the prompt of ultrafeedback
+        found = load(file({"prompt": prompt} | whole), tokenizer, max_length=64)
+        assert (found.chosen, found.prompts) == (expected, [json.dumps(start)])
+    other = {"prompt": [turn("user", "w8")]} | whole
+    with pytest.raises(ValueError, match="example 1: column 'chosen' begins with a message of the role 'user' other"):
+        load(file(other), tokenizer, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"question": "w1", **texts(("w2", "w3"))[0]}, {"prompt_column": "qestion"}, "'qestion'.* Nearest: 'question'"),
+        (
+            {"prompts": "w1", "chosen": "w2", "rejected": "w3"},
+            {},
+            "no column 'prompt', and .* Nearest: 'prompts'. Name",
+        ),
+        ({"prompt": None, "chosen": "w2", "rejected": "w3"}, {}, "example 1: column 'prompt' is empty"),
+        ({"prompt": "w1", "chosen": [turn("user", [{"type": "image"}])], "rejected": "w1"}, {}, "type 'image'"),
+        ({"chosen": "[{'role': 'user', 'content': 'w1'}]", "rejected": "w1"}, {}, "is not JSON"),
+    ],
+)
+def test_columns_of_prompts_that_are_refused(file, tokenizer, row, options, message):
+    with pytest.raises(ValueError, match=message):
+        load(file(row), tokenizer, max_length=64, **options)
+
+
+def test_pairs_may_have_no_prompt(file, tokenizer):
+    rows = [{"prompt_id": "x", "chosen": "w2", "rejected": "w3"}, {"prompts": "w1", "chosen": "w2", "rejected": "w3"}]
+    for row, options in zip(rows, ({}, {"prompt_column": ""}), strict=True):
+        found = load(file(row), tokenizer, max_length=64, **options)
+        assert (found.chosen, found.unasked) == ([ids("w2")], 1)
+        assert "1 of the source without a prompt" in repr(found)
+
+
+def test_numbers_of_csv_are_texts(tmp_path, tokenizer):
+    (tmp_path / "pairs.csv").write_text("prompt,chosen,rejected\nw1,7,0.5\nw2,8,1.5\n")
+    found = load(str(tmp_path / "pairs.csv"), tokenizer, max_length=64)
+    expected = load(
+        _write(tmp_path, [{"prompt": "w1", "chosen": "7", "rejected": "0.5"},
+                          {"prompt": "w2", "chosen": "8", "rejected": "1.5"}]), tokenizer, max_length=64)  # fmt: skip
+    assert (found.chosen, found.rejected) == (expected.chosen, expected.rejected)
+
+
+def _write(folder, rows):
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "texts.jsonl")
+
+
+def test_pairs_that_write_bos_have_one(file, tokenizer):
+    found = load(file({"chosen": "<s> w2", "rejected": "<s> w3"}), tokenizer, max_length=64)
+    assert (found.chosen, found.rejected) == ([ids("w2")], [ids("w3")])
+
+
+@pytest.mark.parametrize(
+    ("train", "held", "shared"),
+    [
+        (("User: w1\nBot: w2", "User: w1\nBot: w3"), ("User: w1\nBot: w4", "User: w1\nBot: w5"), 1),
+        (("User: w1\nBot: w2", "User: w1\nBot: w3"), ("User: w9\nBot: w4", "User: w9\nBot: w5"), 0),
+        (("w1 w2 w3 w4", "w1 w2 w3 w5"), ("w1 w2 w3 w6", "w1 w2 w3 w7"), 1),
+        (("w1 w2", "w1 w3"), ("w1 w4", "w1 w5"), 0),  # one common word is no prompt
+        (("w1 w2", "w1 w3"), ("w1 w3", "w1 w2"), 1),  # the pair itself
+    ],
+)
+def test_pairs_without_a_prompt_are_compared_by_their_common_beginning(file, tokenizer, train, held, shared):
+    rows = [dict(zip(("chosen", "rejected"), pair, strict=True)) for pair in (train, ("w8", "w9"), held, ("w7", "w6"))]
+    rest, held_out = load(file(*rows), tokenizer, max_length=64).split(2)
+    kept = rest.without(held_out.prompts, zip(held_out.chosen, held_out.rejected, strict=True))
+    assert (kept.shared, len(kept)) == (shared, 2 - shared)
+
+
+def test_conversations_without_a_common_message_share_no_prompt(file, tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    rows = [{"chosen": [turn("user", f"w{i}")], "rejected": [turn("user", f"w{i + 1}")]} for i in (1, 3, 5, 7)]
+    rest, held_out = load(file(*rows), tokenizer, max_length=64).split(2)
+    assert held_out.prompts == ["", ""]
+    assert len(rest.without(held_out.prompts)) == 2

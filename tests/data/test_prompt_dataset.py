@@ -16,7 +16,7 @@ from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.encoding import decode
 from nlgrpo.data.prompt_dataset import load, visits
 from nlgrpo.data.prompt_encoding import encode
-from nlgrpo.data.sources import read
+from nlgrpo.data.sources import read, stream, unread
 from nlgrpo.model.hf_weights import locate
 
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
@@ -369,7 +369,7 @@ def test_missing_sources_are_refused(tmp_path, plain):
         load("no-such/data-set:config", plain, max_prompt_tokens=9)
     with pytest.raises(ValueError, match=r"has no split 'test'. It has train"):
         load(write_source("saved_dict", tmp_path), plain, max_prompt_tokens=9, split="test")
-    with pytest.raises(ValueError, match=r"split 'dev'\) cannot be loaded"):
+    with pytest.raises(ValueError, match=r"has no split 'dev'. It has test, train"):
         load(write_source("folder", tmp_path), plain, max_prompt_tokens=9, split="dev")
 
 
@@ -525,3 +525,197 @@ def test_a_text_without_tokens_is_refused(tmp_path, plain):
 )
 def test_the_displayed_prompt_is_the_last_message(prompt, shown):
     assert plain_text(prompt) == shown
+
+
+# ---- one BOS ----
+
+
+@pytest.mark.parametrize("before", [[], ["<s>"]])
+@pytest.mark.parametrize(("text", "add_bos", "expected"), [
+    ("<s> a b", None, [BOS, *ids("a b")]),
+    ("<s> a b", True, [BOS, *ids("a b")]),
+    ("<s> a b", False, ids("a b")),
+    ("<s> <s> a b", None, [BOS, *ids("a b")]),
+    ("a <s> b", False, ids("a <s> b")),
+    ("<s>", None, [BOS]),
+])  # fmt: skip
+def test_a_prompt_that_writes_bos_has_one(tmp_path, before, text, add_bos, expected):
+    tokenizer = make_tokenizer(before, bos_token="<s>", eos_token="</s>")
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": text}])
+    assert load(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
+    if add_bos is None:
+        assert encode(tokenizer, [text]) == [expected]
+
+
+def test_a_rendered_prompt_has_the_ids_of_transformers(tmp_path, stories):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": "<s>Once upon a time"}])
+    expected = stories("<s>Once upon a time", add_special_tokens=False)["input_ids"]
+    assert load(source, stories, max_prompt_tokens=99).ids == [expected]
+    assert expected[0] == stories.bos_token_id != expected[1]
+
+
+# ---- folders ----
+
+
+def write_folder(folder, files):
+    for name, prompts in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": prompt} for prompt in prompts]
+        if path.suffix == ".csv":
+            path.write_text("prompt\n" + "".join(f"{prompt}\n" for prompt in prompts))
+        elif path.suffix == ".txt":
+            path.write_text("\n".join(prompts))
+        elif path.suffix == ".parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif path.name.endswith(".gz"):
+            write_lines(path, rows, gzip.open)
+        else:
+            write_lines(path, rows)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "read_prompts"),
+    [
+        ({"a.jsonl": "ab", "b.csv": "cd", "c.txt": "ef", "d/e.parquet": "g", "f.jsonl.gz": "a"}, "train", "abcdefga"),
+        ({"train_math.jsonl": "ab", "chat.jsonl": "cd"}, "train", "cdab"),
+        ({"train.jsonl": "a", "test.jsonl": "b", "dev/x.jsonl": "c"}, "train", "a"),
+        ({"train.jsonl": "a", "test.jsonl": "b", "dev/x.jsonl": "c"}, "test", "b"),
+        ({"train.jsonl": "a", "test.jsonl": "b", "dev/x.jsonl": "c"}, "validation", "c"),
+        ({"latest.jsonl": "a", "contest.jsonl": "b"}, "train", "ba"),
+        ({"train_sft-00000-of-00002.parquet": "a", "train_sft-00001-of-00002.parquet": "b"}, "train_sft", "ab"),
+        ({"data-00000-of-00001.parquet": "a", ".cache/b.jsonl": "b"}, "train", "a"),
+    ],
+)
+def test_all_files_of_a_folder_are_read(tmp_path, plain, files, split, read_prompts):
+    folder = write_folder(tmp_path / "data", files)
+    (tmp_path / "data" / "README.md").write_text("# Prompts\n")
+    prompts = load(folder, plain, max_prompt_tokens=9, shuffle=False, split=split)
+    assert prompts.prompts == list(read_prompts)
+    assert [row["prompt"] for row in stream(folder, split)] == list(read_prompts)
+
+
+@pytest.mark.parametrize("name", ["b.tsv", "b.jsonl.zst", "sub/b.arrow", "rewards.py", "prompts"])
+def test_files_of_a_folder_that_cannot_be_read_are_named(tmp_path, plain, name):
+    folder = write_folder(tmp_path / "data", {"a.jsonl": "ab", name: "cd"})
+    with pytest.raises(ValueError, match=rf"would be left out: {name}\. Supported: \.jsonl .*another folder"):
+        load(folder, plain, max_prompt_tokens=9)
+
+
+def test_splits_of_a_folder_are_named(tmp_path, plain):
+    folder = write_folder(tmp_path / "data", {"train.jsonl": "a", "test.jsonl": "b"})
+    with pytest.raises(ValueError, match=r"no split 'dev'. It has test, train"):
+        load(folder, plain, max_prompt_tokens=9, split="dev")
+    assert unread(folder) == {"test": ["test.jsonl"]}
+    assert unread(folder, "test") == {"train": ["train.jsonl"]}
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="has no data files"):
+        load(str(tmp_path / "none"), plain, max_prompt_tokens=9)
+
+
+def test_texts_of_a_folder_are_those_of_its_files(tmp_path, plain):
+    folder = write_folder(tmp_path / "data", {"a.txt": ["a b", "c"], "b.txt": ["d"]})
+    assert load(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a b", "c", "d"]
+    documents = load(folder, plain, max_prompt_tokens=9, shuffle=False, separator="c")
+    assert documents.prompts == ["a b", "d"]
+    mixed = write_folder(tmp_path / "mixed", {"a.txt": ["a"], "b.jsonl": ["b"]})
+    with pytest.raises(ValueError, match=r"separator = 'c' is for the documents of a text file .*b\.jsonl"):
+        load(mixed, plain, max_prompt_tokens=9, separator="c")
+
+
+def test_a_folder_whose_readme_describes_it_is_read_as_it_says(tmp_path, plain):
+    folder = write_folder(tmp_path / "data", {"a.jsonl": "a", "b.jsonl": "b"})
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.jsonl\n---\n# Prompts\n"
+    (tmp_path / "data" / "README.md").write_text(card)
+    assert load(folder, plain, max_prompt_tokens=9).prompts == ["b"]
+
+
+# ---- inputs that would be ignored or misread ----
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt", ".csv", ".parquet", ".jsonl.gz"])
+def test_a_pointer_of_git_lfs_is_no_data(tmp_path, plain, suffix):
+    path = tmp_path / f"data{suffix}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ValueError, match=rf"data{suffix} is a pointer of Git LFS.* `git lfs pull`"):
+        load(str(path), plain, max_prompt_tokens=9)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    ("content", "key"), [({"data": ROWS}, "data"), ({"version": "1", "data": {"train": ROWS}}, "data.train")]
+)
+def test_an_object_around_the_rows_is_refused(tmp_path, plain, content, key, indent):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(content, indent=indent))
+    with pytest.raises(
+        ValueError, match=rf"one object, with the keys .*'data'.* a list of objects .* list {key}: write"
+    ):
+        load(str(path), plain, max_prompt_tokens=9)
+
+
+def test_one_object_is_no_list(tmp_path, plain):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps({"prompt": {"0": "a", "1": "b"}}, indent=1))
+    with pytest.raises(ValueError, match="one object, with the keys 'prompt', where a list of objects is expected"):
+        load(str(path), plain, max_prompt_tokens=9)
+    path.write_text('{"prompt": "a", "tools": [{"type": "function", "function": {}}]}')  # a line with one row
+    assert load(str(path), plain, max_prompt_tokens=9).prompts == ["a"]
+
+
+def test_a_file_has_no_splits(tmp_path, plain):
+    source = write_lines(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"split = 'test', but .*a.jsonl is a single file"):
+        load(source, plain, max_prompt_tokens=9, split="test")
+    with pytest.raises(ValueError, match="one saved data set, without splits, but split = 'test'"):
+        load(write_source("saved", tmp_path), plain, max_prompt_tokens=9, split="test")
+
+
+def test_a_prompt_column_that_the_template_does_not_use(tmp_path, plain):
+    source = write_lines(tmp_path / "a.jsonl", [{"q": "a", "text": "b"}])
+    with pytest.raises(ValueError, match=r"prompt_column = 'text', but the template 'Question \{q\}' .*\{text\}"):
+        load(source, plain, max_prompt_tokens=9, prompt_column="text", template="Question {q}")
+    assert load(source, plain, max_prompt_tokens=9, prompt_column="text", template="{text} {q}").prompts == ["b a"]
+
+
+def test_a_missing_number_is_no_text(tmp_path, plain):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": 3}, {"prompt": float("nan")}])
+    with pytest.raises(ValueError, match=r"example 2: column 'prompt' holds a float \(nan\) instead of a text"):
+        load(source, plain, max_prompt_tokens=9)
+
+
+# ---- held-out prompts ----
+
+
+def test_held_out_prompts_do_not_depend_on_the_seed(numbers, plain):
+    orders = []
+    for seed in (0, 1, 2):
+        _, held_out = load(numbers, plain, max_prompt_tokens=4, seed=seed).split(8)
+        orders.append(order(held_out, 0, 8))
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(orders[0]) == list(range(15, 23))
+
+
+def test_prompts_of_a_set_are_dropped_and_counted(tmp_path, plain):
+    source = write_lines(tmp_path / "a.jsonl", [{"prompt": p, "n": i} for i, p in enumerate("abcabd")])
+    prompts = load(source, plain, max_prompt_tokens=9, shuffle=False)
+    rest = prompts.without([ids("a"), ids("e")])
+    assert (rest.prompts, rest.shared, rest.columns) == (["b", "c", "b", "d"], 2, {"n": [1, 2, 4, 5]})
+    assert "2 dropped with a held-out prompt" in repr(rest)
+    assert prompts.without([ids("e")]) is prompts
+    with pytest.raises(ValueError, match=r"all 6 training prompts are also held out.* evaluation.prompts = 0"):
+        prompts.without(prompts.ids)
+
+
+def test_held_out_prompts_have_all_columns_of_their_source(tmp_path, plain):
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b"}]
+    _, held_out = load(write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=9, shuffle=False).split(1)
+    assert held_out.take(0, 1).columns == {"answer": [None]}
+
+
+def test_prompts_that_are_left_out_have_reasons(tmp_path, plain):
+    rows = [{"prompt": "a x b"}, {"prompt": "a a a x b"}, {"prompt": "b"}]
+    loaded = load(write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=2, cut_after="x")
+    assert loaded.left_out == {"dropped as too long": 1, "without cut_after": 1}
+    assert load(write_lines(tmp_path / "b.jsonl", ROWS), plain, max_prompt_tokens=9).left_out == {}

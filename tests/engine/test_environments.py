@@ -212,7 +212,7 @@ def test_renderers_that_cannot_be_used(options, message):
 
 
 def test_templates_that_cannot_be_extended():
-    tokenizer = chat_tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    tokenizer = chat_tokenizer("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}")
     with pytest.raises(EngineError, match="leaves answers of the assistant out"):
         extended(Rendering(tokenizer, "here", {}, {}), tokenizer, TALK, "")
     rendering = Rendering(chat_tokenizer(), "here", {}, {})

@@ -196,6 +196,17 @@ def test_a_chat_completion_is_the_best_of_n(port, responder):
     assert (usage.total_tokens, usage.sampled_tokens) == (5 + len(expected.best.tokens), sampled)
 
 
+def test_a_final_message_of_the_assistant_is_continued(port, responder):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "w1"}]}, {"role": "assistant", "content": "w2"}]
+    found = client(port).chat.completions.create(model="tiny", messages=messages, seed=3, logprobs=True)
+    ids = responder.tokenizer("w1 w2").input_ids  # as with `continue_final_message`
+    [expected], _ = responder.respond(Batch([_key(3, 0)], [ids], [messages], {}))
+    [choice] = found.choices
+    assert choice.message.content == expected.text
+    assert found.usage.prompt_tokens == 2
+    assert "".join(part.token for part in choice.logprobs.content) == expected.text
+
+
 def test_text_completions_of_several_prompts_and_choices(port, responder):
     found = client(port).completions.create(model="tiny", prompt=["w1", "w2 w3"], n=2, seed=5, temperature=0.7)
     hot = Sampling(temperature=0.7, max_new_tokens=TOKENS, stop_ids=(EOS,))
@@ -324,9 +335,9 @@ def said_by_user(*parts):
         ({"prompt": ["w1"] * 17}, 400, "17 prompts x n = 1"),
         ({"prompt": "w1", "n": 10**30}, 400, "this server returns at most 16 responses"),
         ({"prompt": "w1", "seed": 2**63}, 400, "seed: "),
-        ({"prompt": "w1", "stop": ""}, 400, "stop: "),
-        ({"prompt": "w1", "stop": ["a", ""]}, 400, "stop: expected a text or a list of texts, none of them empty"),
-        ({"prompt": "w1", "stop": [3]}, 400, "stop: expected a text or a list of texts, none of them empty"),
+        ({"prompt": "w1", "stop": ""}, 400, "stop: an empty string stops before the first token; leave it out"),
+        ({"prompt": "w1", "stop": [""]}, 400, "stop: an empty string stops before the first token; leave it out"),
+        ({"prompt": "w1", "stop": ["a", 3]}, 400, "stop: expected a text or a list of texts, got a list"),
         ({"prompt": "w1", "top_k": -2}, 400, "top_k: Input should be greater than or equal to -1"),
         ({"prompt": "w1", "logit_bias": {"3": 5}}, 400, "'logit_bias' is not supported"),
         ({"prompt": "w1", "repetition_penalty": 1.2}, 400, "'repetition_penalty' is not supported"),
@@ -350,18 +361,18 @@ def said_by_user(*parts):
         ({"messages": USER, "tools": [{"type": "function"}]}, 400, "'tools' is not supported"),
         ({"messages": []}, 400, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "wizard", "content": "w1"}]}, 400, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
         (said_by_user({"type": "image_url", "image_url": {"url": "x"}}), 400,
-         "messages.0.content: a part of type 'image_url' is not supported; this server reads text"),
-        (said_by_user({"type": "text", "text": "w1"}, {"type": "input_audio"}), 400, "a part of type 'input_audio'"),
-        (said_by_user({"type": "file", "file": {"file_id": "x"}}), 400, "a part of type 'file' is not supported"),
-        (said_by_user("w1"), 400, "a part of type 'str' is not supported"),
-        (said_by_user({"type": "text"}), 400, "messages.0.content: a part of type 'text' without a text"),
-        (said_by_user(), 400, "messages.0.content: expected a text, or a list of parts"),
-        ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content: expected a text, or a list of"),
-        ({"messages": [{"role": "tool", "content": "w1"}]}, 400, "messages.0.role: Input should be 'system'"),
-        ({"messages": [*USER, {"role": "assistant", "content": "w2", "tool_calls": [{"id": "x"}]}]}, 400,
-         "messages.1: 'tool_calls' is not supported in a message; this server takes role, content and name"),
+         "messages.0.content: the message has a content part of type 'image_url', a dict"),
+        (said_by_user({"type": "text", "text": "w1"}, {"type": "input_audio"}), 400, "part of type 'input_audio'"),
+        (said_by_user({"type": "file", "file": {"file_id": "x"}}), 400, "part of type 'file'"),
+        (said_by_user({"type": "text"}), 400, "messages.0.content: the message has a content part of type 'text'"),
+        (said_by_user(), 400, "messages.0.content: the message has a list ([]) as its content; expected a text"),
+        ({"messages": [{"role": "user"}]}, 400, "messages: message 1 (role 'user') has a NoneType"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "messages: message 1 (role 'user') has a NoneType"),
+        ({"messages": [{"role": "user", "content": "w1", "audio": {"id": "x"}}]}, 400,
+         "'audio' is not supported in a message; this server takes role, content, name"),
+        ({"messages": [*USER, {"role": "assistant", "content": "w2", "tool_calls": [{"id": "x"}]}, *USER]}, 400,
+         "has tool calls, but the chat template leaves them out"),
         ({"messages": USER, "max_tokens": 2, "max_completion_tokens": 3}, 400,
          "max_tokens = 2, max_completion_tokens = 3: give one of them"),
         ({"messages": USER, "reasoning_effort": "low"}, 400, "'reasoning_effort' is not supported"),

@@ -456,6 +456,21 @@ def test_conversations_use_the_chat_template(classifier):
     torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"])
+def test_an_answer_that_continues_the_prompt_is_scored_as_one_message(classifier, template):
+    folder, _ = classifier(chat_template=template)
+    question, text = chat(PROMPTS[0], "user"), TEXTS[0]
+    prompts = [[*question, *chat(f"{text} ")], question]
+    encoder = load("r", str(folder)).function.encoder
+    assert encoder.ids(prompts[0], chat(text)) == encoder.ids(prompts[1], chat(f"{text} {text}"))
+
+
+def test_a_classifier_whose_template_leaves_messages_out_is_refused(classifier):
+    folder, _ = classifier(chat_template="{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match="a conversation to score: the chat template leaves out message 1"):
+        load("r", str(folder)).function([chat(PROMPTS[0], "user")], [chat(TEXTS[0])])
+
+
 def test_models_that_are_not_a_trained_classifier_are_refused(classifier, tmp_path):
     folder, _ = classifier("causal")
     with pytest.raises(ValueError, match=r"is not a trained classifier: its weights lack score.weight"):

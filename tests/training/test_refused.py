@@ -355,3 +355,22 @@ def test_a_model_of_a_known_family_with_another_rotary_embedding_is_run_by_trans
     assert "transformers runs it, which is slower (unknown rotary embedding 'dynamic'" in shown.err
     assert 1 <= len(json.loads(shown.out)["ids"]) <= 4
     assert torch.tensor(json.loads(shown.out)["logprobs"]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--data.shuffle-buffer=5"], "data.shuffle_buffer = 5: only a stream has one; set data.streaming = true"),
+        (['--data.mixture={"prompts.jsonl": 1}'], "data.source = 'prompts.jsonl' is not used beside data.mixture"),
+        (["--data.split=test"], "split = 'test', but prompts.jsonl is a single file"),
+        (["--data.prompt-column=promt"], "has no column 'promt'. It has prompt. Nearest: 'prompt'"),
+        (['--data.chat-template-kwargs={"think": 1}'], "chat_template_kwargs is for the chat template"),
+        (
+            ["--environment.id=x", "--data.system-prompt=Hi", "--data.source="],
+            "data.system_prompt: the environment gives the prompts",
+        ),
+    ],
+)
+def test_keys_of_the_data_that_would_be_ignored(folder, capsys, more, says):
+    assert train.main([*options(*more), "--dry-run"]) == 1
+    assert says in capsys.readouterr().err

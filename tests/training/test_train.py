@@ -17,10 +17,12 @@ import pytest
 import test_decoder
 import torch
 from helpers import REPOSITORY, Forked, Job, environment, fork_ranks, run_all, tiny_model
+from transformers import AutoTokenizer
 
 from nlgrpo import train
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.model import decoder, fsdp
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.objectives.aggregation import WeightedSum
@@ -88,7 +90,7 @@ def work(tmp_path_factory) -> Path:
     """A folder with a model, prompts and rewards."""
     root = tmp_path_factory.mktemp("work")
     tiny_model(root / "model")
-    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
+    prompts = [" ".join(f"w{(3 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (root / "rewards.py").write_text(REWARDS)
     (root / "mode").write_text("")
@@ -839,6 +841,33 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(work, capsys, monkeypatch
     assert "optimizer step" in shown
     assert "maximise 1 bon:4(short) + 1 bon:4(digest) - 0.05 KL" in shown
     assert sorted(work.iterdir()) == before
+
+
+def test_the_plan_shows_prompts_and_counts_those_left_out(work, tmp_path, capsys):
+    """The first prompt with its ids, prompts in both sets, and evaluation prompts that do not fit."""
+    long = " ".join(["w1"] * 9)
+    for name, prompts in {"train": ["w1 w2", "w3", "w4", "w5"], "held": ["w4", long, "w6", long]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    more = {"data__source": tmp_path / "train.jsonl", "data__evaluation": tmp_path / "held.jsonl"}
+    options = arguments(work, tmp_path / "run", **more, data__max_prompt_tokens=4, evaluation__prompts=4)
+    assert train.main([*options, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    ids = AutoTokenizer.from_pretrained(work / "model")("w1 w2")["input_ids"]
+    assert f"first prompt 'w1 w2' {len(ids)} tokens: {' '.join(map(str, ids))}" in shown
+    assert "3 prompts of 1 to 2 tokens; 0 dropped as too long, 0 without cut_after, 1 dropped with a held-out" in shown
+    assert "evaluation 2 of 4 prompts x 16 samples; 2 dropped as too long, before and after training" in shown
+
+
+def test_tables_and_reports_count_prompts_left_out(work, tmp_path, capsys):
+    (tmp_path / "held.txt").write_text("w4\n" + "w1 " * 9 + "\nw6\n")
+    more = {"data__evaluation": tmp_path / "held.txt", "data__max_prompt_tokens": 4, "train__steps": 1}
+    options = arguments(work, tmp_path / "run", **more, evaluation__prompts=4, evaluation__samples=4)
+    assert train.main(options) == 0
+    counted = "2 of 3 prompts x 4 samples; 1 dropped as too long"
+    assert f"before and after training ({counted}" in " ".join(capsys.readouterr().out.split())
+    saved = read_evaluation(tmp_path / "run")
+    assert [saved[when].size for when in ("before", "after")] == [counted] * 2
+    assert counted in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("case", test_decoder.CASES)

@@ -127,6 +127,7 @@ def plan(c: Comparison) -> Table:
         f"{transformers_backend.note(c.source)}",
         "prompts": f"{len(c.batch.ids):,} that runs {'hold out' if c.held_out else 'TRAIN ON (none are held out)'}"
         + f" ({c.left_out:,} left out: repeats, or used to learn the values)" * (c.left_out > 0)
+        + "".join(f"; {count:,} {reason}" for reason, count in c.dropped.items())
         + f"; responses of up to {longest} tokens at temperature {sampling.temperature:g}",
         "methods": f"{', '.join(c.options.methods)} x N = {', '.join(map(str, c.options.budgets))}; chunks of "
         f"{c.options.chunk} tokens" + "; a chunk is a whole response, so no value guides" * whole,

@@ -19,6 +19,7 @@ from nlgrpo.commands.inference.line_file import LineFile
 from nlgrpo.config.data_config import Table
 from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import ChatOptions, plain_text
+from nlgrpo.data.messages import messages_in
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine.guided_search import Cost, Search
@@ -43,7 +44,7 @@ class Generate(ResponderOptions):
     """Generate completions with a model."""
 
     prompts: Positional[tuple[str, ...]] = ()
-    """Prompts: texts to continue."""
+    """Prompts: texts to continue, or conversations as JSON lists of messages."""
     source: str | None = None
     """Prompts of a file or data set, as `data.source` of a configuration; rewards get its columns."""
     split: str = "train"
@@ -88,7 +89,12 @@ class Generate(ResponderOptions):
         if self.candidates and not self.chooses:
             raise ValueError("candidates: nothing is chosen; name a --procedure, a reward with --choose, or a --guide")
         if any(not string for string in self.stop):
-            raise ValueError("stop: an empty string stops before the first token")
+            raise ValueError("stop: an empty string stops before the first token; leave it out")
+        for name in ("split", "prompt_column", "template", "limit"):
+            if self.prompts and getattr(self, name) != getattr(Generate, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for prompts of a --source, and these are texts; remove it"
+                )
 
     @property
     def chooses(self) -> bool:
@@ -124,19 +130,22 @@ def _prompts(options: Generate, responder: Responder) -> Batch:
     tokenizer, limit = responder.tokenizer, responder.model.shape.context - responder.sampling.max_new_tokens
     chat = ChatOptions(options.system_prompt, options.chat, options.chat_template_kwargs, load_tools(options.tools))
     if options.source is None:
-        ids = encode(tokenizer, options.prompts, chat)  # the engine refuses prompts that are too long
-        return Batch(list(range(len(ids))), ids, list(map(chat.conversation, options.prompts)), {})
+        given = [messages_in(text, f"prompt {i}") for i, text in enumerate(options.prompts, 1)]
+        prompts = [chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(given, 1)]
+        chat.check_used(prompts, "prompts")
+        ids = encode(tokenizer, prompts, chat)  # the engine refuses prompts that are too long
+        return Batch(list(range(len(ids))), ids, prompts, {})
     if limit < 1:
         raise ValueError(
             f"max_new_tokens = {options.max_new_tokens} leaves no room for a prompt in the model's context"
         )
-    prompts = prompt_dataset.load(
+    loaded = prompt_dataset.load(
         embedded(options.source), tokenizer, max_prompt_tokens=limit, split=options.split, shuffle=False,
         prompt_column=options.prompt_column, template=options.template, limit=options.limit, chat=chat,
     )  # fmt: skip
-    if prompts.dropped:
-        print(f"{options.source}: {prompts.dropped:,} prompts of more than {limit} tokens left out", file=sys.stderr)
-    return prompts.take(0, len(prompts))
+    if loaded.dropped:
+        print(f"{options.source}: {loaded.dropped:,} prompts of more than {limit} tokens left out", file=sys.stderr)
+    return loaded.take(0, len(loaded))
 
 
 def _rows(options: Generate, responder: Responder, batch: Batch, total: Cost) -> Iterator[list[dict[str, Any]]]:

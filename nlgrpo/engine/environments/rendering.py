@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.conversations import ChatOptions, brief
+from nlgrpo.data.conversations import ChatOptions
+from nlgrpo.data.messages import messages_of
 from nlgrpo.engine.backends.returned import EngineError
 
 MARK = "nlgrpo-7f3a9c"  # stands for the policy's answer in a rendered conversation
@@ -97,7 +98,8 @@ class Rendering:
         """Tokens that the chat template has after an answer, for a stand-in of the answer."""
         answered = [*wire(before), {"role": "assistant", "content": MARK}]
         options = ChatOptions(template_kwargs=self.template_kwargs)
-        text = options.text(self.tokenizer, [*answered, *wire(tail)], "a conversation of the environment")
+        messages = [*answered, *wire(tail)]
+        text = options.text(self.tokenizer, messages, "a conversation of the environment", checked=False)
         _, found, after = text.rpartition(MARK)
         if not found:
             raise EngineError(
@@ -129,16 +131,14 @@ def wire(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _one(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        parts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-        if len(parts) < len(content):
-            raise EngineError(f"only text is supported in messages of an environment, got {brief(content)}")
-        content = "\n".join(parts)
-    found = {**message, "content": content or ""}
+    found = {**message, "content": message.get("content") or ""}
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
-    return {key: value for key, value in found.items() if value is not None}
+    try:
+        [plain] = messages_of([found], "a conversation of the environment")
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    return plain
 
 
 def _call(call: Mapping[str, Any] | str) -> dict[str, Any]:

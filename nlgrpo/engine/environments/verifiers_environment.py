@@ -18,7 +18,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config.environment_config import EnvironmentConfig
-from nlgrpo.data.conversations import without_none
+from nlgrpo.data.messages import without_none
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.backends.returned import EngineError
@@ -143,7 +143,7 @@ class VerifiersEnvironment:
             return None
         data = self.environment.get_eval_dataset() if evaluation else self.environment.get_dataset()
         rows = [without_none(row) for row in islice(data, limit)]
-        ids = [self.rendering.begin(_plain(row["prompt"]), self._tools(row)) for row in rows]
+        ids = [self._begin(row, number) for number, row in enumerate(rows, 1)]
         fits = [i for i, prompt in enumerate(ids) if len(prompt) + max_new_tokens <= self.longest]
         if not fits:
             raise ValueError(
@@ -159,6 +159,12 @@ class VerifiersEnvironment:
             shuffle=shuffle,
             dropped=len(rows) - len(fits),
         )
+
+    def _begin(self, row: Mapping[str, Any], number: int) -> list[int]:
+        try:
+            return self.rendering.begin(_plain(row["prompt"]), self._tools(row))
+        except ValueError as error:
+            raise ValueError(f"environment.id = {self.config.id!r}, example {number}: {error}") from error
 
     def draw(
         self, engine: Engine, batch: Batch, samples: int, sampling: Sampling, *, seed: int, max_rows: int | None

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.calibration.rewind import RewindAndRepeat
-from nlgrpo.data.conversations import Prompt, plain_text
+from nlgrpo.data.conversations import ChatOptions, Prompt, is_continued, plain_text
 from nlgrpo.data.encoding import decode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.data.prompt_encoding import encode
@@ -129,8 +129,9 @@ class Responder:
 
     def __call__(self, prompts: Sequence[Prompt], *, seed: int = 0) -> list[Response]:
         """Respond to texts or conversations. The same seed gives the same responses. Raises as `respond`."""
-        ids = encode(self.tokenizer, prompts)
-        responses, _ = self.respond(Batch(list(range(len(ids))), ids, list(prompts), {}), seed=seed)
+        given = [ChatOptions().conversation(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, 1)]
+        ids = encode(self.tokenizer, given)
+        responses, _ = self.respond(Batch(list(range(len(ids))), ids, given, {}), seed=seed)
         return responses
 
     def respond(
@@ -213,7 +214,7 @@ class Responder:
         self, batch: Batch, found: Sequence[Sequence[Candidate]], stop: Sequence[str], chooser: Chooser | None
     ) -> list[list[Scored]]:
         """Decode candidates, cut them off at a stop string, and score them if there is a chooser."""
-        before = [ids if isinstance(p, str) else [] for p, ids in zip(batch.prompts, batch.ids, strict=True)]
+        before = [ids if is_continued(p) else [] for p, ids in zip(batch.prompts, batch.ids, strict=True)]
         starts = [ids for ids, own in zip(before, found, strict=True) for _ in own]
         texts = iter(decode(self.tokenizer, starts, [one.tokens for own in found for one in own]))
         cut = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ class EvaluationSamples:
     ``distinct["2"]`` (P,): fraction of distinct token bigrams in a prompt's completions; ``answers[name]`` (P, n), for
     rewards that extract an answer: equal numbers for equal answers to a prompt, -1 for no answer.
 
+    ``left_out``: numbers of prompts of the source that could not be evaluated, by reason, such as
+    ``{"dropped as too long": 5}``.
+
     Raises ValueError if shapes or names do not agree, or for infinite rewards.
     """
 
@@ -76,6 +80,7 @@ class EvaluationSamples:
     kl: dict[str, Tensor] = field(default_factory=dict)
     distinct: dict[str, Tensor] = field(default_factory=dict)
     answers: dict[str, Tensor] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.rewards or any(set(d) != set(self.rewards) for d in (self.objectives, self.weights)):
@@ -118,6 +123,12 @@ class EvaluationSamples:
         """Reward and answer of each sample, (P, n, 2), as a majority vote takes them."""
         return torch.stack([self.rewards[name].double(), self.answers[name].double()], -1)
 
+    @property
+    def size(self) -> str:
+        """Numbers of prompts and samples, with the prompts that were left out."""
+        prompts, samples = self.lengths.shape
+        return size_of(prompts, samples, self.left_out)
+
     def to_json(self) -> dict[str, Any]:
         """Convert to plain lists for ``json.dump``; NaN becomes None."""
         measured = {part: {name: _plain(x) for name, x in getattr(self, part).items()} for part in MEASURED}
@@ -129,6 +140,13 @@ class EvaluationSamples:
         measured = {part: {name: _tensor(x) for name, x in data.get(part, {}).items()} for part in MEASURED}
         measured["answers"] = {name: x.long() for name, x in measured["answers"].items()}
         return cls(**{**data, **measured, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
+
+
+def size_of(prompts: int, samples: int, left_out: Mapping[str, int]) -> str:
+    """Describe an evaluation: "5 of 10 prompts x 16 samples; 5 dropped as too long"."""
+    of_all = f" of {prompts + sum(left_out.values()):,}" if left_out else ""
+    reasons = "".join(f"; {count:,} {reason}" for reason, count in left_out.items())
+    return f"{prompts}{of_all} prompts x {samples} samples{reasons}"
 
 
 MEASURED = ("rewards", "kl", "distinct", "answers")

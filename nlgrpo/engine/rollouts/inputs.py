@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.data.mixtures import MixedPrompts, merge, shares_of
 from nlgrpo.data.prompt_dataset import PromptSet, Reader, SourceOptions, read_all
+from nlgrpo.data.sources import is_file, unread
 from nlgrpo.data.streams import PromptStream
 from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Limits
@@ -73,9 +74,23 @@ def refuse_environment(cfg: Config, command: str) -> None:
 def load_prompts(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, environment: Environment | None = None
 ) -> tuple[prompt_dataset.Prompts, PromptSet]:
-    """Load training and evaluation prompts: those of the environment, if there is one, else those of [data].
+    """Load training and evaluation prompts, as `read_prompts`, and drop training prompts that are held out.
 
-    Without evaluation prompts of their own, training prompts are held out for evaluation.
+    Raises ValueError as `read_prompts`, and if all training prompts are held out.
+    """
+    prompts, held_out = read_prompts(cfg, tokenizer, limits, environment)
+    if held_out is prompts or not len(held_out):
+        return prompts, held_out
+    return prompts.without(held_out.ids), held_out
+
+
+def read_prompts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, environment: Environment | None = None
+) -> tuple[prompt_dataset.Prompts, PromptSet]:
+    """Read training and evaluation prompts: those of the environment, if there is one, else those of [data].
+
+    Without evaluation prompts of their own, training prompts are held out for evaluation. The evaluation prompts and
+    their order do not depend on train.seed. Both sets may have a prompt in common.
 
     Raises ValueError as `prompt_dataset.load`, for a mixture that is not one, and if the context has no room for
     prompts.
@@ -97,8 +112,36 @@ def load_prompts(
     else:
         prompts = _source(cfg, d, tokenizer, limits, seed=cfg.train.seed)
     if d.evaluation:
-        return prompts, prompts_of(cfg, d.evaluation, d.evaluation_split or d.split, tokenizer, limits)
+        inherited = "train" if is_file(embedded(d.evaluation)) else d.split  # a file has no splits
+        return prompts, prompts_of(cfg, d.evaluation, d.evaluation_split or inherited, tokenizer, limits)
     return prompts.split(cfg.evaluation.prompts)
+
+
+def find_columns(
+    cfg: Config, rewards: Sequence[reward_functions.Reward], prompts: prompt_dataset.Prompts, held_out: PromptSet
+) -> None:
+    """Look in later rows of a stream for columns that rewards need.
+
+    Prompts that are held out of the source get the columns of all its rows.
+    """
+    prompts.find(reward_functions.missing_columns(rewards, prompts.names))
+    if not (cfg.data.evaluation or cfg.environment.id or held_out is prompts):
+        held_out.names = list(dict.fromkeys([*held_out.names, *prompts.names]))
+
+
+def unread_files(cfg: Config) -> list[str]:
+    """Say which files of the folders of [data] belong to other splits and are not read."""
+    d = cfg.data
+    if cfg.environment.id:
+        return []
+    read = [(part.source, part.split) for part in [_part(d, *item)[1] for item in d.mixture.items()] or [d]]
+    read += [(d.evaluation, d.evaluation_split or d.split)] if d.evaluation else []
+    return [
+        f"not read in {source}, split {split!r}: {', '.join(files[:5])}{' and more' * (len(files) > 5)} ({other})"
+        for source, split in read
+        for other, files in unread(embedded(source), split).items()
+        if (source, other) not in read
+    ]
 
 
 def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
@@ -111,10 +154,10 @@ def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits)
 def prompts_of(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
     """Load all prompts of the source ``name`` with the options of [data], for a model with these limits.
 
-    Raises ValueError as `load_prompts`.
+    Raises ValueError as `read_prompts`.
     """
     reader = reader_of(cfg, dataclasses.replace(cfg.data, source=name, split=split), tokenizer, limits)
-    return read_all(reader, seed=cfg.train.seed, shuffle=cfg.data.shuffle)
+    return read_all(reader, shuffle=cfg.data.shuffle)  # the same order for every train.seed
 
 
 def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Reader:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.conversations import Prompt, plain_text, transcript
+from nlgrpo.data.conversations import Prompt, is_continued, plain_text, transcript
 from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
@@ -67,7 +67,7 @@ class Sampler:
         """
         if rollout.conversations is not None:
             return [transcript(conversation.messages) for conversation in rollout.conversations]
-        before = [ids if isinstance(p, str) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
+        before = [ids if is_continued(p) else [] for p, ids in zip(prompts, rollout.prompt_ids, strict=True)]
         repeated = [ids for ids in before for _ in range(rollout.tokens.shape[1])]
         return decode(self.tokenizer, repeated, rollout.completion_ids())
 

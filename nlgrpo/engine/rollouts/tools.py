@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.data.conversations import brief
+from nlgrpo.data.messages import brief
 from nlgrpo.runtime import user_code
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.data.encoding import BROKEN, decode
 from nlgrpo.engine.inference.responder import Response, Scored
-from nlgrpo.engine.serving.requests import Request
+from nlgrpo.engine.serving.requests import ChatRequest, Request
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Answer:
         if asked is None or asked is False:
             return None
         best = self.responses[i].best
-        before = [] if self.chat else list(self.prompts[i // self.request.n])
+        apart = isinstance(self.request, ChatRequest) and self.request.messages[-1].role != "assistant"
+        before = [] if apart else list(self.prompts[i // self.request.n])
         starts = [[*before, *best.tokens[:t]] for t in range(len(best.tokens))]
         pieces = decode(self.tokenizer, starts, [[token] for token in best.tokens])
         if self.chat:

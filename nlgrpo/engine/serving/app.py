@@ -80,7 +80,10 @@ class Service:
     async def chat(self, request: ChatRequest, http: HttpRequest) -> Response:
         """Respond to a conversation."""
         self._check(request, 1)
-        messages: Prompt = [message.plain() for message in request.messages]
+        try:
+            messages = ChatOptions().conversation([message.plain() for message in request.messages], "messages")
+        except ValueError as error:
+            raise ApiError(400, str(error), "invalid_prompt", "messages") from error
         ids = await self._encode([messages], ChatOptions(template_kwargs=request.chat_template_kwargs or {}))
         return await self._respond(request, [messages], ids, http, chat=True)
 

@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nlgrpo.data.messages import brief, content_text
+
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1)]
 Ids = Several[int]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))]  # -1 is off, as 0
-TEXT_PART = "{'type': 'text', 'text': ..}"
 
 # Options that have no effect on the response.
 IGNORED = frozenset(
@@ -73,7 +74,7 @@ class Request(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
+    stop: list[str] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     candidates: bool = False
@@ -97,11 +98,13 @@ class Request(BaseModel):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _texts(cls, stop: Any) -> Any:
-        texts = stop if isinstance(stop, list) else [stop]
-        if not all(isinstance(text, str) and text for text in texts):
-            raise ValueError("expected a text or a list of texts, none of them empty")
-        return stop
+    def _stop_strings(cls, value: object) -> list[str]:
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+            raise ValueError(f"expected a text or a list of texts, got {brief(value)}")
+        if "" in strings:
+            raise ValueError("an empty string stops before the first token; leave it out")
+        return strings
 
     @property
     def tokens(self) -> int | None:
@@ -110,23 +113,19 @@ class Request(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-class TextPart(BaseModel):
-    """Text in the content of a message."""
-
-    type: Literal["text"]
-    text: str
+        return tuple(self.stop)
 
 
 class Message(BaseModel):
-    """Message of a conversation."""
+    """Message of a conversation, with the fields that chat templates know."""
 
     model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -135,35 +134,22 @@ class Message(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {
-            name: value
-            for name, value in data.items()
-            if name in cls.model_fields or value not in (None, False, "", [], {})
+            name: value for name, value in data.items() if name == "content" or value not in (None, False, "", [], {})
         }
         if others := kept.keys() - cls.model_fields.keys():
-            raise ValueError(f"{min(others)!r} is not supported in a message; this server takes role, content and name")
+            raise ValueError(
+                f"{min(others)!r} is not supported in a message; this server takes {', '.join(cls.model_fields)}"
+            )
         return kept
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text_only(cls, content: Any) -> Any:
-        """One sentence for content that is no text, instead of an error for each alternative."""
-        if isinstance(content, str):
-            return content
-        if not isinstance(content, list) or not content:
-            raise ValueError(f"expected a text, or a list of parts {TEXT_PART}")
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text":
-                raise ValueError(f"a part of type {kind!r} is not supported; this server reads text: {TEXT_PART}")
-            if not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type 'text' without a text; expected {TEXT_PART}")
-        return content
+    def _text(cls, content: object) -> str | None:
+        return None if content is None else content_text(content, "the message")
 
-    def plain(self) -> dict[str, str]:
-        """Return the message for the chat template. ``developer`` is a system message."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
+    def plain(self) -> dict[str, Any]:
+        """Return the message for the chat template."""
+        return self.model_dump(exclude_none=True) | {"content": self.content}
 
 
 class ChatRequest(Request):

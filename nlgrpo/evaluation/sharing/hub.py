@@ -91,14 +91,14 @@ def _results(run: Path, config: Mapping[str, Any]) -> str:
         found = {}
     if not {"before", "after"} <= found.keys():
         return "The run was not evaluated."
-    prompts, samples = found["after"].lengths.shape
+    samples = found["after"].lengths.shape[1]
     ns = [n for n in config.get("evaluation", {}).get("ns", (1, 4)) if n <= samples]
     rows = []
     for x in changes(found["before"], found["after"], ns):
         numbers = (format_interval(x.before), format_interval(x.after), format_change(x))
         rows.append(f"| {x.after.reward} | {x.after.procedure} | {' | '.join(numbers)} |")
     head = ["| reward | procedure | before | after | change |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows]) + f"\n\n{prompts} prompts x {samples} samples, 95% intervals over prompts."
+    return "\n".join([*head, *rows]) + f"\n\n{found['after'].size}, 95% intervals over prompts."
 
 
 def _training(run: Path, config: Mapping[str, Any]) -> str:

@@ -9,12 +9,14 @@ import torch
 from rich.table import Table
 
 from nlgrpo.config.schema import Config
+from nlgrpo.engine.rollouts.evaluation_samples import size_of
+from nlgrpo.engine.rollouts.inputs import unread_files
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.console import named_lines, size
+from nlgrpo.runtime.console import first_tokens, named_lines, size
 from nlgrpo.training import critic
 from nlgrpo.training.losses.preference import bonbon_margin
 from nlgrpo.training.offline import OfflineSamples
@@ -63,20 +65,26 @@ def show(run: Run) -> Table:
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         **engine_row(work),
         **({"environment": run.sampler.environment.description} if run.sampler.environment else {}),
-        "data": f"{run.prompts!r}",
+        "data": "\n".join([f"{run.prompts!r}", *unread_files(cfg)]),
+        **first_tokens("first prompt", run.prompts.first, run.tokenizer),
         **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
         "training": f"{steps}; {cfg.optim.description}",
-        "evaluation": f"{min(cfg.evaluation.prompts, len(run.held_out))} prompts x {cfg.evaluation.samples} samples, "
-        "before and after training",
+        "evaluation": f"{_evaluation(run)}, before and after training",
         "memory per rank": memory_lines(plan),
         "folder": str(run.folder),
     }
     if lines := notes(cfg, run.objectives, run.compute):
         rows["note"] = "\n".join(lines)
     return named_lines("plan", rows)
+
+
+def _evaluation(run: Run) -> str:
+    prompts = min(run.config.evaluation.prompts, len(run.held_out))
+    text = size_of(prompts, run.config.evaluation.samples, run.held_out.left_out if prompts else {})
+    return text + " (it is also trained on: the data have no other)" * (prompts > 0 and run.held_out is run.prompts)
 
 
 def check_memory(run: Run) -> None:

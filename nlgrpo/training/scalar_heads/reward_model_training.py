@@ -21,12 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo.config.reward_model_config import RewardModelConfig, check
 from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
+from nlgrpo.data.sources import is_file
 from nlgrpo.model import reward_model
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.fsdp import accumulated
 from nlgrpo.model.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.model.tokenizer import load_tokenizer
-from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.console import first_tokens, named_lines
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.losses.bradley_terry import bradley_terry_loss, evaluate_pairs
 from nlgrpo.training.scalar_heads import trainer
@@ -161,12 +162,13 @@ def load_pairs(
 
     pairs = read(data.source, data.split, data.limit)
     if data.evaluation:
-        held_out = read(data.evaluation, data.evaluation_split or data.split, None)
+        inherited = "train" if is_file(data.evaluation) else data.split  # a file has no splits
+        held_out = read(data.evaluation, data.evaluation_split or inherited, None)
     else:
         pairs, held_out = pairs.split(cfg.evaluation.pairs)
     if cfg.evaluation.pairs == 0 or not len(held_out):
         return pairs, None
-    training = pairs.without(held_out.prompts)
+    training = pairs.without(held_out.prompts, zip(held_out.chosen, held_out.rejected, strict=True))
     if not len(training):
         raise ValueError(
             f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out; "
@@ -192,6 +194,7 @@ def plan(run: RewardModelTrainer) -> Table:
         f"{implementation(run.ranks.device.type, run.compute)} attention",
         "data": f"{run.pairs!r}",
         "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
+        **first_tokens("first pair, chosen", run.pairs.chosen[0], run.tokenizer),
         "texts": f"up to {run.max_length} tokens; {_padding(run)}",
         "loss": " + ".join(terms),
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.pairs} pairs, {cfg.train.epochs:g} epochs; "
