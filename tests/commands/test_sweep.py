@@ -56,7 +56,7 @@ def work(tmp_path_factory) -> Path:
     """A folder with a model, prompts and rewards."""
     root = tmp_path_factory.mktemp("work")
     tiny_model(root / "model")
-    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
+    prompts = [" ".join(f"w{(3 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (root / "rewards.py").write_text(REWARDS)
     return root

@@ -49,7 +49,7 @@ def work(tmp_path_factory):
     root = tmp_path_factory.mktemp("work")
     tiny_model(root / "model")
     tiny_model(root / "other", seed=1)
-    prompts = [" ".join(f"w{(7 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
+    prompts = [" ".join(f"w{(3 * i + j) % 28}" for j in range(1 + i % 4)) for i in range(10)]
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     pairs = [{"prompt": f"w{i} ", "chosen": f"w9 w{i}", "rejected": "w8"} for i in range(20)]
     (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

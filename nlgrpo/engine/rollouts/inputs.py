@@ -76,10 +76,16 @@ def load_prompts(
 ) -> tuple[prompt_dataset.Prompts, PromptSet]:
     """Load training and evaluation prompts, as `read_prompts`, and drop training prompts that are held out.
 
+    With evaluation.prompts = 0, nothing is evaluated, and a source may be its own evaluation data.
+
     Raises ValueError as `read_prompts`, and if all training prompts are held out.
     """
     prompts, held_out = read_prompts(cfg, tokenizer, limits, environment)
     if held_out is prompts or not len(held_out):
+        return prompts, held_out
+    known = {tuple(ids) for ids in held_out.ids}
+    everything = prompts.all().ids
+    if cfg.evaluation.prompts == 0 and everything and all(tuple(ids) in known for ids in everything):
         return prompts, held_out
     return prompts.without(held_out.ids), held_out
 

@@ -194,7 +194,7 @@ def plan(run: RewardModelTrainer) -> Table:
         f"{implementation(run.ranks.device.type, run.compute)} attention",
         "data": f"{run.pairs!r}",
         "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
-        **first_tokens("first pair, chosen", run.pairs.chosen[0], run.tokenizer),
+        **first_tokens("example", run.pairs.chosen[0], run.tokenizer),
         "texts": f"up to {run.max_length} tokens; {_padding(run)}",
         "loss": " + ".join(terms),
         "training": f"{run.steps} step{'s' * (run.steps > 1)} of {cfg.train.pairs} pairs, {cfg.train.epochs:g} epochs; "
