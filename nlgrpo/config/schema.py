@@ -254,6 +254,9 @@ class LoopConfig:
     """Name of the run in trackers. Empty: the name of its folder."""
     restart: bool = False
     """Restart from scratch in a folder that holds a run. The files of that run are removed."""
+    allow_changed: tuple[Literal["data", "rewards", "model", "tokenizer", "template"], ...] = ()
+    """What may have changed since the run started: it then resumes with the new data, files of rewards, weights of
+    model.path, tokenizer or chat template. Without a name here, a change of it is an error."""
     timeout: float = 600.0
     """Seconds without progress on any rank, or without a sign of life of one, after which all ranks end, and the rank
     to blame is named. Rewards may also take as long as their own timeouts; vLLM, environments, loading
@@ -424,7 +427,7 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(repr, arguments))
     if typing.get_origin(kind) is tuple:
-        return f"a list of {arguments[0].__name__}"
+        return f"a list of {_describe(arguments[0])}"
     return "none" if kind is type(None) else kind.__name__
 
 

@@ -22,7 +22,10 @@ class Example(NamedTuple):
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], chat: ChatOptions | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    chat: ChatOptions | None = None,
+    add_bos: bool | None = None,
 ) -> list[list[int]]:
     """Tokenize prompts like `prompt_dataset.load`: with the tokens that the tokenizer adds before a text, without EOS.
 
@@ -32,7 +35,7 @@ def encode(
     wheres = [f"prompt {i}" for i in range(1, len(prompts) + 1)]
     found = [chat.conversation(prompt, where) for prompt, where in zip(prompts, wheres, strict=True)]
     examples = [Example(where, prompt, {}) for where, prompt in zip(wheres, found, strict=True)]
-    return encode_examples(tokenizer, examples, chat)
+    return encode_examples(tokenizer, examples, chat, add_bos)
 
 
 def encode_examples(

@@ -16,8 +16,8 @@ from nlgrpo.engine import generation
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
-from nlgrpo.model import decoder
-from nlgrpo.model.architectures import UnknownModel, shape_of
+from nlgrpo.model import decoder, hf_weights
+from nlgrpo.model.architectures import UnknownModel, check_causal, shape_of
 from nlgrpo.model.decoder import Decoder
 
 UNBOUNDED = 1 << 30  # context length if the config has none
@@ -50,10 +50,15 @@ class TransformersModel(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.model.generation_config = GenerationConfig()  # the model's own may penalise, force or forbid tokens
         self.shape = Limits.of(model.config)
+        self.tokens: int | None = None
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.model.device)
+
+    def limit_vocabulary(self, tokens: int | None) -> None:
+        """Never sample ids from ``tokens`` on, as `Decoder.limit_vocabulary`."""
+        self.tokens = None if tokens is None or tokens >= self.shape.vocab else tokens
 
     def extend(
         self, prefixes: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling, likely: Sequence[int] | None = None
@@ -68,7 +73,8 @@ class TransformersModel(nn.Module):
         logprobs, most = torch.zeros(noise.shape, device=self.device), 0
         for length in sorted(set(map(len, prefixes))):
             rows = [i for i, prefix in enumerate(prefixes) if len(prefix) == length]
-            sampler = _TokenSampler(noise[rows], sampling, None if likely is None else [likely[i] for i in rows])
+            ranks = None if likely is None else [likely[i] for i in rows]
+            sampler = _TokenSampler(noise[rows], sampling, ranks, self.tokens)
             self._run(torch.tensor([prefixes[i] for i in rows], device=self.device), sampler, noise.shape[1], sampling)
             tokens[rows, : len(sampler.tokens)] = torch.stack(sampler.tokens, 1)
             logprobs[rows, : len(sampler.tokens)] = torch.stack(sampler.logprobs, 1)
@@ -137,13 +143,14 @@ class TransformersModel(nn.Module):
 class _TokenSampler(LogitsProcessor):
     """Logits processor that chooses the next token of each row with `next_tokens`, and masks all others."""
 
-    def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None) -> None:
-        self.noise, self.sampling, self.likely = noise, sampling, likely
+    def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None, vocabulary: int | None) -> None:
+        self.noise, self.sampling, self.likely, self.vocabulary = noise, sampling, likely, vocabulary
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token, logprob = next_tokens(scores, self.noise[:, len(self.tokens)], self.sampling, self.likely)
+        possible = scores if self.vocabulary is None else scores[:, : self.vocabulary].contiguous()
+        token, logprob = next_tokens(possible, self.noise[:, len(self.tokens)], self.sampling, self.likely)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
@@ -175,30 +182,52 @@ def limits_of(config: Any) -> generation.Limits:
 
 
 def load(
-    source: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    tokens: int | None = None,
 ) -> Decoder | TransformersModel:
     """Load a frozen model: nlgrpo's decoder, or a `TransformersModel` for other architectures.
 
     Reads safetensors only and runs no code of the directory. Raises ValueError for an architecture that transformers
-    does not support either, and if the log-probs of its `generate` differ from those of one forward pass.
+    does not support either, for tensors that are missing or have no place in the model, and if the log-probs of its
+    `generate` differ from those of one forward pass.
+
+    ``tokens``: number of ids that have a token; rows of the head after them are left out (`limit_vocabulary`).
     """
-    if not fault(decoder.read_config(source)):
-        return decoder.load(source, dtype=dtype, device=device)
+    config = decoder.read_config(source)
+    check_causal(config)
+    if not fault(config):
+        ours = decoder.load(source, dtype=dtype, device=device)
+        ours.limit_vocabulary(tokens)
+        return ours
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be loaded by transformers: {error!r}") from error
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 1} others" * (len(missing) > 1)
+        raise ValueError(f"{source} has no tensor {missing[0]!r}{more}: its values would be random")
+    hf_weights.check_unexpected(source, model, report["unexpected_keys"])
     wrapped = TransformersModel(model.to(device))
     if not (gap := wrapped.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
         raise ValueError(
             f"{source} cannot be sampled: log-probs of transformers' generate differ by {gap:.2g} nats from those of "
             "one forward pass over the same tokens"
         )
+    wrapped.limit_vocabulary(tokens)
     return wrapped

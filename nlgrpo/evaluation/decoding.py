@@ -36,7 +36,7 @@ from nlgrpo.evaluation.decoding_methods import DecodingMethod, decoding_method, 
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.reward_functions import RewardError
@@ -109,7 +109,8 @@ class Comparison:
     @cached_property
     def model(self) -> Decoder | TransformersModel:
         """The model, after a first search, so that timings exclude the warm-up of the libraries."""
-        model = transformers_backend.load(self.source, dtype=self.dtype, device=self.queue.ranks.device)
+        device, tokens = self.queue.ranks.device, count_tokens(self.sampler.tokenizer)
+        model = transformers_backend.load(self.source, dtype=self.dtype, device=device, tokens=tokens)
         warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=min(4, self.sampler.sampling.max_new_tokens))
         guided_search.search(model, self.batch.ids[:1], Search(2, 2, 2), warm, [])
         return model

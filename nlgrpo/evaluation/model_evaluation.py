@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import pack
-from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.registry import Objective, is_voted
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
@@ -150,7 +150,14 @@ def draw(e: Evaluation, candidate: RolloutCollector) -> None:
 def measure_kl(e: Evaluation, candidates: Sequence[RolloutCollector]) -> None:
     """Compute and save the KL estimates "k1" and "k3" to the reference, summed over tokens, (p, n) per file."""
     first = e.candidates[0]
-    reference = cache(partial(decoder.load, first.source, dtype=first.dtype, device=e.ranks.device))
+    tokens = count_tokens(first.sampler.tokenizer)
+
+    @cache
+    def reference() -> Decoder:
+        model = decoder.load(first.source, dtype=first.dtype, device=e.ranks.device)
+        model.limit_vocabulary(tokens)
+        return model
+
     pieces = [(candidate, chunk) for candidate in candidates for chunk in candidate.chunks]
     missing = e.queue.missing(pieces, lambda piece: piece[0].store.has(kl_name(e, piece[1])))
     e.queue.work("KL to the reference", missing, lambda piece: _measure_kl(e, reference(), *piece))

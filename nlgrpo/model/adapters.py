@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nlgrpo.model import fsdp, lora, safetensors_writer, shards
+from nlgrpo.model import fsdp, hf_weights, lora, safetensors_writer, shards
 from nlgrpo.model.architectures import Shape, Source, tensor_map
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig, LoraLinear, Model, Retrained
@@ -25,6 +26,7 @@ from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NOTHING: tuple[Any, ...] = (None, False, {}, [], "")  # values of a key that is not used
 PREFIX = "base_model.model."  # of PEFT's tensor names
 SCORE = "score"  # transformers' name of the head of a classifier
 SCORES = (SCORE, "classifier")  # modules that PEFT saves with a classifier's adapter, if the model has them
@@ -47,6 +49,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "exclude_modules": (None, []),
 }
+# Keys of PEFT's config that change nothing once an adapter is trained, or that are read here.
+KNOWN = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
+        "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_config",
+        "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
+        "target_modules", "task_type", "use_rslora",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,11 @@ class Adapter:
     tensors: dict[str, Tensor]
     base: str  # "" if the adapter does not name it
     task: str  # "CAUSAL_LM" or "SEQ_CLS"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float32, or a wider dtype that holds the numbers of all tensors."""
+        return functools.reduce(torch.promote_types, (x.dtype for x in self.tensors.values()), torch.float32)
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -79,11 +95,19 @@ def read(path: str | Path) -> Adapter:
     except FileNotFoundError as error:
         missing = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
         raise ValueError(f"{folder} has no {missing}, so it is not an adapter in PEFT's format") from error
-    except (ValueError, SafetensorError, OSError) as error:
+    except SafetensorError as error:
+        raise ValueError(atomic_files.unreadable(folder / WEIGHTS, "is not a readable adapter", error)) from error
+    except (ValueError, OSError) as error:
         raise ValueError(f"{folder} is not a readable adapter: {error}") from error
     for key, supported in PLAIN.items():
         if saved.get(key, supported[0]) not in supported:
             raise ValueError(f"{folder / CONFIG}: {key} = {saved[key]!r} is not supported; expected {supported[0]!r}")
+    unknown = [key for key, value in saved.items() if key not in PLAIN and key not in KNOWN and value not in NOTHING]
+    if unknown:
+        raise ValueError(
+            f"{folder / CONFIG}: {unknown[0]} = {saved[unknown[0]]!r} is not known and may change what the adapter "
+            "computes; expected the config of a LoRA adapter of PEFT. Remove the key if it changes nothing"
+        )
     try:
         config = LoraConfig(
             rank=int(saved["r"]),
@@ -132,7 +156,8 @@ def load(model: Model, adapter: Adapter) -> None:
     for theirs, parameter, interleaved in _places(model):
         value = left.pop(theirs, None)
         if value is None:
-            raise ValueError(f"{adapter.folder} has no tensor {theirs!r}; it must adapt every layer of the model")
+            note = hf_weights.prefix_note(theirs, adapter.tensors) or "; it must adapt every layer of the model"
+            raise ValueError(f"{adapter.folder} has no tensor {theirs!r}{note}")
         if value.shape != parameter.shape:
             raise ValueError(
                 f"{theirs} of {adapter.folder} has shape {tuple(value.shape)}, but the model requires "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
@@ -26,6 +29,33 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 ROPES = ("default", "linear", "yarn", "llama3")
 SLIDING = "sliding_attention"
 MOST_LAYERS = 10_000  # a damaged number must not allocate memory
+# Keys of a config that change what other models compute, with the values that change nothing. The decoder does not have
+# them, and transformers ignores most of them in the supported families, without a word.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (None, False),
+    "alibi": (None, False),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "is_causal": (None, True),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "n_routed_experts": (None, 0),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1),
+    "rope_interleave": (None, False),
+    "rope_interleaved": (None, False),
+    "scale_depth": (None,),
+    "scale_emb": (None, 1),
+    "use_bidirectional_attention": (None, False),
+}
+OTHER_TASKS = re.compile(r"For\w*(Classification|Answering|Choice|Prediction|MaskedLM)|Reward")  # of `architectures`
 
 
 @dataclass(frozen=True)
@@ -77,15 +107,31 @@ class UnknownModel(ValueError):
     """An architecture, activation or rotary embedding that the decoder does not support."""
 
 
+def read_config(folder: Path) -> PretrainedConfig:
+    """Read the config of a model directory.
+
+    Raises ValueError if transformers cannot read it; the message lists the supported architectures.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises exceptions of many types
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(
+            f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder supports: {known}"
+        ) from error
+
+
 def shape_of(config: Any) -> Shape:
     """Return the ``Shape`` of a Hugging Face config.
 
     Raises UnknownModel for an unsupported architecture, activation or rotary embedding (the message lists the supported
-    ones), and ValueError for inconsistent numbers.
+    ones), and ValueError for inconsistent numbers, quantised weights, and keys of other models that change what they
+    compute.
     """
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownModel(f"unknown architecture {config.model_type!r}; nlgrpo's decoder supports: {known}")
+    _check_keys(config)
     try:
         if not 0 < config.num_hidden_layers <= MOST_LAYERS:
             raise _invalid(config, f"{config.num_hidden_layers} layers")
@@ -110,9 +156,49 @@ def shape_of(config: Any) -> Shape:
     return shape
 
 
+def check_causal(config: Any) -> None:
+    """Raise ValueError if the config is that of a classifier or of another model without a head for the next token."""
+    names = config.architectures or ()
+    if names and all(OTHER_TASKS.search(name) for name in names):
+        raise ValueError(
+            f"config.json{_of(config)} is that of a {names[0]}, which predicts no next token; expected a causal "
+            "language model (architectures: ..ForCausalLM). A classifier can be a reward, classifier(path=..), or the "
+            "model of `nlgrpo reward-model train`"
+        )
+
+
+def _check_keys(config: Any) -> None:
+    """Raise ValueError for quantised weights, and for keys of other models that change what they compute."""
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ValueError(
+            f"config.json{_of(config)} has a quantization_config ({method or quantised}): the weights are quantised, "
+            "which is not supported. Use the model that it was made from, or dequantise it with transformers: "
+            "model.dequantize(), then save_pretrained(folder)"
+        )
+    keys = dict(UNSUPPORTED)
+    if config.model_type in ("llama", "gpt_neox", "gpt2"):
+        keys["sliding_window"] = (None,)
+        keys["layer_types"] = (None, ["full_attention"] * config.num_hidden_layers)
+    values = {key: getattr(config, key, None) for key in keys}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type != "gpt_neox" and rope.get("rope_type", "default") == "default":
+        values["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+    for key, neutral in keys.items():
+        value = values[key]
+        if value not in neutral:
+            raise ValueError(
+                f"config.json{_of(config)} sets {key} = {value!r}, which nlgrpo's {config.model_type!r} models do not "
+                "have: they would compute something else. Remove the key if the model was trained without it"
+            )
+
+
+def _of(config: Any) -> str:
+    return f" of {config.name_or_path}" if config.name_or_path else ""
+
+
 def _invalid(config: Any, why: object) -> ValueError:
-    where = f" of {config.name_or_path}" if config.name_or_path else ""
-    return ValueError(f"config.json{where} is not a valid {config.model_type!r} config: {why}")
+    return ValueError(f"config.json{_of(config)} is not a valid {config.model_type!r} config: {why}")
 
 
 def _check_rotary(config: Any, shape: Shape) -> None:
@@ -229,6 +315,28 @@ FAMILIES: dict[str, Callable[[Any], Shape]] = {
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
 }
+
+
+def keys_of_transformers_4(config: Any) -> dict[str, Any]:
+    """Return the keys of config.json under which transformers 4 finds the dtype and the rotary embedding.
+
+    transformers 5 reads them too, and writes others. Without them, transformers 4 and engines that read its files
+    compute with the default base of 10,000, without a word.
+    """
+    keys: dict[str, Any] = {"torch_dtype": str(config.dtype).removeprefix("torch.")}
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return keys
+    if config.model_type == "gpt_neox":
+        keys |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
+    else:
+        keys["rope_theta"] = rope["rope_theta"]
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    original = scaling.get("original_max_position_embeddings")
+    if scaling.get("rope_type") == "yarn" and original == config.max_position_embeddings:
+        del scaling["original_max_position_embeddings"]  # a default of transformers 5; 4 would derive a factor of 1
+    keys["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    return keys
 
 
 def rotary_frequencies(config: Any, shape: Shape) -> tuple[Tensor | None, float]:

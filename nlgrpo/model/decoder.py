@@ -17,12 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from nlgrpo.kernels import BlockWeights, Segments, linear, recomputed, rms_norm, swiglu
 from nlgrpo.model import hf_weights, lora, safetensors_writer
-from nlgrpo.model.architectures import ACTIVATIONS, FAMILIES, Shape, Source, rotary_frequencies, shape_of, tensor_map
+from nlgrpo.model.architectures import (
+    ACTIVATIONS,
+    Shape,
+    Source,
+    check_causal,
+    read_config,
+    rotary_frequencies,
+    shape_of,
+    tensor_map,
+)
 from nlgrpo.model.attention import PackedAttention, Rope
+from nlgrpo.model.tokenizer import save_tokenizer
 
 RECOMPUTED_WIDTH = (
     256  # of a model: in narrower ones, norms and activations take a tenth of the time, and little memory
@@ -175,13 +185,23 @@ class Decoder(nn.Module):
         self.rope_scale = rope_scale
         self._checkpointing = False
         self.offloaded = False  # set by `fsdp.shard`: the parameters are in the memory of the host
+        self.tokens: int | None = None  # set by `limit_vocabulary`
         self.each_gathered: Callable[[], Iterator[Block]] | None = None  # set by `fsdp.gathered`
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (V, D) of the language-model head; the embedding if it is tied."""
-        return lora.active_weight(self.embed if self.head is None else self.head)
+        """Weight (V, D) of the language-model head; the embedding if it is tied. Only rows of ids that have a token."""
+        weight = lora.active_weight(self.embed if self.head is None else self.head)
+        return weight if self.tokens is None else weight[: self.tokens]
+
+    def limit_vocabulary(self, tokens: int | None) -> None:
+        """Leave out the rows of the head from id ``tokens`` on, in logits, samples and log-probs; None: no row.
+
+        Vocabularies are padded for fast products: the rows behind the tokenizer's have no token, and nobody can read
+        a sample of them.
+        """
+        self.tokens = None if tokens is None or tokens >= self.shape.vocab else tokens
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -302,31 +322,21 @@ def load(
     adapters (`lora.attach`), which have no values then.
 
     Raises ValueError for an unknown architecture (the message lists the supported ones), a missing tensor or one of the
-    wrong shape, and a directory that is not a model directory.
+    wrong shape, tensors that have no place in the model, a classifier, and a directory that is not a model directory.
     """
     folder = hf_weights.locate(path_or_name)
-    model = blueprint(read_config(folder)).to(dtype)
+    config = read_config(folder)
+    check_causal(config)
+    model = blueprint(config).to(dtype)
     if shard is not None:
         shard(model)
     allocate(model, device)
     places = tensor_map(model.shape)
-    hf_weights.Checkpoint(folder).check_embedding(places["embed.weight"].names[0], model.shape.tied)
-    hf_weights.read_into(lora.base_parameters(model), folder, model.shape, places)
+    checkpoint = hf_weights.Checkpoint(folder)
+    checkpoint.check_embedding(places["embed.weight"].names[0], model.shape.tied)
+    unused = hf_weights.HEADS if model.shape.tied else ()
+    hf_weights.read_into(lora.base_parameters(model), checkpoint, model.shape, places, unused=unused)
     return model
-
-
-def read_config(folder: Path) -> PretrainedConfig:
-    """Read the config of a model directory.
-
-    Raises ValueError if transformers cannot read it; the message lists the supported architectures.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises exceptions of many types
-        known = ", ".join(sorted(FAMILIES))
-        raise ValueError(
-            f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder supports: {known}"
-        ) from error
 
 
 def save(
@@ -342,7 +352,7 @@ def save(
 
     ``parameters``: full tensors of the dtype ``dtype`` to save instead of the model's own, by name and in their order,
     such as `fsdp.each_full`; each is written before the next one is requested. ``like``: the directory that the model
-    was loaded from; its generation_config.json (stop ids of chat models) is copied.
+    was loaded from; its files of how to sample (`hf_weights.SAMPLING_FILES`) are copied.
 
     Raises ValueError for a decoder without a Hugging Face config.
     """
@@ -350,13 +360,14 @@ def save(
         raise ValueError("this decoder was built without a Hugging Face config; use model.load or model.build")
     folder.mkdir(parents=True, exist_ok=True)
     model.config.dtype = model.head_weight.dtype if dtype is None else dtype
-    model.config.save_pretrained(folder)
+    hf_weights.write_config(model.config, folder)
     named = model.named_parameters() if parameters is None else parameters
     write_weights(named, folder, blueprint(model.config).to(model.config.dtype), tensor_map(model.shape))
-    if like is not None and (like / "generation_config.json").is_file():
-        shutil.copy(like / "generation_config.json", folder)
+    for name in hf_weights.SAMPLING_FILES:
+        if like is not None and (like / name).is_file():
+            shutil.copy(like / name, folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def write_weights(

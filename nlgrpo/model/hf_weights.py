@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,10 +17,12 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from nlgrpo.model import shards
-from nlgrpo.model.architectures import Shape, Source
+from nlgrpo.model.architectures import Shape, Source, keys_of_transformers_4
+from nlgrpo.runtime import atomic_files
 
 # Other names of the same tensor within its family: Pythia's head, GPT-2 saved without its prefix, and a tied matrix
 # that is stored under the name of the head.
@@ -30,6 +35,23 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 HEADS = ("lm_head.weight", "embed_out.weight")
+# How to sample: for transformers and vLLM, and what nlgrpo knows beyond that (`engine.inference.as_trained`).
+SAMPLING_FILES = ("generation_config.json", "nlgrpo.json")
+
+# Stored buffers that the model computes itself: rotary frequencies, and causal masks of GPT-2 and GPT-NeoX.
+BUFFERS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)(attn|attention)\.(masked_)?bias$")
+# Tensors of quantised weights: GPTQ and AWQ, compressed-tensors and FP8, bitsandbytes.
+QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_scale(_inv)?|absmax|quant_map|SCB)$")
+VALUE_HEAD = "v_head."  # of TRL's models with a value head
+# What puts a prefix in front of all names of a model that it wraps.
+WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "module.": "DistributedDataParallel or DeepSpeed",
+    "_fsdp_wrapped_module.": "FSDP",
+    "base_model.model.": "PEFT",
+}
+
+log = logging.getLogger("nlgrpo")
 
 
 def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
@@ -74,6 +96,14 @@ def begun_from(folder: Path) -> str | None:
     return str(path)
 
 
+def write_config(config: PretrainedConfig, folder: Path) -> None:
+    """Write config.json, also with the keys that transformers 4 reads (`architectures.keys_of_transformers_4`)."""
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text("utf-8")) | keys_of_transformers_4(config)
+    atomic_files.atomic_write(path, json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
 class Checkpoint:
     """Tensors of a directory's ``model.safetensors`` or of the shards in its index, read one at a time.
 
@@ -106,7 +136,8 @@ class Checkpoint:
             try:
                 opened = safe_open(folder / name, framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"{folder / name} is damaged, not a complete safetensors file: {error}") from error
+                fault = "is damaged, not a complete safetensors file"
+                raise ValueError(atomic_files.unreadable(folder / name, fault, error)) from error
             self.files.update(dict.fromkeys(opened.keys(), opened))
 
     def resolve(self, name: str) -> str | None:
@@ -114,23 +145,56 @@ class Checkpoint:
         unprefixed = name.removeprefix("transformer.")
         return next((n for n in (name, unprefixed, *ALIASES.get(name, ())) if n in self.files), None)
 
+    def names_of(self, source: Source) -> list[str]:
+        """Return the names under which the tensors of a `Source` are stored. Raises ValueError for a missing one."""
+        found = []
+        for name in source.names:
+            resolved = self.resolve(name)
+            if resolved is None:
+                raise ValueError(self._without(name))
+            found.append(resolved)
+        return found
+
+    def _without(self, name: str) -> str:
+        """Return the message for a missing tensor: the likely reason, if the names of the others show it."""
+        said = f"{self.folder} has no tensor {name!r}"
+        quantised = next(filter(QUANTISED.search, self.files), None)
+        if quantised is not None:
+            return _quantised(self.folder, f"it has {quantised!r} in place of {name!r}")
+        return said + prefix_note(name, self.files)
+
+    def check_tensors(self, sources: Iterable[Source], unused: Sequence[str]) -> None:
+        """Check that the model has a place for each stored tensor.
+
+        ``sources``: those of the model's parameters. ``unused``: names of tensors that it may leave out. Buffers that
+        it computes itself are left out too, and a value head of TRL, which is logged.
+
+        Raises ValueError for missing tensors, and for others, such as biases or layers that config.json does not name:
+        without them the model would compute something else.
+        """
+        used = {name for source in sources for name in self.names_of(source)}
+        left = [name for name in self.files if name not in used and name not in unused and not BUFFERS.search(name)]
+        quantised = next(filter(QUANTISED.search, left), None)
+        if quantised is not None:
+            raise ValueError(_quantised(self.folder, f"it has {quantised!r}"))
+        heads = sorted(name for name in left if name.startswith(VALUE_HEAD))
+        if heads:
+            log.warning("%s: the value head (%s) is not used by a language model", self.folder, ", ".join(heads))
+        others = sorted(set(left) - set(heads))
+        if others:
+            raise ValueError(_without_place(self.folder, others))
+
     def find(self, source: Source) -> list[Any]:
         """Return the tensors of a `Source` as slices of their files, which read nothing until they are indexed.
 
         Raises ValueError for missing and for quantised tensors.
         """
         parts = []
-        for name in source.names:
-            resolved = self.resolve(name)
-            if resolved is None:
-                raise ValueError(f"{self.folder} has no tensor {name!r}")
+        for resolved in self.names_of(source):
             part = self.slice(resolved)
             dtype = part[:1].dtype if part.get_shape() else torch.float32  # a scalar is refused for its shape
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise ValueError(
-                    f"{resolved} of {self.folder} has dtype {dtype}: quantised weights are not supported. "
-                    "Dequantise the model with transformers: model.dequantize(), then save_pretrained(folder)"
-                )
+                raise ValueError(_quantised(self.folder, f"{resolved} has dtype {dtype}"))
             parts.append(part)
         return parts
 
@@ -154,12 +218,72 @@ class Checkpoint:
         return self.files[name].get_slice(name)
 
     @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Dtype of each tensor; float32 for those that are not floating-point numbers."""
+        names = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+        return [names.get(self.slice(name).get_dtype(), torch.float32) for name in self.files]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Most frequent dtype of the tensors."""
-        dtypes = [self.slice(n).get_dtype() for n in self.files]
-        return {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}.get(
-            max(set(dtypes), key=dtypes.count), torch.float32
-        )
+        dtypes = self.dtypes
+        return max(set(dtypes), key=dtypes.count)
+
+    @property
+    def widest(self) -> torch.dtype:
+        """Smallest dtype that holds the numbers of all tensors."""
+        return functools.reduce(torch.promote_types, self.dtypes)
+
+
+def prefix_note(name: str, stored: Iterable[str]) -> str:
+    """Return a note if ``name`` is ``stored`` behind a prefix, as wrappers of a model save it; "" otherwise."""
+    found = next((other for other in stored if other.endswith(f".{name}")), None)
+    if found is None:
+        return ""
+    prefix = found.removesuffix(name)
+    makers = [maker for part, maker in WRAPPERS.items() if part in prefix]
+    by = f", which {' and '.join(makers)} adds" if makers else ""
+    return (
+        f". Its tensors have the prefix {prefix!r}{by}: save the model that is wrapped, not the wrapper, or remove the "
+        "prefix from the names"
+    )
+
+
+def check_unexpected(folder: Path, model: nn.Module, names: Iterable[str]) -> None:
+    """Check the tensors ``names`` of ``folder`` that transformers did not load into ``model``.
+
+    Raises ValueError for tensors of modules that the model has, such as biases and further layers: without them it
+    would compute something else. Others, such as a tower for images, are logged.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    inside, outside = list[str](), list[str]()
+    for name in sorted(names):
+        layers = re.match(r"(.+?)\.\d+\.", name)
+        owned = name.rpartition(".")[0] in modules or (layers is not None and layers[1] in modules)
+        (inside if owned else outside).append(name)
+    if inside:
+        raise ValueError(_without_place(folder, inside))
+    if outside:
+        log.warning("%s: the model does not use its tensors %s", folder, _listed(outside))
+
+
+def _without_place(folder: Path, names: Sequence[str]) -> str:
+    return (
+        f"{folder} has tensors that the model of its config.json has no place for: {_listed(names)}. Without them it "
+        "would compute something else; correct config.json (the number of layers, attention_bias, mlp_bias, ..), or "
+        "remove the tensors"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f", .. ({len(names)} in all)" if len(names) > 4 else "")
+
+
+def _quantised(folder: Path, why: str) -> str:
+    return (
+        f"{folder} is quantised: {why}. Quantised weights are not supported; use the model that it was made from, or "
+        "dequantise it with transformers: model.dequantize(), then save_pretrained(folder)"
+    )
 
 
 def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
@@ -172,12 +296,21 @@ def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_into(parameters: Mapping[str, Tensor], folder: Path, shape: Shape, places: Mapping[str, Source]) -> None:
-    """Fill ``parameters`` in place from the directory ``folder``; of a sharded parameter, only this rank's rows.
+def read_into(
+    parameters: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    shape: Shape,
+    places: Mapping[str, Source],
+    *,
+    unused: Sequence[str] = (),
+) -> None:
+    """Fill ``parameters`` in place from a model directory; of a sharded parameter, only this rank's rows.
 
-    No other rows are read. Raises ValueError for a missing tensor and for one whose shape differs from the config's.
+    No other rows are read. Raises ValueError as `Checkpoint.check_tensors`, and for a tensor whose shape differs from
+    the config's.
     """
-    checkpoint = Checkpoint(folder)
+    folder = checkpoint.folder
+    checkpoint.check_tensors([places[name] for name in parameters], unused)
     with torch.no_grad():
         for name, parameter in parameters.items():
             source = places[name]

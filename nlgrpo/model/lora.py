@@ -356,7 +356,7 @@ def merged(model: Model, parameters: Iterable[tuple[str, Tensor]], dtype: torch.
     """Yield the parameters of the model with its adapters merged, W + s B A, in ``dtype``, in the order of the base.
 
     ``parameters``: all full parameters by name, in the order of the model, each valid until the next is requested.
-    Products are computed in float32, or in float64 for float64 parameters.
+    Sums are computed in float32, or in float64 for a float64 parameter or ``dtype``, and rounded once, to ``dtype``.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     last = {f"{name}.{list(dict(module.named_parameters()))[-1]}": name for name, module in modules.items()}
@@ -366,7 +366,10 @@ def merged(model: Model, parameters: Iterable[tuple[str, Tensor]], dtype: torch.
         if owner is None:
             yield name, value.to(dtype)
             continue
-        held[name.removeprefix(f"{owner}.")] = value.detach().clone()
+        kept = value.dtype  # `_merge` rounds to it
+        if kept != dtype:
+            kept = functools.reduce(torch.promote_types, (kept, dtype, torch.float32))
+        held[name.removeprefix(f"{owner}.")] = value.detach().to(kept, copy=True)
         if name in last:
             yield from ((f"{owner}.{key}", x.to(dtype)) for key, x in _merge(modules[owner], held))
             held = {}

@@ -7,6 +7,7 @@ Loads them from a causal model or a classifier, scores preference pairs, and sav
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,8 +22,11 @@ from nlgrpo.model import decoder, hf_weights, lora, shards
 from nlgrpo.model.architectures import Source, tensor_map
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import PairBatch
+from nlgrpo.model.tokenizer import save_tokenizer
+from nlgrpo.runtime import atomic_files
 
 SCORE = "score.weight"  # transformers' name of the head
+HEAD_FILE = "head.json"  # beside an adapter: what its head means
 # transformers' class for a reward model of each family.
 CLASSES = {
     "llama": "LlamaForSequenceClassification",
@@ -91,8 +95,8 @@ def load(
     stores under the name of its lm_head are loaded, where transformers 5.23 would initialise new ones. ``shard``: as in
     `decoder.load`; a new head is the same for any number of ranks.
 
-    Raises ValueError for an unknown architecture, a missing tensor or one of the wrong shape, and a classifier with
-    several outputs.
+    Raises ValueError for an unknown architecture, a missing tensor or one of the wrong shape, tensors that have no
+    place in the model, and a classifier with several outputs.
     """
     folder, saved = locate(path_or_name)
     config = decoder.read_config(folder)
@@ -106,7 +110,7 @@ def load(
     places = score_map(model)
     parameters = lora.base_parameters(model)
     wanted = {name: p for name, p in parameters.items() if trained or name != "head.weight"}
-    hf_weights.read_into(wanted, folder, model.shape, places)
+    hf_weights.read_into(wanted, tensors, model.shape, places, unused=hf_weights.HEADS)
     if not trained:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(1, model.shape.width, generator=generator, dtype=torch.float64)
@@ -119,6 +123,12 @@ def load(
 
 
 def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> None:
+    value_head = next((name for name in tensors.files if name.startswith(hf_weights.VALUE_HEAD)), None)
+    if value_head is not None:
+        raise ValueError(
+            f"{tensors.folder} has a value head of TRL ({value_head}), which is not read. Save the model as a sequence "
+            "classifier with one output (score.weight), or remove the head to start with a new one"
+        )
     if trained:
         outputs = tensors.slice(SCORE).get_shape()[0]
         if outputs != 1:
@@ -198,10 +208,17 @@ def save(
     config.num_labels = 1
     config.pad_token_id = pad
     config.dtype = model.head_weight.dtype if dtype is None else dtype
-    config.save_pretrained(folder)
+    hf_weights.write_config(config, folder)
     like = with_score_head(decoder.blueprint(model.config)).to(config.dtype)
     named = model.named_parameters() if parameters is None else parameters
     decoder.write_weights(named, folder, like, score_map(model))
+    save_scorer_tokenizer(tokenizer, folder, pad=pad, max_length=max_length)
+
+
+def save_scorer_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, *, pad: int | None, max_length: int
+) -> None:
+    """Save a tokenizer that pads and truncates as `save` describes."""
     tokenizer = copy.deepcopy(tokenizer)
     if pad is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
@@ -209,4 +226,18 @@ def save(
     tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "left"}  # only these are saved
     tokenizer.model_max_length = max_length
     tokenizer("")  # resets the truncation of the last call, which tokenizer.json would store
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def write_head(folder: Path, model: Decoder) -> None:
+    """Write what the head of an adapter means, which PEFT has no place for, beside the adapter."""
+    known = {"problem_type": getattr(model.config, "problem_type", None)}
+    atomic_files.atomic_write(folder / HEAD_FILE, json.dumps(known) + "\n")
+
+
+def read_head(folder: Path, model: Decoder) -> None:
+    """Give a model what `write_head` wrote beside its adapter, if it did."""
+    path = folder / HEAD_FILE
+    if path.is_file():
+        assert model.config is not None
+        model.config.problem_type = json.loads(path.read_text("utf-8"))["problem_type"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nlgrpo.data.conversations import ChatOptions, answered, is_continued, text_of
 from nlgrpo.data.encoding import ids_to_score
+from nlgrpo.model import hf_weights
 from nlgrpo.rewards.builtin import path_of
 
 
@@ -193,6 +194,7 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise ValueError(
             f"{str(path)!r} is not a trained classifier: its weights lack {missing}, which would be random{advice}"
         )
+    hf_weights.check_unexpected(path, model, report["unexpected_keys"])
     return model, tokenizer
 
 

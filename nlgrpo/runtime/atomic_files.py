@@ -18,6 +18,7 @@ from typing import BinaryIO
 CANNOT = "cannot write into"  # a sweep stops at this message, because its other points would fail too
 OF_A_DISK = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENODEV}
 IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the error number only in the text
+LFS = b"version https://git-lfs"  # the first bytes of a file that Git LFS has not downloaded
 
 
 @contextmanager
@@ -93,3 +94,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is a pointer of Git LFS: its content has not been downloaded."""
+    with path.open("rb") as file:
+        return file.read(len(LFS)) == LFS
+
+
+def unreadable(path: Path, fault: str, error: object) -> str:
+    """Return the message for a file with a ``fault``, which is another one if Git LFS has not downloaded it."""
+    if is_pointer(path):
+        return f"{path} is a pointer of Git LFS and not the file itself; download it with: git lfs pull"
+    return f"{path} {fault}: {error}"

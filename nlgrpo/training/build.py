@@ -10,7 +10,7 @@ from nlgrpo.engine.rollouts.collect import Provenance
 from nlgrpo.engine.rollouts.inputs import find_columns, load_environment, load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import ENVIRONMENT, Sampler
 from nlgrpo.model import adapters, decoder, hf_weights
-from nlgrpo.model.architectures import shape_of
+from nlgrpo.model.architectures import check_causal, shape_of
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.objectives import aggregation
 from nlgrpo.rewards import reward_functions
@@ -27,7 +27,9 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     """
     validate.check(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)
-    shape = shape_of(decoder.read_config(source))
+    model_config = decoder.read_config(source)
+    check_causal(model_config)
+    shape = shape_of(model_config)
     tokenizer = load_tokenizer(source)
     environment = load_environment(cfg, tokenizer, shape, ranks)
     prompts, held_out = load_prompts(cfg, tokenizer, shape, environment)

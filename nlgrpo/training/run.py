@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +25,19 @@ from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.backends.base import Engine, PolicyEngine
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.rollouts import evaluation_samples
+from nlgrpo.engine.inference import as_trained
+from nlgrpo.engine.inference.as_trained import AsTrained
+from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
+from nlgrpo.engine.rollouts.collect import scorers
+from nlgrpo.engine.rollouts.inputs import digests_of
 from nlgrpo.engine.rollouts.sampler import Sampler
+from nlgrpo.engine.rollouts.store import digest_of_weights
 from nlgrpo.model import adapters, decoder
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, prepare
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.model.tokenizer import count_tokens, save_tokenizer
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.rewards.reward_functions import Scores
@@ -59,7 +66,7 @@ FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "trai
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
         "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "train.max_empty_steps",
-        "train.deterministic", "divergence.",
+        "train.deterministic", "train.allow_changed", "divergence.",
         *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
 
 # Files and folders that a run writes besides config.json.
@@ -72,6 +79,7 @@ WRITTEN = (
         "paused-servers",
         *LOGGED,
         evaluation_samples.FILE,
+        run_inputs.FILE,
         run_files.REPORT_FILE,
         cpu_threads.FILE,
     ),
@@ -222,6 +230,7 @@ class Run:
             folder=Path(self.config.vllm.folder or self.folder / "engine"),
             pauses=self.folder / "paused-servers",
             stopping=stopping,
+            tokens=count_tokens(self.tokenizer),
         )
         try:
             yield engine
@@ -252,6 +261,24 @@ class Run:
             return beta
         return AdaptiveBeta(beta, target).step(kl)
 
+    def inputs(self) -> run_inputs.RunInputs:
+        """Return digests of what the run reads: data, rewards and model.
+
+        Raises ValueError if lora.path is an adapter of other weights than those of model.path.
+        """
+        if self.config.lora.path:
+            as_trained.check_base(Path(os.path.expanduser(self.config.lora.path)), self.source)
+        scored = scorers(self.config.rewards, self.objectives, self.sampler.rewards)
+        return digests_of(
+            self.config,
+            self.source,
+            self.tokenizer,
+            self.prompts,
+            self.held_out,
+            scored,
+            self.sampler.sampling.stop_ids,
+        )
+
     def logger(self) -> MetricsLogger:
         return MetricsLogger(
             self.folder,
@@ -274,6 +301,7 @@ class Run:
         elif cfg.loss.has_reference:
             sharded = self._sharded(None)
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
+            reference.limit_vocabulary(count_tokens(self.tokenizer))
             reference.requires_grad_(False).configure(compiled=cfg.model.compile)
         value = critic.make(cfg, model, self.ranks, self.compute, self.adapter)
         return Learner(
@@ -299,6 +327,7 @@ class Run:
         sharded = self._sharded(self.adapter)
         stored = master_dtype(self.compute)
         model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
+        model.limit_vocabulary(count_tokens(self.tokenizer))
         if self.adapter is not None:
             adapters.begin(model, self.adapter, self.config.train.seed)
         return model
@@ -394,16 +423,31 @@ class Run:
 
     @phase("export")
     def export(self, learner: Learner) -> Path:
-        """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return."""
+        """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return.
+
+        Model and adapter have what training assumed: tokenizer, stop ids, sampling and prompts (`AsTrained`).
+        """
         model = learner.model
         check_finite(model, self.ranks, TOO_LARGE)
+        assumed = AsTrained.of(self.config, self.sampler.sampling)
+
+        def beside(folder: Path) -> None:
+            assumed.write(folder, self.tokenizer, self.shape.vocab, digest_of_weights(self.source))
 
         def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
             decoder.save(
                 model, folder, tokenizer=self.tokenizer, parameters=parameters, dtype=self.compute, like=self.source
             )
+            beside(folder)
 
-        return adapters.export(
+        def write_beside_adapter() -> None:
+            if self.ranks.first and self.adapter is not None:
+                folder = self.folder / "adapter"
+                with atomic_files.into(folder):
+                    save_tokenizer(self.tokenizer, folder)
+                    beside(folder)
+
+        exported = adapters.export(
             model,
             self.folder,
             write,
@@ -412,12 +456,24 @@ class Run:
             ranks=self.ranks,
             base=self.config.model.path,
         )
+        self.ranks.agree(write_beside_adapter)
+        return exported
 
 
 def open_folder(run: Run) -> None:
     """Create the run's folder, or check that it holds this run; collective. Raises ValueError if it holds another."""
-    restart = run.config.train.restart
-    run_folder.claim(run.folder, run.config, run.ranks, free=_free(run.config), restart=restart, removed=WRITTEN)
+    train = run.config.train
+    run_folder.claim(
+        run.folder,
+        run.config,
+        run.ranks,
+        free=_free(run.config),
+        restart=train.restart,
+        removed=WRITTEN,
+        steps=train.steps,
+        inputs=run.inputs,
+        allowed=train.allow_changed,
+    )
 
 
 def _free(cfg: Config) -> tuple[str, ...]:

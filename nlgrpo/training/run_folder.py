@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nlgrpo.config import comparing
 from nlgrpo.config.schema import LoopConfig
+from nlgrpo.engine.rollouts import run_inputs
+from nlgrpo.engine.rollouts.run_inputs import RunInputs
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.file_lock import Busy, FileLock
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 FILE = "config.json"
 LOCK = ".lock"
+CHECKPOINTS = "checkpoints"
 _LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
 
 
@@ -31,6 +35,9 @@ def claim(
     free: Sequence[str],
     restart: bool,
     removed: Sequence[str] = (),
+    steps: int | None = None,
+    inputs: Callable[[], RunInputs] | None = None,
+    allowed: Sequence[str] = (),
     advice: str = "another folder with --train.out, or restart in this one with --train.restart",
 ) -> None:
     """Create the folder of a run of ``cfg``, or check that it holds this run; lock it for this process; collective.
@@ -39,11 +46,20 @@ def claim(
     save have their defaults. With ``restart``, the files and folders named in ``removed`` are deleted first, and
     nothing else. ``advice``: what the error messages suggest.
 
-    Raises ValueError if the folder holds another run or something else, or another process is using it.
+    ``steps``: of the whole run. ``inputs``: what the run reads, compared with what it read when it started; called on
+    the first rank only. Those whose kind is in ``allowed`` may have changed, which is reported.
+
+    Raises ValueError if the folder holds another run or something else, a run with more steps, or one that read other
+    inputs, or if another process is using it.
     """
     fault = ""
     try:
-        fault = _claim(folder, cfg, free, restart, removed, advice) if ranks.first else ""
+        if ranks.first:
+            fault = _claim(folder, cfg, free, restart, removed, steps, advice)
+        if ranks.first and not fault and inputs is not None:
+            fault = _compare(folder, inputs, allowed, advice)
+        if ranks.first and not fault:
+            _write_config(folder, cfg)
     except OSError as error:
         fault = f"{folder} cannot be used as the folder of a run: {error}"
     except ValueError as error:  # the folder is fine, and writing to it failed
@@ -59,10 +75,11 @@ def _claim(
     free: Sequence[str],
     restart: bool,
     removed: Sequence[str],
+    steps: int | None,
     advice: str,
 ) -> str:
     """Claim the folder; returns an error message, or an empty string."""
-    current = json.loads(json.dumps(asdict(cfg)))
+    current = _plain(cfg)
     path = folder / FILE
     if path.is_file():
         _lock(folder, advice)
@@ -82,11 +99,65 @@ def _claim(
                     f"  Choose {advice}",
                 ]
             )
+        done = begun_steps(folder)
+        if steps is not None and done > steps:
+            return (
+                f"{folder} holds a run that has {done} steps already, and this command asks for {steps}: its model "
+                f"would be that of {done} steps. Ask for {done} or more, or choose {advice}"
+            )
     elif folder.exists() and not (folder.is_dir() and all(_ours(entry.name) for entry in folder.iterdir())):
         return f"{folder} exists but holds no run; choose {advice.partition(',')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     _lock(folder, advice)
-    atomic_files.atomic_write(path, json.dumps(current, indent=2) + "\n")
+    return ""
+
+
+def _plain(cfg: Any) -> dict[str, Any]:
+    """Return a configuration as JSON reads it again."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(cfg)))
+    return found
+
+
+def _write_config(folder: Path, cfg: Any) -> None:
+    atomic_files.atomic_write(folder / FILE, json.dumps(_plain(cfg), indent=2) + "\n")
+
+
+def begun_steps(folder: Path) -> int:
+    """Return the step of the newest checkpoint of the run in ``folder``; 0 without any."""
+    if not (folder / CHECKPOINTS).is_dir():
+        return 0
+    from nlgrpo.runtime.checkpoint import folders  # takes a second
+
+    return max(folders.steps(folder / CHECKPOINTS), default=0)
+
+
+def _compare(folder: Path, inputs: Callable[[], RunInputs], allowed: Sequence[str], advice: str) -> str:
+    """Compare inputs with those of the first start, and record them; returns an error message, or an empty string."""
+    saved = run_inputs.read_digests(folder)  # before the digests: it knows which files have been read
+    current = inputs()
+    begun = begun_steps(folder) > 0 or (folder / current.results).is_file()
+    changed = current.changed(saved or {}) if begun else {}
+    refused = {name: one for name, one in changed.items() if one.kind not in allowed}
+    if refused:
+        kinds = list(dict.fromkeys(one.kind for one in changed.values()))
+        return "\n".join(
+            [
+                f"{folder} holds a run whose inputs have changed since it started:",
+                *(f"  {one.kind}: other {one.meaning}" for one in refused.values()),
+                f"  Restore them, go on with the new ones by --train.allow-changed {' '.join(kinds)} "
+                f"(train.allow_changed in a file), or choose {advice}",
+            ]
+        )
+    notes = list(current.notes)
+    notes += [f"{one.kind}: other {one.meaning} than at the start (train.allow_changed)" for one in changed.values()]
+    if begun and saved is None:
+        notes.append(
+            f"the run in {folder} began before inputs were recorded: whether data, rewards or model have changed is "
+            "not known; they are recorded now"
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    current.write(folder)
     return ""
 
 
@@ -112,7 +183,7 @@ def saver(folder: Path, train: LoopConfig, ranks: Ranks, *, adapters: bool) -> S
 
     background = ranks.device.type == "cuda" if train.async_save is None else train.async_save
     keep = Keep(train.keep_checkpoints, train.keep_every)
-    return Saver(folder / "checkpoints", keep=keep, trained_only=adapters, background=background)
+    return Saver(folder / CHECKPOINTS, keep=keep, trained_only=adapters, background=background)
 
 
 def _lock(folder: Path, advice: str) -> None:
@@ -131,7 +202,7 @@ def _lock(folder: Path, advice: str) -> None:
 
 def _ours(name: str) -> bool:
     """Whether a file is one of a run that was killed before it had a configuration."""
-    return name == f"{FILE}.tmp" or name.startswith(LOCK)
+    return name == f"{FILE}.tmp" or name.startswith((LOCK, run_inputs.FILE))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

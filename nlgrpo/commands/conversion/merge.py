@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from nlgrpo.model import adapters, decoder, hf_weights, lora, reward_model
+from nlgrpo.engine.inference import as_trained
+from nlgrpo.model import adapters, decoder, hf_weights, lora, reward_model, tokenizer
 from nlgrpo.model.adapters import Adapter
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime import atomic_files
@@ -48,34 +49,48 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"{adapter.folder} does not name the model that it was trained on; give it as --model")
     scored = adapter.task == "SEQ_CLS"
     source = reward_model.locate(name)[0] if scored else hf_weights.locate(name)
-    dtype = DTYPES.get(options.dtype, hf_weights.Checkpoint(source).dtype)
+    stored = hf_weights.Checkpoint(source)
+    dtype = DTYPES.get(options.dtype, stored.dtype)
     with atomic_files.into(folder):
         if scored:
             _merge_reward_model(adapter, name, source, dtype, folder)
         else:
-            _merge_causal_model(adapter, source, dtype, folder)
+            _merge_causal_model(adapter, source, stored.widest, dtype, folder)
     print(f"merged {adapter.folder} into {name}: {folder}")
     return 0
 
 
-def _merge_causal_model(adapter: Adapter, source: Path, dtype: torch.dtype, folder: Path) -> None:
-    model = decoder.load(source, dtype=dtype, shard=lambda m: lora.attach(m, adapter.config, dtype))
+def _merge_causal_model(adapter: Adapter, source: Path, stored: torch.dtype, dtype: torch.dtype, folder: Path) -> None:
+    """``stored``: dtype that holds the weights of the model as they are, so that only the sums are rounded."""
+    model = decoder.load(source, dtype=adapter.dtype, shard=lambda m: lora.attach(m, adapter.config, stored))
     adapters.load(model, adapter)
+    as_trained.check_base(adapter.folder, source)
     merged = lora.merged(model, model.named_parameters(), dtype)
-    decoder.save(model, folder, tokenizer=load_tokenizer(source), parameters=merged, dtype=dtype, like=source)
+    own = load_tokenizer(_tokenizer_folder(adapter, source))
+    assumed = adapter.folder if (adapter.folder / hf_weights.SAMPLING_FILES[0]).is_file() else source
+    decoder.save(model, folder, tokenizer=own, parameters=merged, dtype=dtype, like=assumed)
 
 
 def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.dtype, folder: Path) -> None:
     """``name``: the model, which may be a run or one of its checkpoints; ``source``: its Hugging Face directory."""
-    tokenizer = load_tokenizer(source)
-    model, trained = reward_model.load(name, dtype=dtype, shard=lambda m: lora.attach(m, adapter.config, dtype))
+    place = _tokenizer_folder(adapter, source)
+    own = load_tokenizer(place)
+    wide = torch.promote_types(adapter.dtype, hf_weights.Checkpoint(source).widest)  # a checkpoint may be wider
+    model, trained = reward_model.load(name, dtype=wide, shard=lambda m: lora.attach(m, adapter.config, wide))
     adapters.load(model, adapter)
+    reward_model.read_head(adapter.folder, model)
+    longest = min(own.model_max_length, model.shape.context)  # a tokenizer without a limit has 1e30
     reward_model.save(
         model,
         folder,
-        tokenizer=tokenizer,
-        pad=reward_model.padding_id(model.config, tokenizer, trained),
-        max_length=model.shape.context,
+        tokenizer=own,
+        pad=reward_model.padding_id(model.config, own, trained),
+        max_length=longest if place == adapter.folder else model.shape.context,
         parameters=lora.merged(model, model.named_parameters(), dtype),
         dtype=dtype,
     )
+
+
+def _tokenizer_folder(adapter: Adapter, source: Path) -> Path:
+    """Return the folder of the tokenizer that the adapter was trained with: its own, which TRL saves, if it has one."""
+    return adapter.folder if (adapter.folder / tokenizer.CONFIG).is_file() else source

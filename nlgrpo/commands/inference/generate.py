@@ -58,11 +58,13 @@ class Generate(ResponderOptions):
     chat: bool = False
     """Make a conversation of one user message from each prompt that is a text."""
     system_prompt: str | None = None
-    """System message of conversations that have none. Prompts that are texts become user messages after it."""
+    """System message of conversations that have none. Prompts that are texts become user messages after it. None: as in
+    the training of the model, else none; an empty text: none."""
     chat_template_kwargs: Table = field(default_factory=dict)
-    """Arguments of the chat template: '{"enable_thinking": false}'."""
+    """Arguments of the chat template: '{"enable_thinking": false}'. They replace those of the training of the model."""
     tools: tuple[str, ...] = ()
-    """Tools in the chat template: .json files of schemas, or functions, `file.py:function`."""
+    """Tools in the chat template: .json files of schemas, or functions, `file.py:function`. They replace those of the
+    training of the model."""
     samples: int | None = None
     """Completions per prompt, 1 by default. With --choose, or a procedure without a number: the number of candidates
     of which one is printed."""
@@ -128,24 +130,36 @@ def generate(arguments: Sequence[str]) -> int:
 def _prompts(options: Generate, responder: Responder) -> Batch:
     """Return all prompts, those of the source in its order. A note counts those that are too long."""
     tokenizer, limit = responder.tokenizer, responder.model.shape.context - responder.sampling.max_new_tokens
-    chat = ChatOptions(options.system_prompt, options.chat, options.chat_template_kwargs, load_tools(options.tools))
+    chat = _chat(options, responder.chat)
     if options.source is None:
         given = [messages_in(text, f"prompt {i}") for i, text in enumerate(options.prompts, 1)]
         prompts = [chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(given, 1)]
         chat.check_used(prompts, "prompts")
-        ids = encode(tokenizer, prompts, chat)  # the engine refuses prompts that are too long
+        ids = encode(tokenizer, prompts, chat, responder.add_bos)  # the engine refuses prompts that are too long
         return Batch(list(range(len(ids))), ids, prompts, {})
     if limit < 1:
         raise ValueError(
-            f"max_new_tokens = {options.max_new_tokens} leaves no room for a prompt in the model's context"
+            f"max_new_tokens = {responder.sampling.max_new_tokens} leaves no room for a prompt in the model's context"
         )
     loaded = prompt_dataset.load(
         embedded(options.source), tokenizer, max_prompt_tokens=limit, split=options.split, shuffle=False,
         prompt_column=options.prompt_column, template=options.template, limit=options.limit, chat=chat,
+        add_bos=responder.add_bos,
     )  # fmt: skip
     if loaded.dropped:
         print(f"{options.source}: {loaded.dropped:,} prompts of more than {limit} tokens left out", file=sys.stderr)
     return loaded.take(0, len(loaded))
+
+
+def _chat(options: Generate, trained: ChatOptions) -> ChatOptions:
+    """Return the requested options of conversations, laid over those with which the model was trained."""
+    system_prompt = trained.system_prompt if options.system_prompt is None else options.system_prompt or None
+    return ChatOptions(
+        system_prompt=system_prompt,
+        from_text=options.chat or trained.from_text,
+        template_kwargs={**trained.template_kwargs, **options.chat_template_kwargs},
+        tools=load_tools(options.tools) or trained.tools,
+    )
 
 
 def _rows(options: Generate, responder: Responder, batch: Batch, total: Cost) -> Iterator[list[dict[str, Any]]]:
@@ -187,6 +201,7 @@ def _identity(options: Generate, responder: Responder, batch: Batch) -> str:
     models = [hf_weights.locate(name) for name in (options.model, options.reference) if name is not None]
     reward = None if responder.chooser is None else responder.chooser.reward
     contents = {
+        "sampling": asdict(responder.sampling),
         "models": [*map(digest_of_model, models), *map(guides.digest_of_guide, options.guide)],
         "prompts": digest_of_text(*map(digest_of_prompt, batch.ids)),
         "columns": digest_of_text(*digests_of_columns(batch.columns, len(batch.ids))),

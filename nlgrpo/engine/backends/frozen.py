@@ -15,8 +15,10 @@ from nlgrpo.engine.backends.colocated import ColocatedVLLM
 from nlgrpo.engine.backends.native import engine_of
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.backends.vllm_engine import VLLMEngine
 from nlgrpo.engine.generation import Limits
 from nlgrpo.model import decoder
+from nlgrpo.model.architectures import check_causal
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.distributed import Ranks
 
@@ -32,24 +34,32 @@ def load(
     options: VLLMConfig | None = None,
     context: int | None = None,
     max_rows: int = 256,
+    tokens: int | None = None,
 ) -> Engine:
     """Load the model in ``source`` into an engine. Raises ValueError as `transformers_backend.load`, and EngineError.
 
-    ``context``: tokens of the longest prompt and completion, for vLLM; None: the model's limit.
+    ``context``: tokens of the longest prompt and completion, for vLLM; None: the model's limit. ``tokens``: number of
+    ids that have a token; rows of the head after them are never sampled.
     """
     if engine == "nlgrpo":
-        return engine_of(transformers_backend.load(source, dtype=dtype, device=ranks.device))
-    shape, options = transformers_backend.limits_of(decoder.read_config(source)), options or VLLMConfig()
+        return engine_of(transformers_backend.load(source, dtype=dtype, device=ranks.device, tokens=tokens))
+    config = decoder.read_config(source)
+    check_causal(config)
+    shape = transformers_backend.limits_of(config)
+    options = options or VLLMConfig()
     context = context or shape.context
     if not options.servers and options.tensor_parallel > 1:
         raise EngineError(
             f"vllm.tensor_parallel = {options.tensor_parallel}: ranks sample different files here; use vllm.servers"
         )
     if not options.servers:
-        return ColocatedVLLM.start(
+        colocated = ColocatedVLLM.start(
             source, shape, ranks=ranks, compute=dtype, options=options, context=context, max_rows=max_rows
         )
+        colocated.tokens = tokens
+        return colocated
     servers = VLLMServers.connect(options, shape, ranks=ranks, compute=dtype, context=context, folder=source)
+    servers.tokens = tokens
     servers.take_directory(source)
     return servers
 
@@ -67,17 +77,22 @@ def of_policy(
     folder: Path,
     pauses: Path,
     stopping: Callable[[], bool],
+    tokens: int | None = None,
 ) -> PolicyEngine:
     """Start vLLM for a policy, or connect to its servers; collective. Raises EngineError.
 
-    Arguments as for `ColocatedVLLM.start` and `VLLMServers.connect`.
+    Arguments as for `ColocatedVLLM.start` and `VLLMServers.connect`, and `VLLMEngine.tokens`.
     """
+    engine: VLLMEngine
     if options.servers:
-        return VLLMServers.connect(
+        engine = VLLMServers.connect(
             options, shape, ranks=ranks, compute=compute, context=context, folder=folder, pauses=pauses,
             adapter=adapter, stopping=stopping,
         )  # fmt: skip
-    return ColocatedVLLM.start(
-        source, shape, ranks=ranks, compute=compute, options=options, context=context, max_rows=max_rows,
-        adapter=adapter, folder=folder,
-    )  # fmt: skip
+    else:
+        engine = ColocatedVLLM.start(
+            source, shape, ranks=ranks, compute=compute, options=options, context=context, max_rows=max_rows,
+            adapter=adapter, folder=folder,
+        )  # fmt: skip
+    engine.tokens = tokens
+    return engine

@@ -109,8 +109,11 @@ class VLLMServers(VLLMEngine):
     def take(self, model: Decoder, version: int) -> None:
         name = f"{self.run}:{version}"
         if self.adapter is not None and self.base_logprobs is None:
+            tokens = model.tokens
+            model.limit_vocabulary(None)  # the probe samples from all rows
             with lora.disabled(model):
                 self.base_logprobs = next_token_logprobs(model, self._probe()).cpu()
+            model.limit_vocabulary(tokens)
         if self.transfer != "directory":
             self._transfer(model, name)
         else:

@@ -19,6 +19,7 @@ from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
 Request = tuple[list[int], dict[str, Any]]  # token ids of a prompt, and sampling parameters
+NEVER = -100.0  # the lowest bias of a logit that vLLM takes: a probability of 4e-44 relative to an equal one
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,8 @@ class VLLMEngine(ABC):
     folder: Path | None = None
     """For weights that vLLM reads from files. Those of this engine are in a folder below it, named by `run`."""
     version: int | None = None
+    tokens: int | None = None
+    """Number of ids that have a token, if the head has more rows: those are never sampled."""
 
     @abstractmethod
     def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
@@ -54,9 +57,13 @@ class VLLMEngine(ABC):
         check_prompts(self.shape, prompts, sampling)
         index, first = range(len(prompts)) if index is None else index, firsts(first_sample, len(prompts))
         seeds = request_seeds(seed, index, first)
-        requests = [(list(ids), request_of(sampling, samples, own)) for ids, own in zip(prompts, seeds, strict=True)]
+        vocab = min(self.tokens or self.shape.vocab, self.shape.vocab)
+        left_out = range(vocab, self.shape.vocab)
+        requests = [
+            (list(ids), request_of(sampling, samples, own, left_out)) for ids, own in zip(prompts, seeds, strict=True)
+        ]
         found = self._sample(requests, max(1, (max_rows or ROWS) // samples))
-        rollout = rollout_from(prompts, found, samples, sampling, vocab=self.shape.vocab, device=self.ranks.device)
+        rollout = rollout_from(prompts, found, samples, sampling, vocab=vocab, device=self.ranks.device)
         if self.version is None:
             return rollout
         versions = [version_of(name) for own in found for one in own for name in one.versions]
@@ -87,8 +94,8 @@ def version_of(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-def request_of(sampling: Sampling, samples: int, seed: int) -> dict[str, Any]:
-    """Sampling parameters of vLLM for ``samples`` completions of a prompt.
+def request_of(sampling: Sampling, samples: int, seed: int, left_out: Sequence[int] = ()) -> dict[str, Any]:
+    """Sampling parameters of vLLM for ``samples`` completions of a prompt, without the ids ``left_out``.
 
     vLLM filters by min_p before top_k and top_p. It returns log-probs of the distribution that it sampled from.
     """
@@ -104,7 +111,7 @@ def request_of(sampling: Sampling, samples: int, seed: int) -> dict[str, Any]:
         "logprobs": 0,  # of the sampled token only
         "detokenize": False,
         "seed": seed,
-    }
+    } | ({"logit_bias": dict.fromkeys(left_out, NEVER)} if left_out else {})
 
 
 def request_seeds(seed: int, index: Sequence[int], first: Sequence[int]) -> list[int]:

@@ -19,7 +19,7 @@ from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import decoder, reward_model
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import bins
-from nlgrpo.model.tokenizer import load_tokenizer
+from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 
 Pair = tuple[str, str]  # the tuned model and the untuned one: runs, directories or hub names
 
@@ -55,6 +55,8 @@ def load(
     check(pair)
     tuned, untuned = (decoder.load(_folder(name), dtype=dtype, device=device).eval() for name in pair)
     name, theirs = f"log-prob of {pair[0]} minus that of {pair[1]}", load_tokenizer(_folder(pair[0]))
+    for model in (tuned, untuned):
+        model.limit_vocabulary(count_tokens(theirs))
     if same_ids(theirs, tokenizer):
         return ImplicitReward(name, tuned, untuned, sampling.max_new_tokens)
     return TextImplicitReward(name, tuned, untuned, Retokenizer(tokenizer, theirs, sampling.stop_ids))

@@ -10,19 +10,23 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends import frozen
 from nlgrpo.engine.guided_search import Search, Value
-from nlgrpo.engine.inference import guides
+from nlgrpo.engine.inference import as_trained, guides
+from nlgrpo.engine.inference.as_trained import AsTrained
 from nlgrpo.engine.inference.choosing import MAJORITY, VALUE, Chooser
 from nlgrpo.engine.inference.procedures import Procedure
 from nlgrpo.engine.inference.responder import Model, Responder
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import hf_weights
-from nlgrpo.model.tokenizer import load_tokenizer, stop_ids_of
+from nlgrpo.model.tokenizer import count_tokens, load_tokenizer, stop_ids_of
 from nlgrpo.rewards import specs
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
 @dataclass
@@ -40,16 +44,21 @@ class ResponderOptions:
     default. With maj:N, a reward extracts the final answers: "gsm8k()"."""
     timeout: float = 600.0
     """Timeout of one call of the reward, in seconds."""
-    max_new_tokens: int = 128
-    """Maximum number of tokens of a completion."""
-    temperature: float = 1.0
-    """Sampling temperature. 0: greedy decoding."""
-    top_k: int = 0
-    """Sample from the k most likely tokens. 0 or -1: all."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens that have this total probability."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the probability of the most likely token."""
+    max_new_tokens: int | None = None
+    """Maximum number of tokens of a completion. None: as in the training of the model, else 128."""
+    temperature: float | None = None
+    """Sampling temperature. 0: greedy decoding. None: as in the training of the model, else 1."""
+    top_k: int | None = None
+    """Sample from the k most likely tokens. 0 or -1: all. None: as in the training of the model, else all."""
+    top_p: float | None = None
+    """Sample from the most likely tokens that have this total probability. None: as in the training of the model, else
+    1."""
+    min_p: float | None = None
+    """Sample from tokens with at least this fraction of the probability of the most likely token. None: as in the
+    training of the model, else 0."""
+    as_trained: bool = True
+    """Sample and prompt as in the training of the model, where no option says otherwise: the export of a run has its
+    temperature, filters, number of tokens, system prompt and chat options in nlgrpo.json."""
     seed: int = 0
     """Random seed: the same seed gives the same completions."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -95,12 +104,12 @@ class ResponderOptions:
         if self.reference is not None and not (self.procedure or "").startswith("rewind"):
             raise ValueError("reference: only for the procedure rewind")
 
-    def sampling(self, stop_ids: Sequence[int] = ()) -> Sampling:
-        names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-        given = {name: getattr(self, name) for name in names}
+    def sampling(self, stop_ids: Sequence[int] = (), trained: AsTrained | None = None) -> Sampling:
+        """Return the requested options, laid over those with which the model was trained."""
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_k == -1:  # as vLLM spells it
             given["top_k"] = 0
-        return Sampling(**given, stop_ids=tuple(stop_ids))
+        return replace(Sampling() if trained is None else trained.sampling, **given, stop_ids=tuple(stop_ids))
 
     def search(self, learned: Search) -> Search:
         """Return the requested search, laid over the one that the values were learned with."""
@@ -138,19 +147,38 @@ class ResponderOptions:
         dtype = compute_dtype(self.dtype, device)
         source = hf_weights.locate(self.model)
         tokenizer = load_tokenizer(source)
-        sampling = self.sampling(stop_ids_of(tokenizer, source))
+        trained = as_trained.read(source) if self.as_trained else None
+        sampling = self.sampling(stop_ids_of(tokenizer, source), trained)
         chooser = self._chooser(procedure, device, isolated)
-        model, native = self._model(source, dtype, device), self.engine == "nlgrpo"
+        model, native = self._model(source, dtype, device, count_tokens(tokenizer)), self.engine == "nlgrpo"
         notes = [f"{self.model}{note}"] if native and (note := transformers_backend.note(source)) else []
+        if trained is not None:
+            notes.append(f"{self.model}: {self._as_trained(trained)}")
         values: list[tuple[Value, float]] = []
         if self.guide:
             procedure, values = self._guided(tokenizer, sampling, dtype, device)
             notes += [f"{value.name}{guides.BY_TEXT}" for value, _ in values if isinstance(value, guides.TextValue)]
         reference = None if self.reference is None else self._reference(dtype, device, tokenizer)
         responder = Responder(
-            model, tokenizer, procedure, chooser, sampling, values, reference, self.reference_samples, self.max_rows
-        )
+            model, tokenizer, procedure, chooser, sampling, values, reference, self.reference_samples, self.max_rows,
+            chat=ChatOptions() if trained is None else trained.chat,
+            add_bos=None if trained is None else trained.add_bos,
+        )  # fmt: skip
         return responder, notes
+
+    def _as_trained(self, trained: AsTrained) -> str:
+        """Return a note about what is taken from the training of the model."""
+        parts = [f"{name} {getattr(trained.sampling, name):g}" for name in SAMPLING if getattr(self, name) is None]
+        chat = trained.chat
+        parts += [f"system prompt {chat.system_prompt!r}"] * (chat.system_prompt is not None)
+        parts += ["texts as user messages"] * (chat.from_text and chat.system_prompt is None)
+        parts += [f"chat template arguments {dict(chat.template_kwargs)}"] * bool(chat.template_kwargs)
+        parts += [f"{len(chat.tools)} tools"] * bool(chat.tools)
+        parts += [f"add_bos {trained.add_bos}"] * (trained.add_bos is not None)
+        said = f"as in training: {', '.join(parts) or 'stop ids'}"
+        if trained.template != AsTrained.template:
+            said += f"; its prompts were made by the template {trained.template!r}, which is not applied"
+        return said
 
     def _chooser(self, procedure: Procedure | Search, device: torch.device, isolated: bool) -> Chooser | None:
         how = self.choose or (VALUE if self.guide else None)
@@ -172,9 +200,9 @@ class ResponderOptions:
         source = hf_weights.locate(self.reference)
         if not guides.same_ids(load_tokenizer(source), tokenizer):
             raise ValueError(f"reference {self.reference!r} has another tokenizer than {self.model!r}")
-        return self._model(source, dtype, device)
+        return self._model(source, dtype, device, count_tokens(tokenizer))
 
-    def _model(self, source: Path, dtype: torch.dtype, device: torch.device) -> Model:
+    def _model(self, source: Path, dtype: torch.dtype, device: torch.device, tokens: int) -> Model:
         if self.engine == "nlgrpo":
-            return transformers_backend.load(source, dtype=dtype, device=device)
-        return frozen.load(source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows)
+            return transformers_backend.load(source, dtype=dtype, device=device, tokens=tokens)
+        return frozen.load(source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows, tokens=tokens)

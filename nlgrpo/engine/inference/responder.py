@@ -86,8 +86,8 @@ class Responder:
     ``procedure``: a `Procedure`, or the `Search` of a guided search with ``values``, pairs (V_i, beta_i). ``chooser``
     scores the candidates; None for a procedure with one candidate. ``reference`` (default: the model) and
     ``reference_samples`` give the threshold of rewind-and-repeat. ``max_rows`` limits the rows that are decoded
-    together, and thus memory. ``scoring``: context in which the chooser scores; no model is used in it. The models must
-    not be sharded.
+    together, and thus memory. ``scoring``: context in which the chooser scores; no model is used in it. ``chat`` and
+    ``add_bos``: how prompts become token ids. The models must not be sharded.
 
     Raises ValueError for a procedure and a chooser that do not fit together.
     """
@@ -102,6 +102,8 @@ class Responder:
     reference_samples: int = 64
     max_rows: int = 256
     scoring: Callable[[], AbstractContextManager[object]] = nullcontext
+    chat: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
+    add_bos: bool | None = None
 
     def __post_init__(self) -> None:
         procedure, chooser = self.procedure, self.chooser
@@ -129,8 +131,8 @@ class Responder:
 
     def __call__(self, prompts: Sequence[Prompt], *, seed: int = 0) -> list[Response]:
         """Respond to texts or conversations. The same seed gives the same responses. Raises as `respond`."""
-        given = [ChatOptions().conversation(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, 1)]
-        ids = encode(self.tokenizer, given)
+        given = [self.chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, 1)]
+        ids = encode(self.tokenizer, given, self.chat, self.add_bos)
         responses, _ = self.respond(Batch(list(range(len(ids))), ids, given, {}), seed=seed)
         return responses
 

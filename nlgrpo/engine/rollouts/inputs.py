@@ -1,8 +1,10 @@
-"""Load the prompts, rewards and sampling options of a configuration."""
+"""Load the prompts, rewards and sampling options of a configuration, and make digests of what a run reads."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +23,11 @@ from nlgrpo.data.sources import is_file, unread
 from nlgrpo.data.streams import PromptStream
 from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
+from nlgrpo.engine.rollouts.collect import Scorer
+from nlgrpo.engine.rollouts.reference_rollouts import read_index
+from nlgrpo.engine.rollouts.run_inputs import RunInputs
+from nlgrpo.engine.rollouts.store import digest_of, digest_of_text
 from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model.tokenizer import stop_ids_of
@@ -29,6 +36,7 @@ from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.distributed import Ranks
 
+RENDERED = "token ids of the same prompts (a template that writes the date does this)"
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 
 
@@ -240,3 +248,43 @@ def load_rewards(
         for name, r in cfg.rewards.items()
     ]  # fmt: skip
     return parsed, loaded
+
+
+def digests_of(
+    cfg: Config,
+    source: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: prompt_dataset.Prompts,
+    held_out: PromptSet,
+    scorers: Sequence[Scorer],
+    stop_ids: Sequence[int],
+) -> RunInputs:
+    """Return the inputs of a run that trains a policy. Reads all files of the model and of the rewards."""
+    found = RunInputs(evaluation_samples.FILE)
+    known = prompts.all()
+    both = (known, held_out)  # of a stream, only those that are held out are known
+    streams = [one for one in getattr(prompts, "sources", [prompts]) if isinstance(one, PromptStream)]
+    if streams:
+        found.notes.append("a streamed data set has no digest: whether it has changed is not known")
+    if len(known) or len(held_out):
+        found.add("data", "data", run_inputs.digest_of_rows(both), "prompts or columns of the data, or their order")
+        found.add("ids", "template", run_inputs.digest_of_ids(both), RENDERED, unless=("data", "tokenizer", "template"))
+    if cfg.calibration.rollouts:
+        index = read_index(Path(os.path.expanduser(cfg.calibration.rollouts)))
+        content = json.dumps([index.store, index.samples, index.prompts, index.columns])
+        found.add("rollouts", "data", digest_of_text(content), f"rollouts in {cfg.calibration.rollouts}")
+    for scorer in scorers:
+        reward = cfg.rewards[scorer.name]
+        code = digest_of(*_code_in(reward.objective), *_code_in(reward.transform))
+        digest = digest_of_text(scorer.digest, code)
+        found.add(f"rewards.{scorer.name}", "rewards", digest, f"code or files of {scorer.spec}")
+    found.add_model(source, tokenizer, cfg.model.path)
+    ends = digest_of_text(json.dumps(sorted(set(stop_ids))))
+    found.add("stop ids", "model", ends, f"stop ids of {cfg.model.path}", unless=("tokenizer",))
+    return found
+
+
+def _code_in(text: str) -> list[Path]:
+    """Return the files of Python code that an objective or a transform names."""
+    paths = [Path(os.path.expanduser(part)) for part in text.split(":") if part.endswith(".py")]
+    return [path for path in paths if path.is_file()]

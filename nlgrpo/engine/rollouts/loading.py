@@ -11,6 +11,7 @@ from nlgrpo.engine.backends import frozen
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.rollouts.collect import RolloutCollector
+from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.runtime.distributed import Ranks
 
 
@@ -27,7 +28,7 @@ def loaded(
     load = cache(
         partial(
             frozen.load, draws.source, draws.dtype, ranks, engine, options=options, context=context,
-            max_rows=draws.sampler.max_rows or ROWS,
+            max_rows=draws.sampler.max_rows or ROWS, tokens=count_tokens(draws.sampler.tokenizer),
         )
     )  # fmt: skip
     if engine != "nlgrpo" and ranks.any(missing):

@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from nlgrpo.runtime import atomic_files
 
 Tensors = dict[str, Tensor]
 SHA256 = "sha256"  # entry of the metadata of a file
+# Files that were read for their digests: size, times of the last changes of content and of attributes (ns), SHA-256.
+# The second time cannot be set, so that a file that is replaced by one of equal size and time is noticed.
+READ: dict[str, tuple[int, int, int, str]] = {}
 
 
 class Store:
@@ -148,16 +151,20 @@ def digest_of(*paths: Path) -> str:
     for path in paths:
         for file in sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]:
             total.update(file.name.encode())
-            stat = file.stat()
-            total.update(_digest_of_file(file.absolute(), stat.st_size, stat.st_mtime_ns))
+            total.update(_digest_of_file(file.absolute()))
     return total.hexdigest()[:16]
 
 
-@cache
-def _digest_of_file(file: Path, size: int, modified: int) -> bytes:
-    """SHA-256 of a file, cached by size and modification time because loops digest large models repeatedly."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").digest()
+def _digest_of_file(file: Path) -> bytes:
+    """SHA-256 of a file. One that has not been touched since it was read is not read again: models are large."""
+    stat = file.stat()
+    touched = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    known = READ.get(str(file))
+    if known is None or known[:3] != touched:
+        with file.open("rb") as opened:
+            known = (*touched, hashlib.file_digest(opened, "sha256").hexdigest())
+        READ[str(file)] = known
+    return bytes.fromhex(known[3])
 
 
 def digest_of_model(folder: Path) -> str:
@@ -165,13 +172,19 @@ def digest_of_model(folder: Path) -> str:
     return digest_of(*sorted(p for p in folder.iterdir() if p.name == "config.json" or ".safetensors" in p.name))
 
 
-def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of a tokenizer's rules or vocabulary, special ids and chat template."""
+def digest_of_weights(folder: Path) -> str:
+    """Digest of a model's weights."""
+    return digest_of(*sorted(p for p in folder.iterdir() if ".safetensors" in p.name))
+
+
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase, *, template: bool = True) -> str:
+    """Digest of a tokenizer's rules or vocabulary, special ids and, with ``template``, its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer in Python
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     set_by_calls = ("padding", "truncation")
     rules = {name: rule for name, rule in rules.items() if backend is None or name not in set_by_calls}
-    state = [rules, tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    state = [rules, tokenizer.all_special_ids, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    state += [tokenizer.chat_template] * template
     return _short(json.dumps(state, sort_keys=True).encode())
 
 

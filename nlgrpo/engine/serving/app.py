@@ -80,11 +80,13 @@ class Service:
     async def chat(self, request: ChatRequest, http: HttpRequest) -> Response:
         """Respond to a conversation."""
         self._check(request, 1)
+        chat = self.responder.chat
+        chat = replace(chat, template_kwargs={**chat.template_kwargs, **(request.chat_template_kwargs or {})})
         try:
-            messages = ChatOptions().conversation([message.plain() for message in request.messages], "messages")
+            messages = chat.conversation([message.plain() for message in request.messages], "messages")
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_prompt", "messages") from error
-        ids = await self._encode([messages], ChatOptions(template_kwargs=request.chat_template_kwargs or {}))
+        ids = await self._encode([messages], chat)
         return await self._respond(request, [messages], ids, http, chat=True)
 
     async def text(self, request: TextRequest, http: HttpRequest) -> Response:
@@ -127,7 +129,7 @@ class Service:
         """Tokenize in a thread: a body of the largest size takes seconds, in which the loop has to respond."""
         try:
             async with self.encoding:
-                return await asyncio.to_thread(encode, self.responder.tokenizer, prompts, chat)
+                return await asyncio.to_thread(encode, self.responder.tokenizer, prompts, chat, self.responder.add_bos)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_prompt") from error
 

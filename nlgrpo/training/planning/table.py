@@ -15,6 +15,7 @@ from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.lora import LoraConfig
+from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.console import first_tokens, named_lines, size
 from nlgrpo.training import critic
@@ -62,6 +63,7 @@ def show(run: Run) -> Table:
         "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
         f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
         **adapter_row(run.adapter, run.shape),
+        **_vocabulary_row(run),
         "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
         **engine_row(work),
         **({"environment": run.sampler.environment.description} if run.sampler.environment else {}),
@@ -114,6 +116,15 @@ def memory_lines(plan: Memory) -> str:
 
 def _parts(uses: dict[str, float]) -> str:
     return ", ".join(f"{name} {size(number)}" for name, number in uses.items())
+
+
+def _vocabulary_row(run: Run) -> dict[str, str]:
+    """Row for a head with rows that have no token; none without."""
+    left_out = run.shape.vocab - count_tokens(run.tokenizer)
+    if left_out <= 0:
+        return {}
+    said = f"{run.shape.vocab:,} rows; the last {left_out:,} have no token in the tokenizer and are left out of samples"
+    return {"vocabulary": f"{said} and log-probs"}
 
 
 def adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:

@@ -58,6 +58,11 @@ class RewardModelTrainer(trainer.Trainer):
     def tested(self) -> bool:
         return self.held_out is not None
 
+    def read_examples(self) -> Iterator[Any]:
+        for pairs in (self.pairs, self.held_out):
+            if pairs is not None:
+                yield from zip(pairs.chosen, pairs.rejected, pairs.margins, strict=True)
+
     def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
         """Pack this rank's share of the pairs ``rows`` into micro-batches, the same number on every rank."""
         share, device = rows[self.ranks.share(len(rows))], self.ranks.device

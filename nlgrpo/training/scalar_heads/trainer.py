@@ -30,6 +30,8 @@ from transformers.utils.logging import disable_progress_bar
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import refuse
 from nlgrpo.data.prompt_dataset import visits
+from nlgrpo.engine.rollouts import run_inputs, store
+from nlgrpo.engine.rollouts.run_inputs import RunInputs
 from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
@@ -52,7 +54,7 @@ from nlgrpo.training.tracking.logger import WRITTEN, MetricsLogger
 FREE = ("train.checkpoint_every", "train.keep_checkpoints", *trackers.KEYS, "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload", "train.timeout",
-        "train.grace_period", "train.keep_every", "train.async_save")  # fmt: skip
+        "train.grace_period", "train.keep_every", "train.async_save", "train.allow_changed")  # fmt: skip
 
 
 class Evaluated(Protocol):
@@ -128,6 +130,10 @@ class Trainer(ABC):
     @abstractmethod
     def tested(self) -> bool:
         """Whether there are held-out examples."""
+
+    @abstractmethod
+    def read_examples(self) -> Iterator[Any]:
+        """Yield the examples as plain data, those that are held out too."""
 
     @abstractmethod
     def totals(self) -> Totals: ...
@@ -236,7 +242,14 @@ class Trainer(ABC):
                 dtype=self.compute,
             )
 
-        return adapters.export(
+        def write_beside_adapter() -> None:
+            if self.ranks.first and self.adapter is not None:
+                folder = self.folder / "adapter"
+                with atomic_files.into(folder):
+                    reward_model.save_scorer_tokenizer(self.tokenizer, folder, pad=self.pad, max_length=self.max_length)
+                    reward_model.write_head(folder, self.model)
+
+        exported = adapters.export(
             self.model,
             self.folder,
             write,
@@ -245,6 +258,20 @@ class Trainer(ABC):
             ranks=self.ranks,
             base=self.config.model.path,
         )
+        self.ranks.agree(write_beside_adapter)
+        return exported
+
+    def inputs(self) -> RunInputs:
+        """Return digests of what the run reads: examples and model."""
+        found = RunInputs(self.RESULTS)
+        name = self.config.model.path
+        folder, saved = reward_model.locate(name)
+        found.add_model(folder, self.tokenizer, name)
+        if saved is not None:
+            found.add("checkpoint", "model", store.digest_of_model(saved), f"weights of {name}")
+        examples = run_inputs.digest_of_examples(self.read_examples())
+        found.add("data", "data", examples, "examples, or their order", unless=("tokenizer", "template"))
+        return found
 
     def write_results(self, **results: dict[str, Any]) -> None:
         if self.ranks.first:
@@ -365,8 +392,17 @@ def fit(
     console.print(run.plan())
     if dry_run:
         return True
-    written = ("checkpoints", "model", "adapter", *WRITTEN, cpu_threads.FILE, run.RESULTS)
-    run_folder.claim(run.folder, cfg, ranks, free=FREE, restart=cfg.train.restart, removed=written)
+    run_folder.claim(
+        run.folder,
+        cfg,
+        ranks,
+        free=FREE,
+        restart=cfg.train.restart,
+        removed=("checkpoints", "model", "adapter", run_inputs.FILE, *WRITTEN, cpu_threads.FILE, run.RESULTS),
+        steps=run.steps,
+        inputs=run.inputs,
+        allowed=cfg.train.allow_changed,
+    )
     cpu_threads.record(run.folder, ranks)
     before = evaluate_before(run)
     if run.restore():

@@ -74,6 +74,11 @@ class ValueTrainer(trainer.Trainer):
     def tested(self) -> bool:
         return self.held_out is not None
 
+    def read_examples(self) -> Iterator[Any]:
+        for outcomes in (self.outcomes, self.held_out):
+            if outcomes is not None:
+                yield from zip(outcomes.prompts, outcomes.completions, outcomes.rewards.tolist(), strict=True)
+
     def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
         """Pack this rank's share of ``rows`` with all their states, the same number of micro-batches on every rank."""
         share, device = rows[self.ranks.share(len(rows))], self.ranks.device
