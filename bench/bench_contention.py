@@ -4,7 +4,8 @@
 
 Each process trains the same random Llama (1.05 million parameters, float32) on 6 prompts x 8 completions of up to 128
 tokens, by ``nlgrpo train``. "fixed" sets OMP_NUM_THREADS to the number of cores, which is PyTorch's own choice;
-"chosen" leaves it to the load at the start. Beside them run 0, 1 or 2 processes that each use a core. The sides take turns.
+"chosen" leaves it to the load at the start. Beside them run 0, 1 or 2 processes that each use a core. The sides take
+turns.
 """
 
 from __future__ import annotations

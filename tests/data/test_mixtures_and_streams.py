@@ -331,7 +331,9 @@ def test_evaluation_prompts_of_another_file_are_not_trained(tmp_path, tokenizer)
     mixture = config(data={"mixture": {source: 1, repeated(tmp_path, "c", "bcd"): 1}, "evaluation": other})
     assert {*load_prompts(mixture, tokenizer, Limits)[0].all().prompts} == {*"acd"}
     with pytest.raises(ValueError, match="all 6 training prompts are also held out"):
-        load_prompts(config(data={"source": source, "evaluation": source}, evaluation={"prompts": 2}), tokenizer, Limits)
+        load_prompts(
+            config(data={"source": source, "evaluation": source}, evaluation={"prompts": 2}), tokenizer, Limits
+        )
     off, _ = load_prompts(config(data={"source": source, "evaluation": source}), tokenizer, Limits)
     assert len(off) == 6  # nothing is evaluated
 
