@@ -57,7 +57,7 @@ def measure(side: str, folder: Path, steps: int, cores: int) -> dict[str, Any]:
         "rollout.prompts": PROMPTS,
         "rollout.samples": 8,
         "rollout.max-new-tokens": LIMIT,
-        "rewards.length.function": "length(target=50)",
+        "rewards.length.function": "length(target=50, scale=10)",
         "rewards.length.objective": "mean",
         "optim.lr": bench_step.LEARNING_RATE,
         "evaluation.prompts": 0,
