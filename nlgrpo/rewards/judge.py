@@ -171,29 +171,27 @@ class Judge:
     async def _replies(self, requests: Sequence[str]) -> tuple[dict[str, Reply], set[str]]:
         """Replies by request, and the requests whose reply was in the cache."""
         stored = {} if self.cache is None else self.cache.read(self._keys(requests))
-        room, first = asyncio.Semaphore(self.endpoint.concurrency), asyncio.Lock()
+        missing = [request for request in requests if request not in stored]
+        room = asyncio.Semaphore(self.endpoint.concurrency)
 
         async def send(request: str) -> tuple[str, Reply]:
             async with room:
-                reply = await self._first(request, first) or await self._send(request)
+                reply = await self._send(request)
             if self.cache is not None:
                 [key] = self._keys([request]).values()
                 self.cache.write(key, reply)
             return request, reply
 
-        tasks = [asyncio.create_task(send(request)) for request in requests if request not in stored]
+        sent: list[tuple[str, Reply]] = []
+        if missing and not self.settled:
+            sent.append(await send(missing.pop(0)))  # alone, so that what the endpoint refuses is refused once
+        tasks = [asyncio.create_task(send(request)) for request in missing]
         try:
-            return stored | dict(await asyncio.gather(*tasks)), set(stored)
+            sent += await asyncio.gather(*tasks)
         finally:
             for task in tasks:  # those that still run after an error
                 task.cancel()
-
-    async def _first(self, request: str, lock: asyncio.Lock) -> Reply | None:
-        """Send the first request alone, so that what the endpoint refuses is refused once; None after it."""
-        if self.settled:
-            return None
-        async with lock:
-            return None if self.settled else await self._send(request)
+        return stored | dict(sent), set(stored)
 
     async def _send(self, request: str) -> Reply:
         """Send a request, again without each parameter that the endpoint refuses by its name."""

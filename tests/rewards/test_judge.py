@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nlgrpo.rewards.judge import RUBRIC, Judge
+from nlgrpo.rewards.judge import RUBRIC, Judge, Reply
 from nlgrpo.rewards.reward_functions import RewardError, check_columns, score
 from nlgrpo.rewards.specs import load
 
@@ -111,6 +111,26 @@ def test_50_concurrent_requests_of_which_a_fifth_fail_lose_none():
         assert endpoint.served == 200
     assert metrics["judge/requests"] == 200
     assert metrics["judge/abstained"] == 0
+
+
+def test_all_but_the_first_request_are_sent_at_once():
+    """The first one alone shows what the endpoint refuses."""
+    judge, running, counts = Judge("m", concurrency=4), [], []
+
+    async def send(request):
+        running.append(request)
+        counts.append(len(running))
+        await asyncio.sleep(0)
+        running.remove(request)
+        judge.settled = True
+        return Reply("Grade: 10")
+
+    judge._send = send
+    for _ in range(2):
+        assert asyncio.run(judge(["p"] * 9, [str(i) for i in range(9)])) == [1.0] * 9
+    assert counts[:5] == [1, 1, 2, 3, 4]
+    assert counts[9:13] == [1, 2, 3, 4]
+    assert max(counts) == 4
 
 
 def test_an_endpoint_that_never_answers_fails_the_reward_and_skips_or_stops():
