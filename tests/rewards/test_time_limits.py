@@ -214,6 +214,31 @@ def test_a_forked_process_has_limits_of_its_own():
     assert scored(sleeps, timeout=0.2, on_error="skip").skipped.all()
 
 
+def test_the_time_in_which_the_process_is_stopped_does_not_count():
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = time_limit.limited(lambda: os.kill(os.getpid(), signal.SIGSTOP) or 0, 0.5, "")
+        os._exit(status)
+    os.waitpid(child, os.WUNTRACED)
+    time.sleep(1.2)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_ctrl_c_passes_after_the_limit():
+    def work():
+        try:
+            time.sleep(600)
+        except BaseException:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(KeyboardInterrupt):
+        time_limit.limited(work, 0.1, "")
+    assert scored(sleeps, timeout=0.2, on_error="skip").skipped.all()
+
+
 def test_async_rewards_run_while_sync_ones_do_and_are_cancelled():
     done = threading.Event()
 

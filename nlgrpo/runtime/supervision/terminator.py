@@ -59,11 +59,16 @@ def keep_time(parent: int) -> None:
 
     Standard input has two lines for each call. At its beginning: a JSON list of the time at which it must have returned
     (of `time.monotonic`, which all processes share), and of a text for the case that the parent is ended. At its end:
-    an empty line, which is answered by one; no signal is sent after it.
+    an empty line, which is answered by one; no signal is sent after it. The time in which the parent is stopped, as by
+    Ctrl-Z, does not count, up to `CHECK` s before it goes on.
     """
     deadline, following, why, received = math.inf, math.inf, "", b""
+    now = time.monotonic()
     while os.getppid() == parent:
-        now = time.monotonic()
+        before, now = now, time.monotonic()
+        if _is_stopped(parent):
+            deadline += now - before
+            following += now - before
         if now >= deadline + GRACE:
             return end(parent, why)
         if now >= following:
@@ -83,6 +88,15 @@ def keep_time(parent: int) -> None:
             else:
                 deadline = following = math.inf
                 os.write(1, b"\n")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def end(parent: int, why: str) -> None:

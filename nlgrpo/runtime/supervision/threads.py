@@ -18,6 +18,7 @@ def in_thread(work: Callable[[], Result], name: str = "nlgrpo-background") -> Fu
     The future gets whatever ``work`` raises, also KeyboardInterrupt and SystemExit.
     """
     future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # a thread cannot be cancelled
     torch = sys.modules.get("torch")  # without it, nothing uses a GPU
     gpu = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
 

@@ -49,7 +49,8 @@ def is_main_thread() -> bool:
 def limited(work: Callable[[], Result], seconds: float, why: str) -> Result:
     """Return ``work()``, which runs here, in the main thread; raise TimedOut if it takes more than ``seconds``.
 
-    A call that was interrupted has timed out, also if it catches the exception and returns or raises another one.
+    A call that was interrupted has timed out, also if it catches the exception and returns or raises another one. Only
+    KeyboardInterrupt passes. The time in which this process is stopped, as by Ctrl-Z, does not count.
     ``why``: what to print if it cannot be interrupted for `terminator.GRACE` seconds, and this process is ended.
 
     Within another limited call the limit of that one counts alone.
@@ -58,8 +59,8 @@ def limited(work: Callable[[], Result], seconds: float, why: str) -> Result:
         tracing = sys.gettrace()
         try:
             result = _call(work)
-        except BaseException:
-            if interrupts.count:
+        except BaseException as error:
+            if interrupts.count and not isinstance(error, KeyboardInterrupt):
                 raise TimedOut(interrupts.place) from None
             raise
         finally:
@@ -149,15 +150,16 @@ def _kept(seconds: float, why: str) -> Iterator[_Interrupts]:
         _tell(keeper, json.dumps([time.monotonic() + seconds, why]).encode())
         yield interrupts
     finally:
+        answer = b""
         try:
-            _tell(keeper, b"")
-            answer = cast(IO[bytes], keeper.stdout).readline()  # no signal follows it
-        except OSError:
-            answer = b""
-        if not answer:  # the process was killed
-            _stop()
-        signal.signal(terminator.INTERRUPT, signal.SIG_DFL if before is None else before)
-        _keeping = False
+            with contextlib.suppress(OSError):
+                _tell(keeper, b"")
+                answer = cast(IO[bytes], keeper.stdout).readline()  # no signal follows it
+        finally:
+            if not answer:  # the process was killed, or Ctrl-C came here
+                _stop()
+            signal.signal(terminator.INTERRUPT, signal.SIG_DFL if before is None else before)
+            _keeping = False
 
 
 def _started() -> subprocess.Popen[bytes]:
