@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 
@@ -23,7 +22,7 @@ from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
-from nlgrpo.rewards.reward_functions import RewardError
+from nlgrpo.rewards.reward_functions import RewardError, print_cause
 from nlgrpo.runtime import cpu_threads, host_memory
 from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
@@ -240,8 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
             launch(cfg, dry_run=dry_run)
     except (ValueError, RewardError) as error:
-        if error.__cause__ is not None and isinstance(error, RewardError):
-            traceback.print_exception(error.__cause__)
+        if isinstance(error, RewardError):
+            print_cause(error)
         if os.environ.get("RANK", "0") == "0":  # every rank has the same message
             print(f"error: {error}", file=sys.stderr)
         return 1

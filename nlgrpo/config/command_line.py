@@ -39,7 +39,7 @@ def _repeated(arguments: Sequence[str]) -> list[str]:
         if not argument.startswith("--"):
             continue
         option = argument.partition("=")[0]
-        name = re.sub(r"(^|\.)no-", r"\1", option[2:].replace("_", "-"))
+        name = re.sub(r"(^|\.)no-([^.]*)$", r"\1\2", option[2:].replace("_", "-"))
         if name in seen and option not in found:
             found.append(option)
         seen.add(name)

@@ -39,7 +39,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.rewards import reward_functions
-from nlgrpo.rewards.reward_functions import RewardError
+from nlgrpo.rewards.reward_functions import RewardError, print_cause
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.timing import PeakMemory, machine
@@ -193,6 +193,7 @@ class Comparison:
         try:
             scored = sampler.score(batch, convert.padded(batch.ids, completions, samples), first_prompt=batch.index[0])
         except RewardError as error:
+            print_cause(error)
             raise ValueError(str(error)) from error
         return scored.values
 

@@ -29,7 +29,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import pack
 from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.registry import Objective, is_voted
-from nlgrpo.rewards import reward_functions
+from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, final_answers, print_cause
 from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -103,7 +103,7 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
                 f"{other.label} and {first.label} have different prompts after the length filter: their contexts or "
                 "tokenizers differ. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
-    reward_functions.check_columns(loaded, list(first.batch.columns))
+    check_columns(loaded, list(first.batch.columns))
     console = Console(quiet=not ranks.first)
     scoring = scorers(cfg.rewards, objectives, loaded)
     return Evaluation(cfg, options, ranks, candidates, found[0][1], objectives, scoring, console)
@@ -115,7 +115,7 @@ def _candidate(
     options: EvaluationOptions,
     cfg: Config,
     ranks: Ranks,
-    rewards: Sequence[reward_functions.Reward],
+    rewards: Sequence[Reward],
 ) -> tuple[RolloutCollector, dict[str, int]]:
     """Return what samples a model, and the numbers of prompts that it cannot evaluate, by reason."""
     path = path_of(name) if label != REFERENCE else Path(name)
@@ -209,11 +209,19 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
         kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
         distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
         answers={
-            reward.name: reward_functions.answer_numbers(reward.function, completions)
+            reward.name: _answers(reward, completions)
             for reward in (scorer.reward for scorer in e.scorers)
             if voted or reward.voted or hasattr(reward.function, "answer")
         },
     )
+
+
+def _answers(reward: Reward, completions: Sequence[Sequence[str]]) -> Tensor:
+    try:
+        return final_answers(reward, completions)
+    except RewardError as error:
+        print_cause(error)
+        raise ValueError(str(error)) from error
 
 
 def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
@@ -240,4 +248,4 @@ def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
     for c in e.candidates:
         for scorer in e.scorers:
             score(e, c, scorer)
-    return {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {}
+    return e.ranks.agree(lambda: {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {})

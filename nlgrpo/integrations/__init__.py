@@ -1,4 +1,4 @@
 """Non-linear GRPO in other trainers: `trl` wraps reward functions so that GRPOTrainer optimises an objective.
 
-Imports `objectives`, `rewards.calling` and `rewards.outputs`, but no other trainer. Read `trl.py` first.
+Imports `objectives` and, of `rewards`, `calling`, `outputs` and `history`, but no other trainer. Read `trl.py` first.
 """

@@ -48,6 +48,7 @@ from nlgrpo.objectives import aggregation
 from nlgrpo.objectives.aggregation import Aggregate, combine
 from nlgrpo.objectives.registry import Objective, linearize_present, parse, value_present
 from nlgrpo.rewards.calling import is_async
+from nlgrpo.rewards.history import History
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +72,11 @@ def linearized(
     the group in order, including itself. Groups must not be split between ranks: TRL's generation batch per rank
     (``per_device_train_batch_size * steps_per_generation``) must be a multiple of M.
 
-    - ``None`` and NaN abstain: the other completions form a smaller group, and the result for absent ones is ``None``.
-      A kernel function abstains with ``None`` for a completion, or with NaN as its similarity to itself. A group with
-      too few completions left for the objective gets 0. So does a group with exactly n left for "bon:n:unbiased",
-      because TRL subtracts the mean, which is not the baseline of that estimator for n samples.
+    - ``None`` and NaN abstain, NaN with a warning of its share: the other completions form a smaller group, and the
+      result for absent ones is ``None``. A kernel function abstains with ``None`` for a completion, or with NaN as its
+      similarity to itself. A group with too few completions left for the objective gets 0. So does a group with exactly
+      n left for "bon:n:unbiased", because TRL subtracts the mean, which is not the baseline of that estimator for n
+      samples.
     - Several rewards: TRL adds them with ``reward_weights`` w_i, which gives the gradient of sum_i w_i R_i. Each reward
       has its own objective and needs a different name. For other aggregates, use `aggregated`.
     - Metrics: ``rewards/<name>/mean`` is the mean of the original rewards, and ``objective/<name>`` is R. For a kernel
@@ -134,6 +136,7 @@ class _Part:
     function: RewardFunction
     objective: Objective
     name: str
+    history: History
 
     @property
     def needed(self) -> int:
@@ -153,7 +156,7 @@ class _Part:
         """Convert the function's ``output`` for this rank's ``count`` completions to complete groups."""
         if self.objective.pairwise:
             return read_similarities(output, count, samples, self.name)
-        rewards = read_rewards(output, count, self.name)
+        rewards = read_rewards(output, count, self.history)
         return (rewards if count % samples == 0 else ranks.gather(rewards)).view(-1, samples)
 
     def absent(self, groups: Tensor) -> Tensor:
@@ -197,7 +200,8 @@ def _part(reward: RewardFunction, objective: Objective | str, samples: int, name
     objective = parse(objective) if isinstance(objective, str) else objective
     if objective.voted:
         raise ValueError(f"objective={str(objective)!r} needs the final answers, which reward functions do not return.")
-    part = _Part(reward, objective, name or _name(reward))
+    name = name or _name(reward)
+    part = _Part(reward, objective, name, History(name))
     if samples < part.needed:
         reason = ""
         if samples == objective.fewest:

@@ -57,14 +57,13 @@ class History:
         )
 
     def add_nans(self, nans: int, count: int) -> None:
-        """Warn of NaN among the ``count`` values of a call."""
-        if nans:
-            self._warn(
-                "nan",
-                f"reward {self.name!r} returned NaN for {nans} of {count} completions ({nans / count:.0%}). They "
-                "abstain, as None does. A NaN is often an error of the function, such as 0 / 0; return None to "
-                "abstain without this warning.",
-            )
+        """Warn of ``nans`` NaN among the ``count`` values of a call."""
+        self._warn(
+            "nan",
+            f"reward {self.name!r} returned NaN for {nans} of {count} completions ({nans / count:.0%}). They abstain, "
+            "as None does. A NaN is often an error of the function, such as 0 / 0; return None to abstain without "
+            "this warning.",
+        )
 
     def add_thread(self) -> None:
         """Warn that a function of the user runs outside the main thread."""

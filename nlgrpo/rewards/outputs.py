@@ -45,7 +45,7 @@ def values_of(output: Any, count: int, scale: float) -> Read:
     infinite values.
     """
     values = torch.full((count,), math.nan, dtype=torch.float64)
-    items = _listed(output, count)
+    items = listed(output, count)
     if isinstance(items, str):
         advice = (
             "A reward function returns one float or None per completion; "
@@ -76,7 +76,7 @@ def similarities_of(output: Any, count: int, samples: int, scale: float) -> Read
     """
     kernel = torch.full((count, samples), math.nan, dtype=torch.float64)
     advice = 'A kernel returns a list of M floats or None per completion; see the guide "Several users and diversity".'
-    rows = _listed(output, count, width=samples, items="rows")
+    rows = listed(output, count, width=samples, items="rows")
     if isinstance(rows, str):
         what = rows.removesuffix(", not a list,")
         return Read(kernel, [Fault(f"{what} for {count} completions in groups of {samples}", advice)])
@@ -98,7 +98,7 @@ def similarities_of(output: Any, count: int, samples: int, scale: float) -> Read
     return Read(kernel, faults, nans)
 
 
-def _listed(output: Any, count: int, width: int = 1, items: str = "values") -> list[Any] | str:
+def listed(output: Any, count: int, width: int = 1, items: str = "values") -> list[Any] | str:
     """Return the ``count`` items of an output, or what is wrong with it.
 
     ``width``: numbers per item; ``items``: what they are called.

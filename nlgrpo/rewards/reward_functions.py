@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -41,9 +42,21 @@ from nlgrpo.runtime.user_code import parameters
 
 log = logging.getLogger(__name__)
 
+IN_ANSWER = " in its method answer"
+
 
 class RewardError(RuntimeError):
     """A reward failed. The message names the reward, the step, the prompts and what it returned or raised."""
+
+
+def print_cause(error: RewardError) -> None:
+    """Print the traceback of what a reward raised, which the message of the error says is above."""
+    _print_traceback(error.__cause__)
+
+
+def _print_traceback(cause: BaseException | None) -> None:
+    if cause is not None:
+        traceback.print_exception(cause)
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,8 @@ class Scores:
     """Values (P*M) passed to ``log_extra``, by column; the last call for a column counts."""
     answers: dict[str, Tensor] = field(default_factory=dict)
     """Numbers of the final answers, (P, M) int64, for rewards with ``voted``; see `answer_numbers`."""
+    nans: dict[str, int] = field(default_factory=dict)
+    """Number of completions for which a reward returned NaN, by name; those with some."""
 
     def joined(self, other: Scores, names: Sequence[str]) -> Scores:
         """Return these scores and those of ``other`` rewards for the same completions, in the order of ``names``."""
@@ -132,6 +147,7 @@ class Scores:
             metrics,
             self.extra | other.extra,
             self.answers | other.answers,
+            self.nans | other.nans,
         )
 
 
@@ -240,6 +256,7 @@ def score(
 
     values: dict[str, Tensor] = {}
     logs = [Log(len(prompts)) for _ in rewards]
+    nans: dict[str, int] = {}
     skipped = torch.zeros(batch.groups, dtype=torch.bool)
     calls = [_call_of(reward, batch, log) for reward, log in zip(rewards, logs, strict=True)]
     texts = [text_of(completion) for completion in completions]
@@ -251,7 +268,9 @@ def score(
         by_group = read.values.view(batch.groups, samples, *shape[1:])
         values[reward.name] = by_group.masked_fill(failed.view(-1, *[1] * len(shape)), math.nan)
         skipped |= failed
-        reward.history.add_nans(read.nans, len(prompts))
+        if read.nans:
+            nans[reward.name] = read.nans
+            reward.history.add_nans(read.nans, len(prompts))
         if not reward.pairwise:  # equal completions are alike
             reward.history.add(values[reward.name], len(texts), list(map(_excerpt, texts[:SHOWN])))
     metrics: dict[str, list[float]] = {}
@@ -259,17 +278,61 @@ def score(
         metrics.setdefault(name, []).append(value)
     extra = {name: column for log in logs for name, column in log.extra.items()}
     grouped = [texts[i : i + samples] for i in range(0, len(texts), samples)]
-    answers = {reward.name: _answers(reward, grouped, batch) for reward in rewards if reward.voted}
-    return Scores(values, skipped, metrics, extra, answers)
+    answers: dict[str, Tensor] = {}
+    for reward in rewards:
+        if reward.voted:
+            answers[reward.name], faults = _answers(reward, grouped)
+            failed = _failed_groups(reward, faults, batch)
+            values[reward.name][failed] = math.nan
+            skipped |= failed
+    return Scores(values, skipped, metrics, extra, answers, nans)
 
 
-def _answers(reward: Reward, completions: Sequence[Sequence[str]], batch: _Batch) -> Tensor:
-    numbers = functools.partial(answer_numbers, reward.function, completions)  # its method `answer` is user code
-    [outcome] = call_all([Call(reward.name, numbers, _unchanged, reward.timeout)])
+def final_answers(reward: Reward, completions: Sequence[Sequence[str]]) -> Tensor:
+    """Return the numbers of the final answers as `answer_numbers`, within the reward's timeout.
+
+    Raises RewardError if its method ``answer`` fails; with ``on_error="skip"`` there are no answers then, with a
+    warning in the log.
+    """
+    numbers, faults = _answers(reward, completions)
+    for fault in faults:
+        message = f"reward {reward.name!r} {fault.what}.\n  {fault.advice}"
+        if reward.on_error == "stop":
+            raise RewardError(message) from fault.cause
+        _print_traceback(fault.cause)
+        log.warning("%s", message)
+    return numbers
+
+
+def answer_of(reward: Reward, text: str) -> Hashable | None:
+    """Return the final answer in a text by the reward's method ``answer``. Raises RewardError if it fails."""
+    extract = cast(Any, reward.function).answer
+
+    def extracted() -> Hashable | None:
+        answer = extract(text)
+        hash(answer)  # equal answers are counted
+        return cast("Hashable | None", answer)
+
+    outcome = _outcome(reward, extracted)
     if outcome.error is None:
-        return cast(Tensor, outcome.result)
-    fault = _fault_of(reward, outcome.error, " in its method answer")
-    raise RewardError(_message(reward, fault, batch)) from fault.cause
+        return cast("Hashable | None", outcome.result)
+    fault = _fault_of(reward, outcome.error, IN_ANSWER)
+    raise RewardError(f"reward {reward.name!r} {fault.what}.\n  {fault.advice}") from fault.cause
+
+
+def _answers(reward: Reward, completions: Sequence[Sequence[str]]) -> tuple[Tensor, list[Fault]]:
+    """Numbers of the final answers, -1 for all if the method ``answer``, user code, failed; and that fault."""
+    outcome = _outcome(reward, functools.partial(answer_numbers, reward.function, completions))
+    if outcome.error is None:
+        return cast(Tensor, outcome.result), []
+    none = [[-1] * len(texts) for texts in completions]
+    return torch.tensor(none, dtype=torch.int64), [_fault_of(reward, outcome.error, IN_ANSWER)]
+
+
+def _outcome(reward: Reward, function: Callable[[], Any]) -> Outcome:
+    """Call a function of the reward's code within its timeout."""
+    [outcome] = call_all([Call(reward.name, function, _unchanged, reward.timeout)])
+    return outcome
 
 
 def _unchanged(result: Any) -> Any:
@@ -343,15 +406,10 @@ def _fault_of(reward: Reward, error: BaseException, where: str = "") -> Fault:
         at = f" It was interrupted at {error.place}." if error.place else ""
         advice = "Increase its timeout if it may take longer; if it calls a server, check that the server responds."
         return Fault(f"did not return within its timeout of {reward.timeout:g} s{where}", advice + at)
-    kind, said = kind_and_text(error)
-    return Fault(f"raised {kind}{where}: {said}", "Its traceback is above.", cause=error)
-
-
-def kind_and_text(error: BaseException) -> tuple[str, str]:
-    """Return the type and the text of an error of a function, also of one in a process of its own."""
+    kind, said = type(error).__name__, str(error)
     if isinstance(error, ErrorInProcess):
-        return error.kind, error.said
-    return type(error).__name__, str(error)
+        kind, said = error.kind, error.said
+    return Fault(f"raised {kind}{where}: {said}", "Its traceback is above.", cause=error)
 
 
 def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor:
@@ -362,6 +420,7 @@ def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor
     for fault in faults:
         failed[slice(None) if fault.index is None else fault.index // batch.samples] = True
     if faults:
+        _print_traceback(faults[0].cause)
         log.warning(
             "%s\n  Dropped %d of %d groups.", _message(reward, faults[0], batch), int(failed.sum()), len(failed)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,6 +49,7 @@ class GlobalBatch:
     extra: dict[str, list[Any]]  # columns that rewards logged for this rank's completions
     weights: Tensor | None = None  # importance weights (P, M) of completions that another policy sampled
     given: dict[str, Tensor] = field(default_factory=dict)  # `rewards` before groups were dropped
+    nans: Mapping[str, int] = field(default_factory=dict)  # completions for which a reward returned NaN
 
     @classmethod
     def gather(
@@ -73,6 +75,10 @@ class GlobalBatch:
 
         given = {name: gather(values) for name, values in scores.values.items()}
         dropped = ranks.gather(scores.skipped.to(device, torch.uint8)).bool()
+        parts = ranks.gather_objects((scores.metrics, scores.nans))
+        nans = Counter[str]()
+        for _, own in parts:
+            nans.update(own)
         return cls(
             given=given,
             rewards={name: _without(r, dropped) for name, r in given.items()},
@@ -84,9 +90,10 @@ class GlobalBatch:
             own=slice(ranks.rank * count, (ranks.rank + 1) * count),
             tokens=tokens,
             packed_tokens=packed_tokens,
-            logged=_mean_over(ranks.gather_objects(scores.metrics)),
+            logged=_mean_over([metrics for metrics, _ in parts]),
             extra=scores.extra,
             weights=None if weights is None else ranks.gather(weights),
+            nans=nans,
         )
 
     def objective_inputs(self) -> dict[str, Tensor]:
@@ -162,6 +169,7 @@ class GlobalBatch:
         for name, r in scores.items():
             if (abstained := r[~self.dropped].isnan()).any():
                 out[f"rewards/{name}/abstained"] = float(abstained.double().mean())
+        out |= {f"rewards/{name}/nan": count / self.lengths.numel() for name, count in self.nans.items()}
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
     def without_reward(self, objectives: Mapping[str, Objective], rewards: Mapping[str, RewardConfig]) -> str:

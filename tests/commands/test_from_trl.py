@@ -416,6 +416,38 @@ def test_several_configurations_are_noted(tmp_path):
     assert "the script calls GRPOConfig or RLOOConfig on lines 2, 3; only line 3 was read" in comments
 
 
+def test_a_script_whose_options_are_in_another_file_says_so(tmp_path):
+    """TRL's own script reads them by its parser."""
+    text = """
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
+from things import short
+args, model_args = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()
+GRPOTrainer(model=model_args.model_name_or_path, reward_funcs=short, args=args)
+"""
+    found, comments = converted(tmp_path, text)
+    assert list(found["rewards"]) == ["short"]
+    assert "# Check: args = args is not a literal GRPOConfig(..) or RLOOConfig(..) and was not read" in comments
+    assert "convert the YAML file or command line that sets" in comments
+
+
+def test_a_class_that_derives_from_a_trainer_is_read_as_it(tmp_path):
+    text = """
+import trl
+class Config(trl.RLOOConfig):
+    own: int = 3
+class Mine(trl.RLOOTrainer):
+    pass
+class Other(Mine):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+Other("m", reward_funcs=[], args=Config(beta=0.5, num_generations=4))
+"""
+    found, comments = converted(tmp_path, text)
+    assert (found["loss"]["baseline"], found["loss"]["beta"], found["rollout"]["samples"]) == ("loo", 0.5, 4)
+    assert "# Check: class Config on line 3 was read as RLOOConfig, without its changes" in comments
+    assert "# Check: class Other on line 7 was read as RLOOTrainer, without its changes" in comments
+
+
 # --- LoRA, evaluation, secrets ----------------------------------------------------------------------------------------
 
 

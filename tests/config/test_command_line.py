@@ -35,6 +35,7 @@ def test_an_option_that_is_given_twice_is_named(arguments, option, capsys):
         ["--optim.lr", "1e-5", "--critic.lr", "1e-5"],
         ["a text", "--samples", "2", "--", "--samples", "3"],
         ["--rewards.a.weight", "-1", "--rewards.b.weight", "-1"],
+        ["--rewards.emoji.weight", "1", "--rewards.no-emoji.weight", "1"],
         [],
     ],
 )

@@ -31,11 +31,24 @@ from nlgrpo.rewards.reward_functions import answer_numbers
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6"]
 REWARDS = """
+import time
+
 def high(completion_ids, **_):
     return [float(sum(ids)) for ids in completion_ids]
 
 def even(completion_ids, **_):
     return [float(sum(ids)) if len(ids) % 2 == 0 else None for ids in completion_ids]
+
+class Vote:
+    def __call__(self, completion_ids, **_):
+        return [1.0] * len(completion_ids)
+
+    def answer(self, text):
+        if text == "w1":
+            time.sleep(600)
+        if text == "w2":
+            exit(3)
+        return [] if text == "w3" else {}[text]
 
 def close(completion_ids, target, **_):
     return [-abs(sum(ids) - t) for ids, t in zip(completion_ids, target)]
@@ -247,6 +260,22 @@ def test_the_answers_of_a_vote_are_those_that_the_reward_extracts(work):
     assert Chooser.by_votes().scores(["w1"], candidates, [texts]) == [[1 / 3, 1 / 3, 1 / 3]]
     numbers = answer_numbers(Gsm8k(), [texts])
     assert numbers.tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("w1", "did not return within its timeout of 0.2 s in its method answer"),
+        ("w2", "raised SystemExit in its method answer: 3"),
+        ("w3", "raised TypeError in its method answer: unhashable type: 'list'"),
+        ("w4", "raised KeyError in its method answer: 'w4'"),
+    ],
+)
+def test_a_vote_that_fails_or_hangs_is_an_error_with_its_traceback(work, text, says, capsys):
+    chooser = Chooser.by_votes(f"{work / 'rewards.py'}:Vote", timeout=0.2)
+    with pytest.raises(ValueError, match=f"Vote' {says}") as error:
+        chooser.scores(["q"], [[Candidate((1,), True)]], [[text]])
+    assert ("Its traceback is above" in str(error.value)) == ("Traceback" in capsys.readouterr().err) == (text != "w1")
 
 
 def test_the_tokens_of_a_response_do_not_depend_on_the_batch(work):

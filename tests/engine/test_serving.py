@@ -20,6 +20,7 @@ from helpers import EOS, Forked, environment, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli
+from nlgrpo.data.messages import messages_of
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.guided_search import Cost, Search
 from nlgrpo.engine.inference import Chooser, Procedure, Responder, Response, guides
@@ -27,6 +28,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.engine.serving import batching
 from nlgrpo.engine.serving.app import _key
 from nlgrpo.engine.serving.batching import Batcher, Closed, Job, QueueFull
+from nlgrpo.engine.serving.requests import ChatRequest
 from nlgrpo.model import decoder, reward_model
 
 TEMPLATE = "{% for m in messages %}{% if m['role'] == 'system' %}w0 {% endif %}{{ m['content'] }} {% endfor %}w9"
@@ -377,6 +379,11 @@ def said_by_user(*parts):
          "max_tokens = 2, max_completion_tokens = 3: give one of them"),
         ({"messages": USER, "reasoning_effort": "low"}, 400, "'reasoning_effort' is not supported"),
         ({"messages": USER, "functions": [{"name": "f"}]}, 400, "'functions' is not supported"),
+        ({"messages": USER, "continue_final_message": True}, 400,
+         "continue_final_message = true is not supported where the last message has the role 'user'"),
+        ({"messages": USER, "add_generation_prompt": False}, 400, "add_generation_prompt = false is not supported"),
+        ({"messages": [*USER, {"role": "assistant", "content": "w2"}], "add_generation_prompt": True}, 400,
+         "the response continues it; leave the option out"),
         ({"messages": USER, "response_format": {"type": "json_object"}}, 400, "'response_format' is not supported"),
         ({"messages": USER, "top_logprobs": 3}, 400, "'top_logprobs' is not supported"),
         ({"messages": USER, "max_completion_tokens": 99}, 400, "max_tokens = 99"),
@@ -419,6 +426,35 @@ def test_neutral_and_harmless_options_are_accepted(port):
     assert post(port, chat, "/v1/chat/completions")[0] == 200
     echoed = {"role": "assistant", "content": "w2", "refusal": None, "annotations": [], "tool_calls": None}
     assert post(port, {"messages": [*USER, echoed]}, "/v1/chat/completions")[0] == 200
+
+
+TALK = [*USER, {"role": "assistant", "content": "w2"}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": USER, "continue_final_message": False, "add_generation_prompt": True},
+        {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": TALK, "continue_final_message": None, "stop": None},
+    ],
+)
+def test_continuing_a_message_may_be_said(body):
+    assert ChatRequest(**body).messages[-1].role in ("user", "assistant")
+
+
+def test_messages_of_tools_are_those_of_the_protocol():
+    """What OpenAI's client returns for a response, and the answers of its tools."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    echoed = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None,
+              "function_call": None, "tool_calls": [call]}  # fmt: skip
+    result = {"role": "tool", "tool_call_id": "c1", "name": "f", "content": [{"type": "text", "text": "w4"}]}
+    named = {"role": "user", "name": "ann", "content": "w1"}
+    for silent in (echoed, {**echoed, "content": []}, {key: echoed[key] for key in ("role", "tool_calls")}):
+        messages = [message.plain() for message in ChatRequest(messages=[named, silent, result]).messages]
+        assert messages_of(messages, "messages") == [
+            named, {"role": "assistant", "tool_calls": [call]}, {**result, "content": "w4"},
+        ]  # fmt: skip
 
 
 def test_parts_of_text_are_joined(port):

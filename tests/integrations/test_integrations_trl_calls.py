@@ -195,16 +195,16 @@ def test_scaling_warns_once_per_trainer(caplog):
     ("values", "message"),
     [
         ([[1.0] * 4] * 7, r"kernel function 'k' returned .* for 8 completions; expected a list of 4 similarities"),
-        (None, r"'k' returned None for 8 completions"),
-        (A, r"'k' returned 0.3 for completion 0; expected its 4 similarities with the completions of its group"),
-        ([[1.0] * 4] * 7 + [[1.0] * 8], r"'k' returned 8 numbers for completion 7; expected its 4"),
-        ([["one"] * 4] * 8, r"'k' returned \['one', 'one', 'one', 'one'\] for completion 0"),
+        (None, r"'k' returned a value of type NoneType, not a list, for 8 completions"),
+        (A, r"'k' returned a value of type float, .* in the row of completion 0; expected its 4 similarities"),
+        ([[1.0] * 4] * 7 + [[1.0] * 8], r"'k' returned 8 values .* in the row of completion 7; expected its 4"),
+        ([["one"] * 4] * 8, r"'k' returned 'one' in the row of completion 0"),
         (
             [[1.0, 0.0, 0.0, 0.0], [0.5, 1.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4] * 2,
             r"kernel function 'k': the kernel of group 0, samples 0 and 1 is 0 and differs from the entry of the same "
             r"two samples in the other order",
         ),
-        ([[1.0] * 4] * 6 + [[1.0, 1.0, 1.0, math.inf]] * 2, r"'k': the kernel of group 1, samples 2 and 3 is inf"),
+        ([[1.0] * 4] * 6 + [[1.0, 1.0, 1.0, math.inf]] * 2, r"'k' returned inf in the row of completion 6"),
         ([[1.0] * 4, [1.0, 1.0, None, 1.0], *[[1.0] * 4] * 6], r"'k': the kernel of group 0, samples 1 and 2 is nan"),
     ],
 )
@@ -215,10 +215,10 @@ def test_bad_similarities_are_refused(values, message):
 
 def test_similarities_are_refused_as_rewards():
     with pytest.raises(
-        ValueError, match=r"reward 'r' returned .*; expected a list of one number or None per completion"
+        ValueError, match=r"reward 'r' returned shape \(8, 4\) .*; expected a list of one finite number"
     ):
         call(linearized(returning(torch.eye(M).repeat(2, 1)), "bon:4", M, "r"))
-    with pytest.raises(ValueError, match="expected a list of one number or None per completion"):
+    with pytest.raises(ValueError, match="expected a list of one finite number, or None"):
         call(linearized(returning(list(torch.eye(M).repeat(2, 1))), "bon:4", M, "r"))
 
 

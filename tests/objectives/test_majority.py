@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from nlgrpo import cli
 from nlgrpo.evaluation import maj_at_k
 from nlgrpo.objectives import MajorityVote, Mean, parse
 from nlgrpo.objectives.registry import linearize_present, per_completion, present, value_present
-from nlgrpo.rewards.reward_functions import Reward, score
+from nlgrpo.rewards.reward_functions import Reward, RewardError, final_answers, score
 
 
 def chosen(draws, rewards, answers):
@@ -242,6 +244,44 @@ def test_scores_have_the_final_answers():
     )  # fmt: skip
     assert scores.answers["right"].tolist() == [[0, 0, 1], [-1, -1, 0]]
     assert list(scores.answers) == ["right"]
+
+
+class Voted:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __call__(self, completions, **_):
+        return [1.0] * len(completions)
+
+
+def raises(text):
+    return {"a": "x"}[text]
+
+
+def hangs(text):
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"), [(raises, "raised KeyError in its method answer: 'b'"), (hangs, "did not return within")]
+)
+def test_a_method_answer_that_fails_stops_the_run_or_drops_the_groups(answer, says, caplog):
+    given = {
+        "prompts": ["p"] * 4, "completions": ["a", "b", "a", "a"], "completion_ids": [[1]] * 4, "columns": {},
+        "samples": 2, "step": 3, "total_steps": 9,
+    }  # fmt: skip
+    reward = Reward("v", Voted(answer), timeout=0.2, voted=True)
+    with pytest.raises(RewardError, match=rf"reward 'v' {says}.*step 3") as error:
+        score([reward], **given)
+    assert "in its method answer" in str(error.value)
+    scores = score([replace(reward, on_error="skip")], **given)
+    assert scores.skipped.tolist() == [True, True]
+    assert scores.values["v"].isnan().all()
+    assert scores.answers["v"].tolist() == [[-1, -1]] * 2
+    with pytest.raises(RewardError, match=rf"reward 'v' {says}"):
+        final_answers(reward, [["a", "b"]])
+    assert final_answers(replace(reward, on_error="skip"), [["a", "b"]]).tolist() == [[-1, -1]]
+    assert caplog.text.count(says) == 2
 
 
 REWARD = """

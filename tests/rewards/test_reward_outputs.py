@@ -155,9 +155,11 @@ def test_an_error_inside_a_generator_is_one_of_the_reward():
 def test_nan_is_counted_and_named_once_with_its_share(caplog):
     reward = Reward("mine", lambda completions, **_: [1.0, NAN, None, np.nan])
     with caplog.at_level(logging.WARNING):
+        found = scored(reward, Reward("other", lambda completions, **_: [None] * 4))
         scored(reward)
-        scored(reward)
-    [record] = caplog.records
+    assert found.nans == {"mine": 2}
+    assert found.joined(scored(Reward("new", reward.function)), ["mine", "other", "new"]).nans == {"mine": 2, "new": 2}
+    record, _ = caplog.records
     assert "reward 'mine' returned NaN for 2 of 4 completions (50%)" in record.getMessage()
     assert "None" in record.getMessage()
 
@@ -258,9 +260,23 @@ def test_the_wrapper_for_trl_reads_the_same(output):
     assert found == pytest.approx([0.5, -0.5, -0.5, 0.5])
 
 
+def test_the_wrapper_for_trl_counts_nan(caplog):
+    function = linearized(lambda prompts, completions: [NAN, None, 1.0, 2.0], "mean", 4, "mine")
+    for _ in range(2):
+        assert function(prompts=["q"] * 4, completions=list("abcd")) == [None, None, -0.5, 0.5]
+    [record] = caplog.records
+    assert "reward 'mine' returned NaN for 1 of 4 completions (25%)" in record.getMessage()
+
+
+@pytest.mark.parametrize("rows", [lambda: iter(torch.eye(4)), lambda: [map(float, row) for row in torch.eye(4)]])
+def test_kernels_in_the_wrapper_for_trl_return_the_same_types(rows):
+    function = linearized(lambda prompts, completions: rows(), "rao", 4)
+    assert function(prompts=["q"] * 4, completions=list("abcd")) == pytest.approx([0.0] * 4)
+
+
 @pytest.mark.parametrize("output", ["1111", dict.fromkeys(range(4), 1.0), {1.0, 2.0, 3.0, 4.0}, ["1", "2", "3", "4"]])
 def test_the_wrapper_for_trl_refuses_texts_and_dicts(output):
-    with pytest.raises(ValueError, match="expected a list of one number or None per completion"):
+    with pytest.raises(ValueError, match="expected a list of one finite number, or None"):
         linearized(lambda prompts, completions: output, "mean", 2)(prompts=["q"] * 4, completions=list("abcd"))
 
 
@@ -286,7 +302,7 @@ def test_a_reward_that_does_not_vary_is_named_once_with_completions(output, says
     assert [line for line in message.splitlines() if line.startswith("  ")] == [f"  {shown} for {c!r}" for c in "abc"]
 
 
-def test_a_reward_that_fails_always_is_named(caplog):
+def test_a_reward_that_fails_always_is_named(caplog, capsys):
     def fails(**_):
         raise KeyError("gold")
 
@@ -294,6 +310,8 @@ def test_a_reward_that_fails_always_is_named(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(FIRST):
             scored(reward)
+    assert "'mine' raised KeyError: 'gold' (step 0, prompts 0 to 1).\n  Its traceback is above" in caplog.text
+    assert capsys.readouterr().err.count('raise KeyError("gold")') == FIRST
     assert "reward 'mine' has no value (None, NaN, or it failed) for all 20 completions" in caplog.text
 
 

@@ -63,14 +63,14 @@ def work(tmp_path_factory):
     return root
 
 
-def groups_of(rewards, dropped=None):
+def groups_of(rewards, dropped=None, nans=()):
     """The global batch of rewards {name: (P, M)}."""
     values = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in rewards.items()}
     P, M = next(iter(values.values())).shape
     ones = torch.ones(P, M, dtype=torch.int64)
     rollout = Rollout([[1]] * P, ones[..., None], ones[..., None].float(), ones, ones.bool())
     skipped = torch.zeros(P, dtype=torch.bool) if dropped is None else torch.tensor(dropped)
-    return GlobalBatch.gather(Ranks(0, 1, torch.device("cpu")), Scores(values, skipped), rollout)
+    return GlobalBatch.gather(Ranks(0, 1, torch.device("cpu")), Scores(values, skipped, nans=dict(nans)), rollout)
 
 
 def advantages_of(groups, objectives, weights, scale, baseline="mean"):
@@ -166,6 +166,14 @@ def test_metrics_are_those_of_the_completions_with_a_reward():
     assert found["rewards/r/abstained"] == 7 / 12  # of the groups that were not dropped
     assert found["rewards/dropped_groups"] == 1
     assert "rewards/r/abstained" not in metrics_of(groups_of({"r": rewards[3:]}), {"r": parse("mean")}, [1.0])
+
+
+def test_nan_is_counted_over_all_completions():
+    rewards = {"r": [[1.0, NAN, 6.0, NAN], [NAN] * 4], "other": [[1.0] * 4, [NAN] * 4]}
+    groups = groups_of(rewards, [False, True], {"r": 3})
+    found = metrics_of(groups, dict.fromkeys(rewards, parse("mean")), [1.0, 1.0])
+    assert found["rewards/r/nan"] == 3 / 8
+    assert "rewards/other/nan" not in found
 
 
 def test_rewards_that_cancel_teach_nothing_only_where_the_objective_is_linear():

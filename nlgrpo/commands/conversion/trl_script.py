@@ -60,6 +60,8 @@ class Script:
                 self.imports |= {alias.asname or alias.name: alias.name for alias in node.names}
             elif isinstance(node, ast.arg):
                 self.uncertain.add(node.arg)
+            elif isinstance(node, ast.ClassDef):
+                self._derive(node)
         self._assign(tree.body, certain=True)
         calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
         self.calls = [(self.name(node.func), node) for node in calls]
@@ -78,6 +80,13 @@ class Script:
             for part in ("body", "orelse", "handlers", "finalbody"):
                 for child in getattr(statement, part, []):
                     self._assign([child] if isinstance(child, ast.stmt) else child.body, certain=inside)
+
+    def _derive(self, node: ast.ClassDef) -> None:
+        """Read a class that derives from one of TRL's as that one, with a note."""
+        for base in map(self.name, node.bases):
+            if base in TRAINERS:
+                self.imports[node.name] = base
+                self.notes.append(f"class {node.name} on line {node.lineno} was read as {base}, without its changes")
 
     def name(self, node: ast.expr) -> str:
         """The last name of a function, as the module that it is imported from calls it; empty for other nodes."""
@@ -118,6 +127,12 @@ class Script:
         if config is not None:
             options[KIND] = TRAINERS[self.name(config.func)]
             self._literals(config, ("output_dir",), options)
+        elif not _is_none(arguments.get("args")):
+            self.notes.append(
+                f"args = {ast.unparse(arguments['args'])} is not a literal GRPOConfig(..) or RLOOConfig(..) and was "
+                "not read, so its options are TRL's defaults here; convert the YAML file or command line that sets "
+                "them"
+            )
         if trainer is not None:
             options[KIND] = TRAINERS[self.name(trainer.func)]
             self._trainer(arguments, options)

@@ -17,8 +17,7 @@ from nlgrpo.data.encoding import as_answer
 from nlgrpo.engine.guided_search import Candidate
 from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote
-from nlgrpo.rewards.reward_functions import Reward, RewardError
-from nlgrpo.runtime.supervision.time_limit import TimedOut
+from nlgrpo.rewards.reward_functions import Reward, RewardError, print_cause
 
 VALUE, MAJORITY = "value", "majority"
 
@@ -55,10 +54,10 @@ class Chooser:
         """
         if how is None or how == MAJORITY:
             return cls(MAJORITY)
-        extract = getattr(specs.load("choose", how, timeout=timeout, process=process).function, "answer", None)
-        if extract is None:
+        reward = specs.load("choose", how, timeout=timeout, process=process)
+        if not hasattr(reward.function, "answer"):
             raise ValueError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
-        return cls(MAJORITY, extract=partial(_extracted, how, extract))
+        return cls(MAJORITY, extract=partial(_extracted, replace(reward, name=how)))
 
     def scores(
         self,
@@ -94,15 +93,13 @@ class Chooser:
         return best, scores[best]
 
 
-def _extracted(how: str, extract: Callable[[str], Hashable | None], text: str) -> Hashable | None:
-    """Return the final answer of a text. Raises ValueError if the reward ``how`` fails."""
+def _extracted(reward: Reward, text: str) -> Hashable | None:
+    """Return the final answer of a text. Raises ValueError if the reward fails, or exceeds its timeout."""
     try:
-        return extract(text)
-    except TimedOut:
-        raise ValueError(f"reward {how!r} did not return within its timeout in its method answer") from None
-    except Exception as error:  # it may be code of the user
-        kind, said = reward_functions.kind_and_text(error)
-        raise ValueError(f"reward {how!r} raised {kind} in its method answer: {said}") from error
+        return reward_functions.answer_of(reward, text)
+    except RewardError as error:
+        print_cause(error)
+        raise ValueError(str(error)) from error
 
 
 def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
@@ -147,6 +144,7 @@ def _rewards(
             total_steps=0,
         )
     except RewardError as error:
+        print_cause(error)
         raise ValueError(str(error)) from error
     values = iter(scored.values[reward.name].flatten().tolist())
     return [list(islice(values, len(own))) for own in candidates]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +30,7 @@ from nlgrpo.engine.rollouts.store import (
 )
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.objectives.registry import Objective, per_completion
-from nlgrpo.rewards.reward_functions import Reward, RewardError
+from nlgrpo.rewards.reward_functions import Reward, RewardError, print_cause
 
 READS = "texts behind their prompts"  # version of `encoding.decode`; part of the digests of scores
 
@@ -161,8 +160,7 @@ class RolloutCollector:
         try:
             scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
         except RewardError as error:
-            if error.__cause__ is not None:
-                traceback.print_exception(error.__cause__)
+            print_cause(error)
             raise ValueError(
                 f"{error}\n  Completions and scores so far are saved; run the same command again to resume."
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -47,8 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
     "use_beam_search": (None, False),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
 }
 
 
@@ -140,6 +139,8 @@ class Message(BaseModel):
             raise ValueError(
                 f"{min(others)!r} is not supported in a message; this server takes {', '.join(cls.model_fields)}"
             )
+        if kept.get("tool_calls") and kept.get("content") == []:
+            del kept["content"]
         return kept
 
     @field_validator("content", mode="before")
@@ -160,6 +161,22 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, as in vLLM: ``{"enable_thinking": false}``."""
     logprobs: bool | None = None
+    continue_final_message: bool | None = None
+    """As in vLLM: the response continues the last message. It always does if that is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """As in vLLM: the response is a message of its own. It always is after a message that is not the assistant's."""
+
+    @model_validator(mode="after")
+    def _continued(self) -> ChatRequest:
+        role = self.messages[-1].role
+        continued = role == "assistant"
+        for name, right in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
+            if getattr(self, name) not in (None, right):
+                raise ValueError(
+                    f"{name} = {json.dumps(not right)} is not supported where the last message has the role {role!r}: "
+                    f"the response {'continues it' if continued else 'is a message of its own'}; leave the option out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

@@ -39,7 +39,7 @@ from nlgrpo.engine.rollouts.store import digest_of_prompt, digest_of_text, diges
 from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.aggregation import sum_of_applicable
-from nlgrpo.rewards.reward_functions import RewardError
+from nlgrpo.rewards.reward_functions import RewardError, print_cause
 from nlgrpo.runtime import cpu_threads
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
@@ -142,6 +142,7 @@ class GuidedSampler(Sampler):
         try:
             scored = scorer.score(batch, convert.as_rollout(batch.ids, found), first_prompt=batch.index[0])
         except RewardError as error:
+            print_cause(error)
             raise ValueError(str(error)) from error
         weights = {scorer.name: weight for scorer, weight in self.scorers}
         total = sum_of_applicable(torch.stack(list(scored.values.values())), [weights[name] for name in scored.values])
