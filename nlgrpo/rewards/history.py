@@ -65,6 +65,13 @@ class History:
             "this warning.",
         )
 
+    def is_first(self, error: BaseException) -> bool:
+        """Whether the reward has raised no error of this type before."""
+        kind = f"raised {type(error).__name__}"
+        first = kind not in self.warned
+        self.warned.add(kind)
+        return first
+
     def add_thread(self) -> None:
         """Warn that a function of the user runs outside the main thread."""
         self._warn(

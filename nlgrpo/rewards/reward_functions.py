@@ -419,11 +419,12 @@ def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor
         raise RewardError(_message(reward, faults[0], batch)) from faults[0].cause
     for fault in faults:
         failed[slice(None) if fault.index is None else fault.index // batch.samples] = True
-    if faults:
-        _print_traceback(faults[0].cause)
-        log.warning(
-            "%s\n  Dropped %d of %d groups.", _message(reward, faults[0], batch), int(failed.sum()), len(failed)
-        )
+    for fault in faults[:1]:
+        if fault.cause is None or reward.history.is_first(fault.cause):
+            _print_traceback(fault.cause)
+        else:
+            fault = replace(fault, advice="The traceback of the first such error was printed.")
+        log.warning("%s\n  Dropped %d of %d groups.", _message(reward, fault, batch), int(failed.sum()), len(failed))
     return failed
 
 

@@ -170,7 +170,9 @@ def test_an_evaluation_of_groups_that_are_too_small_has_no_value():
         call(aggregated(functions, ["bon:3:unbiased", "bon:2:unbiased", "dpp:2"], M), log_metric=trainer.log)
         == [0.0] * 8
     )
-    assert {"rewards/a/mean", "rewards/b/mean", "objective/b"} == trainer.logged.keys()
+    assert {"rewards/a/mean", "rewards/b/mean", "objective/b", "objective/aggregate"} == trainer.logged.keys()
+    best = [max(pair) for pair in zip(B[::2], B[1::2], strict=True) if None not in pair]  # of two: dpp:2 has no value
+    assert trainer.logged["objective/aggregate"] == pytest.approx(sum(best) / len(best))
     assert sizes == [2]
 
 
