@@ -23,7 +23,7 @@ from nlgrpo.config import grid, validate
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import dashed
-from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of
 from nlgrpo.evaluation.results import Row, format_interval, summarize
 from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.sweeps.launchers import SlurmOptions, launcher, submitit, visible_gpus
@@ -217,10 +217,13 @@ def _faults(setting: Setting, ranks: int) -> list[str]:
 
 
 def _show(manifest: SweepState) -> None:
-    results = [_results(manifest, point) for point in manifest.points]
+    evaluated = [_evaluated(point) for point in manifest.points]
+    results = [_results(manifest, *pair) for pair in zip(manifest.points, evaluated, strict=True)]
     procedures = {row.procedure for rows in results for row in rows[1:]}
     one = next(iter(procedures)) if len(procedures) == 1 else ""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    known = [sampled for sampled in evaluated if sampled is not None]
+    table.caption = f"evaluated on {sizes_of(known)}" if known else None
     for heading in grid.short_names(list(manifest.points[0].overrides)):
         table.add_column(Text(heading))
     for heading in ("mean", one or "best of N", "KL", "time", "state"):
@@ -240,13 +243,21 @@ def _state(point: Point) -> str:
     return f"{point.state} (job {point.job})" if shown else point.state
 
 
-def _results(manifest: SweepState, point: Point) -> list[Row]:
-    """Return mean and best-of-N (the largest N) of the trained model, of the weighted sum for several rewards."""
-    ns = point.overrides.get("evaluation.ns") or manifest.base["evaluation"]["ns"]
+def _evaluated(point: Point) -> EvaluationSamples | None:
+    """Return the samples of the trained model; None if there is no evaluation yet."""
     try:
-        rows = summarize(read_evaluation(point.folder)["after"], list(dict.fromkeys((1, max(ns)))))
-    except (ValueError, KeyError):  # no evaluation yet
+        return read_evaluation(point.folder)["after"]
+    except (ValueError, KeyError):
+        return None
+
+
+def _results(manifest: SweepState, point: Point, sampled: EvaluationSamples | None) -> list[Row]:
+    """Return mean and best-of-N (the largest N) of the trained model, of the weighted sum for several rewards."""
+    if sampled is None:
         return []
+    ns = point.overrides.get("evaluation.ns") or manifest.base["evaluation"]["ns"]
+    largest = max(n for n in (1, *ns) if n <= sampled.lengths.shape[1])
+    rows = summarize(sampled, list(dict.fromkeys((1, largest))))
     return [row for row in rows if row.reward == rows[-1].reward]
 
 

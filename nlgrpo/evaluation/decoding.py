@@ -359,7 +359,7 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
         "prompts": c.prompts,
         "search": asdict(method.search),
         "rewards": _one_each(c.total(scored)),
-        "scored": {name: int((~values.isnan()).sum()) for name, values in scored.items()},
+        "unscored": {name: _places(values.isnan()) for name, values in scored.items()},
         "tokens": cost.tokens,
         "queries": cost.queries - of_prefixes,
         "reward_queries": of_prefixes + sum(map(len, found)) * by_reward,
@@ -405,6 +405,11 @@ def _by_chooser(c: Comparison, found: Sequence[Sequence[Candidate]], how: str) -
     return [own[chooser.choose(p, own, t)[0]] for p, own, t in zip(c.batch.prompts, found, texts, strict=True)]
 
 
+def _places(absent: Tensor) -> list[int]:
+    """Numbers of the prompts whose response is ``absent``, (P, 1) bool."""
+    return absent[:, 0].nonzero()[:, 0].tolist()
+
+
 def _one_each(rewards: Tensor) -> list[float | None]:
     """List the rewards (P, 1) of the responses, None where they abstain. Raises ValueError if they do for all."""
     if rewards.isnan().all():
@@ -439,16 +444,26 @@ def results(c: Comparison) -> list[dict[str, Any]]:
 
 
 def _add_intervals(found: Sequence[Mapping[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
-    """Add "mean" and "over_bon" to the evaluations, one for each row of ``found``."""
+    """Add "mean" and "over_bon" to the evaluations, one for each row of ``found``.
+
+    Sums of several rewards are compared at the prompts at which the same ones score both responses.
+    """
     rows = [[math.nan if x is None else x for x in evaluation["rewards"]] for evaluation in evaluations]
     each = [torch.tensor(row, dtype=torch.float64) for row in rows]
-    bon = {row["budget"]: rewards for row, rewards in zip(found, each, strict=True) if row["method"] == "bon"}
-    for row, evaluation, rewards in zip(found, evaluations, each, strict=True):
+    unscored = [evaluation.get("unscored", {}) for evaluation in evaluations]
+    bon = {row["budget"]: i for i, row in enumerate(found) if row["method"] == "bon"}
+    for i, (row, evaluation, rewards) in enumerate(zip(found, evaluations, each, strict=True)):
         there = rewards[~rewards.isnan()]
         evaluation["mean"] = [float(x) for x in bootstrap(there)] if len(there) > 1 else [float(there[0])] * 3
         evaluation["mean_prompts"] = len(there)
-        over = rewards - bon[row["budget"]] if row["budget"] in bon and row["method"] != "bon" else rewards[:0]
-        over = over[~over.isnan()]  # the prompts that both have
+        if row["method"] == "bon" or row["budget"] not in bon:
+            continue
+        other = bon[row["budget"]]
+        over = rewards - each[other]
+        for name in unscored[i] | unscored[other]:
+            of_one = set(unscored[i].get(name, ())) ^ set(unscored[other].get(name, ()))
+            over[sorted(of_one)] = math.nan
+        over = over[~over.isnan()]
         if len(over) > 1:
             evaluation["over_bon"] = [float(x) for x in bootstrap(over)]
             evaluation["over_bon_prompts"] = len(over)

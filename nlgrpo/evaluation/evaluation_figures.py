@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nlgrpo.evaluation.figures import GREY, NAMED, Style, figure_of, legend, shortened
+from nlgrpo.evaluation.figures import GREY, NAMED, Style, figure_of, left_out, legend, shortened
 from nlgrpo.evaluation.results import Entry, Estimate
 
 KLS = ("kl/k1", "kl/k3", "kl/training")  # estimates of the KL, the best first
@@ -40,17 +40,6 @@ def kind_and_n(procedure: str) -> tuple[str, int]:
         return "bon", 1
     found = KIND.fullmatch(procedure)
     return (found[1], int(found[2])) if found else ("", 0)
-
-
-def left_out(shown: Iterable[Estimate]) -> str:
-    """Line below a title if some numbers are not over all prompts and samples: ``"15 to 19 of 20 prompts"``."""
-    some = [estimate.coverage for estimate in shown if estimate.coverage.lines]
-    if not some:
-        return ""
-    what = "prompts" if any(x.prompts < x.of_prompts for x in some) else "samples"
-    counts = sorted({getattr(x, what) for x in some})
-    span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    return f"\n{span} of {max(getattr(x, f'of_{what}') for x in some)} {what}"
 
 
 class Table:
@@ -114,7 +103,7 @@ def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ns, [str(n) for n in ns])
         axes.minorticks_off()
-        shown = [estimate for points in found.values() for _, estimate in points]
+        shown = [estimate.coverage for points in found.values() for _, estimate in points]
         axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{left_out(shown)}")
         axes.set_xlabel("N (number of samples)")
         axes.set_ylabel("value")
@@ -180,7 +169,7 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
         _scatter(axes, found, looks, places, percent=True)
         axes.axhline(50, color=GREY, linewidth=0.8)
         title = f"{name}: {'single completions' if n == 1 else f'best-of-{n}'}"
-        axes.set_title(title + left_out(won for _, won in found.values()))
+        axes.set_title(title + left_out(won.coverage for _, won in found.values()))
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_ylabel("win rate (%)")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -292,7 +281,7 @@ def fronts(
                 found[model] = x.estimate, y.estimate
         _scatter(axes, found, looks, places, hollow=beaten(found))
         title = "single completions" if n == 1 else f"best-of-{n}"
-        axes.set_title(title + left_out(estimate for pair in found.values() for estimate in pair))
+        axes.set_title(title + left_out(estimate.coverage for pair in found.values() for estimate in pair))
         axes.set_xlabel(shortened(a, 40))
         axes.set_ylabel(shortened(b, 40))
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)

@@ -27,7 +27,7 @@ from rich.text import Text
 from torch import Tensor
 
 from nlgrpo import __version__
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
@@ -126,8 +126,8 @@ class _Report:
             facts.append(f"{len(models)} models")
         if any(model.logged for model in models) or self.one:
             facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
-        sizes = sorted({s.size for s in self.found.sampled.values()})
-        return facts + [f"evaluated on {' and '.join(sizes)}"] * bool(sizes)
+        sampled = self.found.sampled.values()
+        return facts + [f"evaluated on {sizes_of(sampled)}"] * bool(sampled)
 
     # --- pictures ---
 
@@ -214,8 +214,8 @@ class _Report:
             html_page.text(entry.procedure),
             html_page.number(e.value, _number(e.value), ", ".join(e.coverage.lines)),
             html_page.number(e.low, "" if math.isnan(e.low) else f"[{e.low:.4f}, {e.high:.4f}]"),
-            _estimate(entry.win_rate, "{:.1f}", 100, "%"),
-            _estimate(entry.change, "{:+.4f}"),
+            _estimate(entry.win_rate, e, "{:.1f}", 100, "%"),
+            _estimate(entry.change, e, "{:+.4f}"),
             html_page.number(p, "" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"),
         ]
 
@@ -298,13 +298,15 @@ def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.4f}"
 
 
-def _estimate(estimate: Estimate | None, form: str, scale: float = 1, unit: str = "") -> Cell:
-    """Cell with a number and its interval; empty if there is none."""
+def _estimate(estimate: Estimate | None, beside: Estimate, form: str, scale: float = 1, unit: str = "") -> Cell:
+    """Cell with a number, its interval, and what it is over unless ``beside`` says so; empty if there is none."""
     if estimate is None or math.isnan(estimate.value):
         return html_page.number(math.nan, "")
     value, low, high = (form.format(scale * x) for x in (estimate.value, estimate.low, estimate.high))
     under = [] if math.isnan(estimate.low) else [f"[{low}, {high}]"]
-    return html_page.number(estimate.value, value + unit, " ".join(under + estimate.coverage.lines[:1]))
+    if estimate.coverage != beside.coverage:
+        under.append(", ".join(estimate.coverage.lines))
+    return html_page.number(estimate.value, value + unit, " ".join(under))
 
 
 def _sample(sampled: EvaluationSamples, prompt: int, j: int) -> str:
@@ -327,7 +329,7 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     weighted sum of best-of-N rewards over N, with 95% intervals. If ``out`` is a folder, the file is ``compare.png``.
 
     Raises ValueError if a folder is not a run or its evaluation is not finished, if rewards or weights differ, and if
-    the rewards abstain on all prompts of a model.
+    there is no prompt at which the same rewards score a completion of every model.
     """
     out = Path(out) / "compare.png" if Path(out).is_dir() or not Path(out).suffix else Path(out)
     if out.suffix not in (".png", ".pdf", ".svg"):
@@ -346,7 +348,9 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.atomic_write_bytes(out, drawn)
-    Console().print(_compare_table(values, ns))
+    table = _compare_table(values, ns)
+    table.caption = f"evaluated on {sizes_of(models.values())}"
+    Console().print(table)
     return out
 
 
@@ -359,11 +363,14 @@ def _same_rewards(models: Mapping[str, EvaluationSamples]) -> Tensor:
 
 def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int], where: Tensor) -> list[Row]:
     """Weighted sum of best-of-N for each N, over the prompts ``where`` it can be compared."""
-    silent = [name for name, there in sampled.applies().items() if not there.any()]
-    if silent:
-        raise ValueError(f"{label}: reward {silent[0]!r} abstained on every prompt; no weighted sum can be compared")
     behind = sampled.scored(), sampled.prompts_of_rewards()
     found = [Estimate.of(x.masked_fill(~where, math.nan), *behind) for x in weighted_best_of_n(sampled, ns)]
+    if found[0].coverage.prompts == 0:
+        each = ", ".join(f"{name} on {int(there.sum())}" for name, there in sampled.applies().items())
+        raise ValueError(
+            f"{label}: no prompt has a weighted sum that can be compared. Of {len(sampled.lengths)} prompts, the "
+            f"rewards score {each}, and all models need the same ones at a prompt"
+        )
     return [Row(label, "", x.value, x.low, x.high, x.coverage) for x in found]
 
 

@@ -142,7 +142,7 @@ def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
     return (
         torch.equal(a.lengths, b.lengths)
         and a.rewards.keys() == b.rewards.keys()
-        and all(torch.equal(x.nan_to_num(), b.rewards[name].nan_to_num()) for name, x in a.rewards.items())
+        and all(torch.allclose(x, b.rewards[name], rtol=0, atol=0, equal_nan=True) for name, x in a.rewards.items())
     )
 
 

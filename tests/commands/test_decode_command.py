@@ -632,8 +632,22 @@ def test_prompts_without_a_reward_are_left_out_and_counted(work, capsys):
         [scored] = [reward for reward in row["rewards"] if reward is not None]
         assert (row["mean"], row["mean_prompts"]) == ([scored] * 3, 1)
         assert row["rewards"].index(scored) == 1
-        assert row["scored"] == {"low": 1, "begins": 0}
+        assert row["unscored"] == {"low": [0, 2], "begins": [0, 1, 2]}
         assert "over_bon" not in row
+
+
+def test_sums_of_the_same_rewards_are_compared():
+    """At the second prompt one response has both rewards and the other one, so that their sums say nothing."""
+    bon = {"method": "bon", "budget": 4, "rewards": [8.0, 5.0, 7.0, None], "unscored": {"a": [3], "b": [1, 3]}}
+    iro = {"method": "iro", "budget": 4, "rewards": [9.0, 8.0, 5.0, 1.0], "unscored": {"a": [], "b": [3]}}
+    before = {"method": "cd", "budget": 4, "rewards": [9.0, 6.0, 5.0, 1.0]}  # of a version that refused abstentions
+    found = [bon, iro, before]
+    decoding._add_intervals(found, found)
+    assert [row["mean"][0] for row in found] == pytest.approx([20 / 3, 23 / 4, 21 / 4])
+    assert [row["mean_prompts"] for row in found] == [3, 4, 4]
+    assert "over_bon" not in bon
+    assert (iro["over_bon"][0], iro["over_bon_prompts"]) == (pytest.approx((1 - 2) / 2), 2)
+    assert (before["over_bon"][0], before["over_bon_prompts"]) == (pytest.approx((1 - 2) / 2), 2)
 
 
 def test_abstaining_rewards_and_a_dry_run(work, capsys):

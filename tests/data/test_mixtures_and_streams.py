@@ -363,7 +363,7 @@ def test_evaluation_prompts_that_are_too_long_are_counted(tmp_path, tokenizer):
     cfg = config(data={"source": source, "evaluation": other, "max_prompt_tokens": 3}, evaluation={"prompts": 9})
     _, held_out = load_prompts(cfg, tokenizer, Limits)
     assert (len(held_out), held_out.left_out) == (6, {"dropped as too long": 3})
-    assert size_of(6, 16, held_out.left_out) == "6 of 9 prompts x 16 samples; 3 dropped as too long"
+    assert size_of(6, 16, held_out.left_out) == "6 prompts x 16 samples; 3 dropped as too long"
     assert size_of(6, 16, {}) == "6 prompts x 16 samples"
 
 

@@ -177,7 +177,8 @@ def test_changes_are_over_the_prompts_that_both_have():
     change = changes(before, after, (1,))[0]
     assert (change.before.value, change.after.value, change.value, change.prompts) == (5, 0.5, 1, 1)
     assert results.format_change(change) == "+1.0000 (1 of 3 prompts)"
-    assert "1 prompts" in shown(before_after_table(before, after, (1,)))
+    assert "+1.0000 10.0000" not in shown(before_after_table(before, after, (1,)))
+    assert "1 of 3" in shown(before_after_table(before, after, (1,)))
     [_, entry] = [e for e in entries({"reference": before, "model": after}, ["mean"], ()) if e.quantity == "r"]
     assert (entry.change.value, entry.change.coverage.prompts) == (1, 1)
     never = changes(before, samples_of({"r": [[NAN, NAN], [NAN, NAN], [1.0, 1.0]]}), (1,))[0]
@@ -273,6 +274,27 @@ def test_results_keep_the_numbers_of_prompts(tmp_path):
     assert "coverage" not in next(row for row in rows if row["quantity"] == "length")["estimate"]  # over all of them
 
 
+def test_prompts_that_were_left_out_are_said_everywhere(tmp_path, capsys, monkeypatch):
+    """In one wording: tables, results.json, the report, the model card, comparisons and sweeps."""
+    monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"", "", ""))
+    sampled = samples_of({"r": [[1.0, 2.0], [3.0, 4.0]]}, left_out={"dropped as too long": 5, "without cut_after": 1})
+    text = "2 prompts x 2 samples; 5 dropped as too long; 1 without cut_after"
+    run = run_in(tmp_path / "run", sampled, sampled)
+    assert f"({text}, 95% intervals)" in shown(before_after_table(sampled, sampled, (1,)))
+    assert text in report.write_report(run).read_text()
+    assert text in hub.model_card(run, "me/model")
+    point = sweep_state.Point({"optim.lr": 1e-5}, run, "done")
+    sweep._show(sweep_state.SweepState(tmp_path, {"evaluation": {"ns": [1, 2]}}, [point]))
+    assert f"evaluated on {text}" in " ".join(capsys.readouterr().out.split())
+    report.compare([run], tmp_path)
+    assert f"evaluated on {text}" in " ".join(capsys.readouterr().out.split())
+    data = {"reference": sampled, "model": sampled}
+    assert all(f"r ({text})" in shown(table) for table in list(results.tables(data, ["mean"], ()))[:1])
+    results.write(data, ["mean"], (), recipe("blank"), tmp_path)
+    saved = json.loads((tmp_path / "results.json").read_text())["evaluated"]
+    assert saved == {"prompts": 2, "samples": 2, "left_out": sampled.left_out}
+
+
 def test_a_sweep_shows_the_sum_and_its_prompts(tmp_path, capsys):
     run_in(tmp_path / "lr=1", tasks(), tasks())
     point = sweep_state.Point({"optim.lr": 1e-5}, tmp_path / "lr=1", "done")
@@ -292,6 +314,18 @@ def test_a_comparison_is_over_the_prompts_with_the_same_rewards(tmp_path, capsys
     assert "1 of 2 prompts" in text
 
 
+def test_a_reward_without_any_prompt_is_left_out_of_a_comparison(tmp_path, capsys):
+    """The evaluation prompts have no task for it; the sum is that of the others, and says so."""
+    sampled = samples_of({"a": [[1.0, 1.0], [2.0, 2.0]], "b": [[NAN, NAN], [NAN, NAN]]})
+    report.compare([run_in(tmp_path / "run", sampled, sampled)], tmp_path)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1.5000" in text
+    assert "b: 0 prompts" in text
+    ungraded = samples_of({"a": [[NAN, NAN]] * 2, "b": [[NAN, NAN]] * 2})
+    with pytest.raises(ValueError, match=r"no prompt has a weighted sum .* Of 2 prompts, the rewards score a on 0, b"):
+        report.compare([run_in(tmp_path / "ungraded", ungraded, ungraded)], tmp_path)
+
+
 def test_pictures_say_what_is_left_out():
     found = entries({"reference": tasks()}, ["mean", "bon:2"], ())
     looks = {"reference": figures.Style()}
@@ -300,6 +334,40 @@ def test_pictures_say_what_is_left_out():
     histograms = figures.rewards({"reference": tasks()}, looks)
     titles = [axes.get_title(loc="left") or axes.get_title() for axes in histograms.axes]
     assert titles[0] == "code\n6 completions without this reward"
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ([Coverage(4, 4, 8, 8), Coverage()], ""),
+        ([Coverage(4, 4, 8, 8), Coverage(8, 8, 16, 16)], ""),
+        ([Coverage(4, 4, 8, 8), Coverage(3, 4, 5, 8)], "\n3 to 4 of 4 prompts"),
+        ([Coverage(4, 4, 7, 8)] * 2, "\n7 of 8 samples"),
+        ([Coverage(4, 4, 8, 8, {"code": 3, "math": 1})], "\ncode: 3 prompts, math: 1 prompts"),
+    ],
+)
+def test_the_line_below_a_title(shown, text):
+    assert figures.left_out(shown) == text
+
+
+def test_a_report_says_over_how_many_a_change_is(tmp_path, monkeypatch):
+    """The value is over two prompts, and the change over the one that both have."""
+    monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"", "", ""))
+    before = samples_of({"r": [[0.0, 0.0], [10.0, 10.0], [NAN, NAN]]})
+    after = samples_of({"r": [[1.0, 1.0], [NAN, NAN], [0.0, 0.0]]})
+    page = report.write_report(run_in(tmp_path / "run", before, after)).read_text()
+    assert "2 of 3 prompts, 4 of 6 samples" in page
+    assert "1 of 3 prompts, 2 of 6 samples" in page
+    assert "+1.0000 (1 of 3 prompts)" in page
+
+
+def test_a_missing_reward_is_not_a_reward_of_0(tmp_path):
+    """Two runs whose references differ in that alone have two references in a report."""
+    missing, zero = samples_of({"r": [[NAN, 1.0]]}), samples_of({"r": [[0.0, 1.0]]})
+    runs = [run_in(tmp_path / name, before, zero) for name, before in (("a", missing), ("b", zero))]
+    found = run_loader.read(runs)
+    assert len(found.references) == 2
+    assert len(run_loader.read([runs[0], run_in(tmp_path / "c", missing, zero)]).references) == 1
 
 
 def test_rollouts_are_summarized_over_the_samples_that_are_there():

@@ -97,6 +97,20 @@ def test_rewards_do_not_decide():
     assert follow(rows, action="stop") == {}
 
 
+@pytest.mark.parametrize("absent", [math.nan, None])
+def test_sums_of_other_rewards_are_not_compared(absent):
+    """One of two tasks is in no prompt of some steps: the objective is that of the other task alone."""
+    rows = list(ordinary(200))
+    for row in rows:
+        row |= {"objective/code": row[VALUE] - 10, "objective/math": 10.0}
+    for row in rows[100:110]:
+        row |= {"objective/math": absent, VALUE: row["objective/code"]}
+    assert follow(rows, action="stop") == {}
+    for row in rows[150:]:
+        row |= {"objective/math": 0.0, VALUE: row["objective/code"]}
+    assert follow(rows, action="stop").keys() == {152}
+
+
 def test_a_reward_that_is_the_same_for_all():
     rows = list(ordinary(60))
     for row in rows[20:40]:

@@ -855,7 +855,7 @@ def test_the_plan_shows_prompts_and_counts_those_left_out(work, tmp_path, capsys
     ids = AutoTokenizer.from_pretrained(work / "model")("w1 w2")["input_ids"]
     assert f"first prompt 'w1 w2' {len(ids)} tokens: {' '.join(map(str, ids))}" in shown
     assert "3 prompts of 1 to 2 tokens; 0 dropped as too long, 0 without cut_after, 1 dropped with a held-out" in shown
-    assert "evaluation 2 of 4 prompts x 16 samples; 2 dropped as too long, before and after training" in shown
+    assert "evaluation 2 prompts x 16 samples; 2 dropped as too long, before and after training" in shown
 
 
 def test_tables_and_reports_count_prompts_left_out(work, tmp_path, capsys):
@@ -863,7 +863,7 @@ def test_tables_and_reports_count_prompts_left_out(work, tmp_path, capsys):
     more = {"data__evaluation": tmp_path / "held.txt", "data__max_prompt_tokens": 4, "train__steps": 1}
     options = arguments(work, tmp_path / "run", **more, evaluation__prompts=4, evaluation__samples=4)
     assert train.main(options) == 0
-    counted = "2 of 3 prompts x 4 samples; 1 dropped as too long"
+    counted = "2 prompts x 4 samples; 1 dropped as too long"
     assert f"before and after training ({counted}" in " ".join(capsys.readouterr().out.split())
     saved = read_evaluation(tmp_path / "run")
     assert [saved[when].size for when in ("before", "after")] == [counted] * 2

@@ -109,8 +109,8 @@ def _scored(found: Sequence[Mapping[str, Any]], prompts: int) -> str | None:
     """Numbers of responses that each of several rewards scored; None if these are all."""
     counts: dict[str, list[int]] = {}
     for row in found:
-        for name, count in row.get("scored", {}).items():
-            counts.setdefault(name, []).append(count)
+        for name, places in row.get("unscored", {}).items():
+            counts.setdefault(name, []).append(prompts - len(places))
     if len(counts) < 2 or min(map(min, counts.values())) == prompts:
         return None
     each = ", ".join(f"{name} {min(own)} to {max(own)}" for name, own in counts.items())

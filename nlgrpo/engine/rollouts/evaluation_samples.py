@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,13 @@ class Coverage:
         """``["19 of 20 prompts", "303 of 320 samples"]``; empty if these are all."""
         if (self.prompts, self.samples) == (self.of_prompts, self.of_samples) and not self.rewards:
             return []
-        each = [f"{name}: {count} prompts" for name, count in self.rewards.items()]
-        return [f"{self.prompts} of {self.of_prompts} prompts", f"{self.samples} of {self.of_samples} samples", *each]
+        counts = [f"{self.prompts} of {self.of_prompts} prompts", f"{self.samples} of {self.of_samples} samples"]
+        return counts + self.rewards_lines
+
+    @property
+    def rewards_lines(self) -> list[str]:
+        """``["code: 2 prompts", "math: 3 prompts"]``; empty if all rewards apply to all prompts."""
+        return [f"{name}: {count} prompts" for name, count in self.rewards.items()]
 
 
 @dataclass
@@ -143,10 +148,14 @@ class EvaluationSamples:
 
 
 def size_of(prompts: int, samples: int, left_out: Mapping[str, int]) -> str:
-    """Describe an evaluation: "5 of 10 prompts x 16 samples; 5 dropped as too long"."""
-    of_all = f" of {prompts + sum(left_out.values()):,}" if left_out else ""
+    """Describe an evaluation: "5 prompts x 16 samples; 5 dropped as too long"."""
     reasons = "".join(f"; {count:,} {reason}" for reason, count in left_out.items())
-    return f"{prompts}{of_all} prompts x {samples} samples{reasons}"
+    return f"{prompts:,} prompts x {samples:,} samples{reasons}"
+
+
+def sizes_of(sampled: Iterable[EvaluationSamples]) -> str:
+    """Describe one or several evaluations: "4 prompts x 16 samples and 8 prompts x 16 samples"."""
+    return " and ".join(sorted({one.size for one in sampled}))
 
 
 MEASURED = ("rewards", "kl", "distinct", "answers")

@@ -12,7 +12,8 @@ from typing import Literal
 MINIMUM = 20  # values that a band needs
 CONSTANT = "advantage/frac_zero_std"
 CONSTANT_STEPS = 10  # steps in which no group has different linearised rewards
-VALUE = "objective/aggregate"
+OBJECTIVES = "objective/"  # the value of each reward, by its name
+VALUE = OBJECTIVES + "aggregate"
 
 
 @dataclass
@@ -147,6 +148,12 @@ class Detector:
 
 
 def _logged(name: str, metrics: Mapping[str, float | None]) -> bool:
-    """Whether a step has the metric. The objective is NaN, or None in the log, where all rewards abstain."""
-    value = metrics.get(name)
-    return name in metrics and not (name == VALUE and (value is None or math.isnan(value)))
+    """Whether a step has the metric, and for the value of the objective, whether every reward is part of it.
+
+    The value of a reward that abstains for all completions of a step is NaN, or None in the log. The sum of the others
+    cannot be compared with that of all.
+    """
+    if name not in metrics or name != VALUE:
+        return name in metrics
+    parts = [value for part, value in metrics.items() if part.startswith(OBJECTIVES)]
+    return not any(value is None or math.isnan(value) for value in parts)
