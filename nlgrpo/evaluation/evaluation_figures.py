@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nlgrpo.evaluation.figures import GREY, NAMED, Style, figure_of, left_out, legend, shortened
+from nlgrpo.engine.rollouts.evaluation_samples import left_out
+from nlgrpo.evaluation.figures import GREY, NAMED, Style, figure_of, legend, shortened
 from nlgrpo.evaluation.results import Entry, Estimate
 
 KLS = ("kl/k1", "kl/k3", "kl/training")  # estimates of the KL, the best first

@@ -7,7 +7,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, left_out
 
 DPI = 150
 # Okabe and Ito's palette: distinguishable for colour-blind readers, on white and on black
@@ -53,22 +53,6 @@ def series_style(place: int, again: int = 0) -> Style:
     """Style of the model with index ``place``. Evaluation ``again`` of the same model keeps its colour."""
     turn = place // len(COLOURS) + again
     return Style(COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)])
-
-
-def left_out(shown: Iterable[Coverage]) -> str:
-    """Line below a title if some numbers are not over all prompts and samples: ``"15 to 20 of 20 prompts"``.
-
-    If only samples are missing, their number; for sums of different rewards over all of them, the prompts of each.
-    """
-    known = [coverage for coverage in shown if coverage.of_prompts]
-    for what in ("prompts", "samples"):
-        counts = [(getattr(coverage, what), getattr(coverage, f"of_{what}")) for coverage in known]
-        if any(count < every for count, every in counts):
-            (least, _), (most, _) = min(counts), max(counts)
-            span = f"{least} to {most}" if least < most else f"{least}"
-            return f"\n{span} of {max(every for _, every in counts)} {what}"
-    rewards = [coverage.rewards_lines for coverage in known if coverage.rewards]
-    return f"\n{', '.join(rewards[0])}" if rewards else ""
 
 
 # --- histograms -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from rich.text import Text
 from torch import Tensor
 
 from nlgrpo import __version__
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of, where_same_rewards
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
@@ -126,8 +126,7 @@ class _Report:
             facts.append(f"{len(models)} models")
         if any(model.logged for model in models) or self.one:
             facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
-        sampled = self.found.sampled.values()
-        return facts + [f"evaluated on {sizes_of(sampled)}"] * bool(sampled)
+        return facts + [f"evaluated on {sizes_of(self.found.sampled.values())}"] * bool(self.found.sampled)
 
     # --- pictures ---
 
@@ -343,22 +342,13 @@ def compare(runs: Sequence[Path], out: Path) -> Path:
     targets = sorted({t for config in configs.values() for t in length_targets(config)})
     n = min(s.lengths.shape[1] for s in models.values())
     ns = [best_of for best_of in NS if best_of <= n]
-    values = {label: _curve(label, s, ns, _same_rewards(models)) for label, s in models.items()}
+    values = {label: _curve(label, s, ns, where_same_rewards(models.values())) for label, s in models.items()}
     drawn = figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:])
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.atomic_write_bytes(out, drawn)
-    table = _compare_table(values, ns)
-    table.caption = f"evaluated on {sizes_of(models.values())}"
-    Console().print(table)
+    Console().print(_compare_table(values, ns, sizes_of(models.values())))
     return out
-
-
-def _same_rewards(models: Mapping[str, EvaluationSamples]) -> Tensor:
-    """Prompts (P,) to which the same rewards apply in all models. All of them, if models have different prompts."""
-    first, *others = models.values()
-    alike = [first.same_rewards(other) for other in others if len(other.lengths) == len(first.lengths)]
-    return torch.stack(alike).all(0) if len(alike) == len(others) else torch.tensor(True)
 
 
 def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int], where: Tensor) -> list[Row]:
@@ -436,9 +426,10 @@ def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _compare_table(values: Mapping[str, Sequence[Row]], ns: Sequence[int]) -> Table:
+def _compare_table(values: Mapping[str, Sequence[Row]], ns: Sequence[int], evaluated: str) -> Table:
     """Table with a column per model, or for more than three trained models a row per model, to fit 80 columns."""
-    table = Table(title="weighted sum of best-of-N rewards, 95% intervals", title_justify="left", box=SIMPLE_HEAD)
+    title = f"weighted sum of best-of-N rewards ({evaluated}, 95% intervals)"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("N", justify="right")
     many = len(values) > 4
     for label in ("model", "value") if many else values:

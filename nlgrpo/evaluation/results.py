@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -204,23 +203,11 @@ def _chosen(rewards: Tensor, gold: Tensor, objective: Objective) -> Tensor:
 def write(
     found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str], cfg: Config, folder: Path
 ) -> None:
-    """Write ``results.json``: all entries, what they are over, the configuration and the versions."""
+    """Write ``results.json``: all entries, what was evaluated, the configuration and the versions."""
     rows = [asdict(entry, dict_factory=Coverage.fields) for entry in entries(found, procedures, gold)]
-    content = {
-        "nlgrpo": __version__,
-        "torch": torch.__version__,
-        "config": to_dict(cfg),
-        "evaluated": _sizes(found),
-        "results": rows,
-    }
+    content = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg)}
+    content |= {"evaluated": next(iter(found.values())).sizes, "results": rows}
     atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
-
-
-def _sizes(found: Mapping[str, EvaluationSamples]) -> dict[str, Any]:
-    """Numbers of prompts and samples, and of prompts that were left out, by reason; the same for all models."""
-    first = next(iter(found.values()))
-    prompts, samples = first.lengths.shape
-    return {"prompts": prompts, "samples": samples, "left_out": first.left_out}
 
 
 def _no_nan(value: object) -> object:

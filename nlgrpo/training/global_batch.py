@@ -170,7 +170,16 @@ class GlobalBatch:
             if (abstained := r[~self.dropped].isnan()).any():
                 out[f"rewards/{name}/abstained"] = float(abstained.double().mean())
         out |= {f"rewards/{name}/nan": count / self.lengths.numel() for name, count in self.nans.items()}
+            if (unranked := self._unranked(name)[~self.dropped]).any():
+                out[f"rewards/{name}/unranked"] = float(unranked.double().mean())
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
+
+    def _unranked(self, name: str) -> Tensor:
+        """Mask (P, M): the reward scored the completion, and too few samples of the reference to rank it among them."""
+        rewards = self.rewards[name]
+        if name not in self.calibrated:
+            return rewards.new_zeros(rewards.shape[:2], dtype=torch.bool)
+        return self.calibrated[name].values.isnan() & ~rewards.isnan()
 
     def without_reward(self, objectives: Mapping[str, Objective], rewards: Mapping[str, RewardConfig]) -> str:
         """Say for each reward how many completions it scored, and why not the others."""
@@ -188,6 +197,8 @@ class GlobalBatch:
         counts = [f"failed in {int(failed.sum())} of {len(failed)} groups"] * bool(failed.any())
         counts += [f"abstained for {abstained} of {scored.numel()} completions"] * (abstained > 0)
         counts += [f"scored {int(scored.sum())} of {scored.numel()}"] * bool(scored.any())
+        unranked = int(self._unranked(name).sum())
+        counts += [f"has too few samples of the reference to rank {unranked} of them"] * (unranked > 0)
         needs = f" ({objective} needs {objective.fewest} in a group)" * bool(scored.any() and objective.fewest > 1)
         return f"reward {name!r} {' and '.join(counts)}{needs}"
 

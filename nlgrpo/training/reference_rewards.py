@@ -10,7 +10,7 @@ M samples of the policy, K samples of the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nlgrpo.calibration import variational
 from nlgrpo.calibration.alignment import calibrate, calibrate_by_median, calibrate_pooled
-from nlgrpo.calibration.transforms import Transform, parse_transform
+from nlgrpo.calibration.transforms import Log, Transform, parse_transform
 from nlgrpo.calibration.variational import VariationalBoN, log_strict_cdf, string_keys, vbon_reward
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
@@ -39,11 +39,13 @@ from nlgrpo.runtime.distributed import Ranks
 
 Smoother = Literal["add-half", "exponential"]
 Calibration = Literal["prompt", "pooled", "median"]
+FEWEST = 2  # samples of the reference among which a reward is ranked
 
 
 @dataclass(frozen=True)
 class CalibratedReward:
-    """A calibrated reward: two tensors (P, M) float64, NaN where the reward abstained."""
+    """A calibrated reward: two tensors (P, M) float64, NaN where the reward abstained, and at prompts with fewer than
+    `FEWEST` samples of the reference that have it."""
 
     values: Tensor
     """The transformed reward, Phi(u) or vBoN's; input of the objective."""
@@ -60,7 +62,7 @@ class CalibratedReward:
 
 @dataclass(frozen=True)
 class References:
-    """Samples of the reference for one prompt: rewards {name: (K,)}, and tie-breaking keys (K,)."""
+    """Samples of the reference for one prompt: rewards {name: (K,)}, NaN where absent, and tie-breaking keys (K,)."""
 
     rewards: Mapping[str, Tensor]
     keys: Callable[[], Tensor]
@@ -101,8 +103,9 @@ class ReferenceRewards:
     ) -> dict[str, CalibratedReward]:
         """Calibrate the rewards {name: (P, M)} of ``rollout`` that have a transform; collective.
 
-        Only vBoN needs ``ref_logprobs`` (P M, L). Raises RewardError on all ranks if a reward failed or abstained on
-        samples of the reference, or cannot be calibrated.
+        Only vBoN needs ``ref_logprobs`` (P M, L). Samples on which a reward abstains count nowhere, neither those of
+        the policy nor those of the reference. Raises RewardError on all ranks if a reward failed on samples of the
+        reference, or cannot be calibrated.
         """
         if not self.transforms:
             return {}
@@ -129,27 +132,59 @@ class ReferenceRewards:
         rollout: Rollout,
         ref_logprobs: Tensor | None,
     ) -> CalibratedReward:
+        """Calibrate on the samples of the reference that have the reward; NaN at prompts with fewer than `FEWEST`."""
         absent = rewards.isnan()
-        present = torch.where(absent, 0.0, rewards.double().cpu())
+        given = torch.where(absent, 0.0, rewards.double().cpu())
         of_reference = torch.stack([prompt.rewards[name] for prompt in references])
-        transform, u = self.transforms[name], calibrate(present, of_reference)
-        if isinstance(transform, VariationalBoN):
-            assert ref_logprobs is not None  # the configuration was checked
-            log_p = ref_logprobs.double().sum(-1).view(present.shape).cpu()
-            keys = string_keys(rollout.completion_ids()).view(present.shape)
-            order = torch.stack([prompt.order for prompt in references])
-            log_f = log_strict_cdf(present, keys, of_reference, order, self.smoother)
-            values = vbon_reward(log_f, log_p, transform.n, bound=transform.bound)
-        else:
-            values = transform(u if self.by == "prompt" else self._calibrated(name, present, of_reference))
-        return CalibratedReward(values, u).map(lambda x: x.masked_fill(absent, torch.nan))
+        there = ~of_reference.isnan()
+        values, ranks = torch.full_like(given, torch.nan), torch.full_like(given, torch.nan)
+        for k in there.sum(1).unique().tolist():
+            if k < FEWEST:
+                continue
+            rows = (there.sum(1) == k).nonzero()[:, 0]
+            known = of_reference[rows][there[rows]].view(-1, k)
+            ranks[rows] = calibrate(given[rows], known)
+            if isinstance(self.transforms[name], VariationalBoN):
+                order = torch.stack([prompt.order for prompt in references])[rows][there[rows]].view(-1, k)
+                values[rows] = self._variational(name, given, rows, known, order, rollout, ref_logprobs)
+            else:
+                values[rows] = self._transformed(name, given[rows], ranks[rows], known)
+        return CalibratedReward(values, ranks).map(lambda x: x.masked_fill(absent, torch.nan))
+
+    def _variational(
+        self,
+        name: str,
+        rewards: Tensor,
+        rows: Tensor,
+        reference: Tensor,
+        reference_keys: Tensor,
+        rollout: Rollout,
+        ref_logprobs: Tensor | None,
+    ) -> Tensor:
+        """Reward of vBoN of the prompts ``rows`` of ``rewards`` (P, M)."""
+        transform = self.transforms[name]
+        assert isinstance(transform, VariationalBoN)
+        assert ref_logprobs is not None  # the configuration was checked
+        log_p = ref_logprobs.double().sum(-1).view(rewards.shape).cpu()
+        keys = string_keys(rollout.completion_ids()).view(rewards.shape)
+        log_f = log_strict_cdf(rewards[rows], keys[rows], reference, reference_keys, self.smoother)
+        return vbon_reward(log_f, log_p[rows], transform.n, bound=transform.bound)
+
+    def _transformed(self, name: str, rewards: Tensor, ranks: Tensor, reference: Tensor) -> Tensor:
+        """Phi of the ranks, or of what `calibration.by` takes in their place."""
+        transform = self.transforms[name]
+        assert not isinstance(transform, VariationalBoN)
+        if isinstance(transform, Log):
+            transform = replace(transform, references=reference.shape[1])
+        return transform(ranks if self.by == "prompt" else self._calibrated(name, rewards, reference))
 
     def _calibrated(self, name: str, rewards: Tensor, of_reference: Tensor) -> Tensor:
         """Calibrate on the samples of all prompts, or on the median of each."""
         if self.by == "median":
             return calibrate_by_median(rewards, of_reference)
         assert self.rollouts is not None  # the configuration was checked
-        return calibrate_pooled(rewards, self.rollouts.rewards[name])
+        pool = self.rollouts.rewards[name]
+        return calibrate_pooled(rewards, pool[~pool.isnan()])
 
     def _references(self, ids: Sequence[int]) -> References:
         digest = digest_of_prompt(ids)
@@ -176,15 +211,13 @@ class ReferenceRewards:
         if not prompts.ids:
             return
         assert self.drawing is not None
-        values = self.drawing.score(prompts, rollout).values
-        for name in self.transforms:
-            absent = values[name].isnan()
-            if absent.any():
-                raise RewardError(
-                    f"reward {name!r} abstained for {int(absent.sum())} of {absent.numel()} samples of the reference; "
-                    "a reward is calibrated among all of them, so it must score each: return a number there, or leave "
-                    "these prompts out of the data"
-                )
+        scores = self.drawing.score(prompts, rollout)
+        if scores.skipped.any():  # these samples are kept for the whole run, so a failure would stay
+            raise RewardError(
+                f"a reward failed for samples of the reference at {int(scores.skipped.sum())} of {len(prompts.ids)} "
+                f"prompts; one of {', '.join(self.transforms)} is calibrated on them. Correct the reward and resume"
+            )
+        values = scores.values
         keys = string_keys(rollout.completion_ids()).view(rollout.lengths.shape)
         for i, ids in enumerate(prompts.ids):
             rewards = {name: values[name][i].double().cpu() for name in self.transforms}
@@ -204,8 +237,8 @@ def make(
 ) -> ReferenceRewards:
     """Build the calibration of a run from its configuration, ``sampler`` and ``prompts``.
 
-    Raises ValueError if the rollouts are incomplete or do not fit the run, or if prompts lack rollouts and
-    calibration.missing is "error".
+    Raises ValueError if the rollouts are incomplete or do not fit the run, if a reward scored none of them, or if
+    prompts lack rollouts and calibration.missing is "error".
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
     if cfg.loss.offline:  # offline algorithms compare the rewards themselves
@@ -216,8 +249,7 @@ def make(
         rollouts = reference_rollouts.load_checked(
             options.rollouts, origin, scorers(cfg.rewards, objectives, rewards), prompts
         )
-        for name in wanted:
-            rollouts.ecdf(name)  # raises ValueError for a reward that abstained
+        _check_scored(rollouts, wanted)
     K = options.samples if rollouts is None else rollouts.index.samples
     drawing = None
     if options.missing == "draw":
@@ -237,6 +269,18 @@ def make(
             "`nlgrpo rollout` and this configuration, or set calibration.missing = 'draw' to sample during training"
         )
     return references
+
+
+def _check_scored(rollouts: ReferenceRollouts, names: Iterable[str]) -> None:
+    """Raise ValueError for a reward that has no prompt on which it can be calibrated."""
+    for name in names:
+        scored = (~rollouts.rewards[name].isnan()).sum(1)
+        if (scored < FEWEST).all():
+            raise ValueError(
+                f"{rollouts.folder}: reward {name!r} scored at most {int(scored.max())} samples of a prompt; a "
+                f"transform needs {FEWEST} or more. Let it return numbers, and run `nlgrpo rollout` again, or remove "
+                f"rewards.{name}.transform"
+            )
 
 
 def beta_of(cfg: Config, name: str) -> float:

@@ -318,7 +318,10 @@ def test_compare_explains_why_a_run_cannot_be_compared(tmp_path):
     model = sampled()
     model.rewards["long"].fill_(math.nan)
     write_evaluation(silent, before=sampled(), after=model)
-    with pytest.raises(ValueError, match=r"no prompt has a weighted sum that .* Of 8 prompts, the rewards score short on 8, long on [80], and"):
+    with pytest.raises(
+        ValueError,
+        match=r"no prompt has a weighted sum that .* Of 8 prompts, the rewards score short on 8, long on [80], and",
+    ):
         compare([silent], tmp_path)
 
 

@@ -11,6 +11,7 @@ from helpers import fork_ranks, training_folder
 from test_train import arguments
 
 from nlgrpo import train
+from nlgrpo.config.schema import RewardConfig
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.objectives.advantages import advantages
 from nlgrpo.objectives.aggregation import SmoothMin, WeightedSum, sum_of_applicable
@@ -18,6 +19,7 @@ from nlgrpo.objectives.registry import parse
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.global_batch import GlobalBatch
+from nlgrpo.training.reference_rewards import CalibratedReward
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
@@ -63,14 +65,15 @@ def work(tmp_path_factory):
     return root
 
 
-def groups_of(rewards, dropped=None, nans=()):
+def groups_of(rewards, dropped=None, nans=(), calibrated=None):
     """The global batch of rewards {name: (P, M)}."""
     values = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in rewards.items()}
     P, M = next(iter(values.values())).shape
     ones = torch.ones(P, M, dtype=torch.int64)
     rollout = Rollout([[1]] * P, ones[..., None], ones[..., None].float(), ones, ones.bool())
     skipped = torch.zeros(P, dtype=torch.bool) if dropped is None else torch.tensor(dropped)
-    return GlobalBatch.gather(Ranks(0, 1, torch.device("cpu")), Scores(values, skipped, nans=dict(nans)), rollout)
+    scores = Scores(values, skipped, nans=dict(nans))
+    return GlobalBatch.gather(Ranks(0, 1, torch.device("cpu")), scores, rollout, calibrated)
 
 
 def advantages_of(groups, objectives, weights, scale, baseline="mean"):
@@ -170,10 +173,26 @@ def test_metrics_are_those_of_the_completions_with_a_reward():
 
 def test_nan_is_counted_over_all_completions():
     rewards = {"r": [[1.0, NAN, 6.0, NAN], [NAN] * 4], "other": [[1.0] * 4, [NAN] * 4]}
-    groups = groups_of(rewards, [False, True], {"r": 3})
+    groups = groups_of(rewards, [False, True], nans={"r": 3})
     found = metrics_of(groups, dict.fromkeys(rewards, parse("mean")), [1.0, 1.0])
     assert found["rewards/r/nan"] == 3 / 8
     assert "rewards/other/nan" not in found
+
+
+def test_completions_that_cannot_be_ranked_are_counted():
+    """The reference has too few samples with the reward at the second prompt."""
+    rewards = torch.tensor([[1.0, 2.0, NAN], [3.0, 4.0, 5.0]], dtype=torch.float64)
+    ranks = torch.tensor([[0.2, 0.7, NAN], [NAN] * 3], dtype=torch.float64)
+    groups = groups_of({"r": rewards.tolist()}, calibrated={"r": CalibratedReward(ranks, ranks)})
+    found = metrics_of(groups, {"r": parse("mean")}, [1.0])
+    assert (found["rewards/r/abstained"], found["rewards/r/unranked"]) == (1 / 6, 3 / 6)
+    assert found["win_rate/r"] == pytest.approx(0.45)
+    assert found["rewards/r/mean"] == 3
+    said = groups.without_reward({"r": parse("mean")}, {"r": RewardConfig()})
+    assert said == (
+        "reward 'r' abstained for 1 of 6 completions and scored 5 of 6 and has too few samples of the reference to "
+        "rank 3 of them"
+    )
 
 
 def test_rewards_that_cancel_teach_nothing_only_where_the_objective_is_linear():
@@ -299,7 +318,7 @@ def test_opposed_users_learn_and_are_not_stopped(work, steps):
     """r and -r, each through best-of-4: the sum of the rewards is 0 for every completion."""
     options = {"train__steps": steps, "train__samples_every": 0, "divergence__action": "stop", "rollout__samples": 8}
     options |= {f"rewards__{name}__objective": "bon:4" for name in ("up", "against")}
-    options |= {"optim__lr": 1e-3, "divergence__window": 20}
+    options |= {"optim__lr": 1e-3, "divergence__window": 20, "rollout__prompts": 1}
     assert train.main(arguments(work, f"opposed {steps}", {"up": "up", "against": "against"}, **options)) == 0
     lines = read_jsonl(work / f"opposed {steps}" / "metrics.jsonl")
     assert len(lines) == steps

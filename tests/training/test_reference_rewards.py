@@ -31,6 +31,17 @@ def first(completion_ids, **_):
 
 def mostly(completion_ids, **_):
     return [None if ids[0] % 5 == 0 else float(ids[0]) for ids in completion_ids]
+
+def of_its_task(prompts, completion_ids, **_):
+    # Not for "w3", and not for every completion of the other prompts.
+    rows = zip(prompts, completion_ids)
+    return [None if p == "w3" or ids[0] % 5 == 0 else float(ids[0] % 8) for p, ids in rows]
+
+def never(completion_ids, **_):
+    return [None for _ in completion_ids]
+
+def fails(completion_ids, **_):
+    raise ConnectionError("down")
 """
 
 
@@ -184,6 +195,86 @@ def test_abstentions_are_not_calibrated(root, rollouts):
     assert dropped.values[groups].isnan().all()
     assert dropped.ranks[groups].isnan().all()
     assert torch.equal(dropped.values[~groups].isnan(), absent[~groups])
+
+
+def of_task(root, **more):
+    return {"rewards__first__function": f"{root / 'rewards.py'}:of_its_task", **more}
+
+
+@pytest.fixture(scope="module")
+def partly_scored(root):
+    given = options(root, **of_task(root))
+    assert cli.main(["rollout", *given, "--samples", "50", "--out", str(root / "partly")]) == 0
+    return root / "partly"
+
+
+@pytest.mark.parametrize(
+    ("text", "by"), [("log", "prompt"), ("exp:3", "median"), ("exp:3", "pooled"), ("vbon:4:bound", "prompt")]
+)
+def test_ranks_are_among_the_samples_of_the_reference_that_have_the_reward(root, partly_scored, text, by):
+    """Others count nowhere, and a prompt without any has no rank. Log clamps at one sample of those that count."""
+    from nlgrpo.calibration.variational import string_keys
+
+    more = of_task(root, rewards__first__transform=text, calibration__rollouts=partly_scored, calibration__by=by)
+    _, batch, rollout, scores, calibrated, _ = calibrated_of(root, **more)
+    kept, own = load(partly_scored), rollout.completion_ids()
+    pool = [r for r in kept.rewards["first"].flatten().tolist() if r == r]
+    sizes = set()
+    for p, ids in enumerate(batch.ids):
+        row = kept.row(ids)
+        theirs = [
+            (r, int(string_keys([y])[0]))
+            for r, y in zip(kept.rewards["first"][row].tolist(), kept.ids(row), strict=True)
+            if r == r
+        ]
+        sizes.add(len(theirs))
+        numbers = [r for r, _ in theirs]
+        for m, r in enumerate(scores.values["first"][p].tolist()):
+            found, rank = calibrated["first"].values[p, m], calibrated["first"].ranks[p, m]
+            if r != r:
+                assert found.isnan()
+                assert rank.isnan()
+                continue
+            u = sum((r > x) + (r == x) / 2 for x in numbers) / len(numbers)
+            place = (r, int(string_keys([own[p * 16 + m]])[0]))
+            F = (sum(x < place for x in theirs) + 0.5) / (len(theirs) + 1)
+            pooled = sum((r > x) + (r == x) / 2 for x in pool) / len(pool)
+            expected = {
+                "log": math.log(max(u, 0.5 / len(numbers))),
+                "exp:3": math.exp(
+                    3 * (pooled if by == "pooled" else 1 / (1 + math.exp(statistics.median(numbers) - r)))
+                ),
+                "vbon:4:bound": 3 * math.log(F),
+            }
+            assert float(rank) == pytest.approx(u, abs=1e-12)
+            assert float(found) == pytest.approx(expected[text], rel=1e-9)
+    assert len(sizes) > 2
+    assert 0 in sizes
+
+
+def test_a_run_calibrates_a_reward_that_abstains_on_the_reference(root, tmp_path):
+    """Drawn samples; the prompt of the other task trains nothing."""
+    more = of_task(root, rewards__first__transform="identity", calibration__missing="draw", calibration__samples=9)
+    run, *_ = calibrated_of(root, **more)
+    sizes = [int((~one.rewards["first"].isnan()).sum()) for one in run.references.known.values()]
+    assert sorted(sizes)[0] == 0
+    assert len(set(sizes)) > 1
+    assert train.main(options(root, **more, train__steps=1, train__out=tmp_path / "run")) == 0
+    [row] = metrics_of(tmp_path / "run")
+    assert 0.25 < row["rewards/first/abstained"] < 0.75
+    assert 0 < row["win_rate/first"] < 1
+
+
+def test_a_reward_without_samples_of_the_reference_is_refused(root, tmp_path, capsys):
+    more = {"rewards__first__function": f"{root / 'rewards.py'}:never", "rewards__first__transform": "identity"}
+    given = options(root, rewards__first__function=more["rewards__first__function"])
+    assert cli.main(["rollout", *given, "--samples", "4", "--out", str(tmp_path / "never")]) == 0
+    with pytest.raises(ValueError, match=r"'first' scored at most 0 samples of a prompt; a transform needs 2 .*remove"):
+        calibrated_of(root, **more, calibration__rollouts=tmp_path / "never")
+    more |= {"rewards__first__function": f"{root / 'rewards.py'}:fails", "rewards__first__on_error": "skip"}
+    drawn = options(root, **more, calibration__missing="draw", calibration__samples=4, train__out=tmp_path / "fails")
+    assert train.main(drawn) == 1
+    assert "failed for samples of the reference at 4 of 4 prompts; one of first" in capsys.readouterr().err
 
 
 def test_a_failed_calibration_stops_the_run_with_a_checkpoint(root, rollouts, tmp_path, monkeypatch, capsys):

@@ -57,6 +57,22 @@ class Coverage:
         return [f"{name}: {count} prompts" for name, count in self.rewards.items()]
 
 
+def left_out(shown: Iterable[Coverage]) -> str:
+    """Line below a title if some numbers are not over all prompts and samples: ``"15 to 20 of 20 prompts"``.
+
+    If only samples are missing, their number; for sums of different rewards over all of them, the prompts of each.
+    """
+    known = [coverage for coverage in shown if coverage.of_prompts]
+    for what in ("prompts", "samples"):
+        counts = [(getattr(coverage, what), getattr(coverage, f"of_{what}")) for coverage in known]
+        if any(count < every for count, every in counts):
+            (least, _), (most, _) = min(counts), max(counts)
+            span = f"{least} to {most}" if least < most else f"{least}"
+            return f"\n{span} of {max(every for _, every in counts)} {what}"
+    rewards = [coverage.rewards_lines for coverage in known if coverage.rewards]
+    return f"\n{', '.join(rewards[0])}" if rewards else ""
+
+
 @dataclass
 class EvaluationSamples:
     """Rewards and lengths of one model's samples for the evaluation prompts.
@@ -129,10 +145,15 @@ class EvaluationSamples:
         return torch.stack([self.rewards[name].double(), self.answers[name].double()], -1)
 
     @property
-    def size(self) -> str:
-        """Numbers of prompts and samples, with the prompts that were left out."""
+    def sizes(self) -> dict[str, Any]:
+        """Numbers of prompts and samples, and of the prompts that were left out, by reason."""
         prompts, samples = self.lengths.shape
-        return size_of(prompts, samples, self.left_out)
+        return {"prompts": prompts, "samples": samples, "left_out": self.left_out}
+
+    @property
+    def size(self) -> str:
+        """`sizes` in words."""
+        return size_of(**self.sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain lists for ``json.dump``; NaN becomes None."""
@@ -156,6 +177,13 @@ def size_of(prompts: int, samples: int, left_out: Mapping[str, int]) -> str:
 def sizes_of(sampled: Iterable[EvaluationSamples]) -> str:
     """Describe one or several evaluations: "4 prompts x 16 samples and 8 prompts x 16 samples"."""
     return " and ".join(sorted({one.size for one in sampled}))
+
+
+def where_same_rewards(sampled: Iterable[EvaluationSamples]) -> Tensor:
+    """Prompts (P,) to which the same rewards apply in all models. All of them, if models have different prompts."""
+    first, *others = sampled
+    alike = [first.same_rewards(other) for other in others if len(other.lengths) == len(first.lengths)]
+    return torch.stack(alike).all(0) if len(alike) == len(others) else torch.tensor(True)
 
 
 MEASURED = ("rewards", "kl", "distinct", "answers")
