@@ -224,7 +224,7 @@ def test_an_abstaining_reward_has_no_cdf(work, capsys):
     with pytest.raises(
         ValueError,
         match=f"'shy' abstained for {int(absent.sum())} of {absent.numel()} samples, of {int(absent.any(1).sum())} of "
-        f"{len(absent)} prompts; .* return a number there",
+        f"{len(absent)} prompts, .* return a number there",
     ):
         found.ecdf("shy")
     summary = summarize("shy", found.rewards["shy"])

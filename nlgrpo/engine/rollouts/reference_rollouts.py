@@ -164,8 +164,8 @@ class ReferenceRollouts:
             raise ValueError(
                 f"{self.folder}: reward {name!r} abstained for {int(absent.sum())} of {absent.numel()} samples, of "
                 f"{int(absent.any(1).sum())} of {len(values)} prompts, and these CDFs are over the same number of "
-                "samples at each prompt: return a number there and run `nlgrpo rollout` again, or take the samples that "
-                "have the reward from reward(name), as ragged rows of an ECDF"
+                "samples at each prompt: return a number there and run `nlgrpo rollout` again, or take the samples "
+                "that have the reward from reward(name), as ragged rows of an ECDF"
             )
         return ECDF(values)
 
