@@ -205,7 +205,7 @@ def write(
 ) -> None:
     """Write ``results.json``: all entries, what was evaluated, the configuration and the versions."""
     rows = [asdict(entry, dict_factory=Coverage.fields) for entry in entries(found, procedures, gold)]
-    content = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg)}
+    content: dict[str, object] = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg)}
     content |= {"evaluated": next(iter(found.values())).sizes, "results": rows}
     atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
 
