@@ -169,9 +169,9 @@ class GlobalBatch:
         for name, r in scores.items():
             if (abstained := r[~self.dropped].isnan()).any():
                 out[f"rewards/{name}/abstained"] = float(abstained.double().mean())
-        out |= {f"rewards/{name}/nan": count / self.lengths.numel() for name, count in self.nans.items()}
             if (unranked := self._unranked(name)[~self.dropped]).any():
                 out[f"rewards/{name}/unranked"] = float(unranked.double().mean())
+        out |= {f"rewards/{name}/nan": count / self.lengths.numel() for name, count in self.nans.items()}
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
     def _unranked(self, name: str) -> Tensor:
