@@ -25,6 +25,7 @@ from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.rollouts import reference_rollouts
+from nlgrpo.engine.rollouts.inputs import unread_files
 from nlgrpo.evaluation.rollout_tables import draw_calibration, ks_tables, table
 from nlgrpo.runtime.console import first_tokens, named_lines
 from nlgrpo.runtime.supervision import process_group
@@ -93,7 +94,7 @@ def plan(job: Job) -> Table:
         "reference": f"{job.cfg.model.path}, computes in {str(job.dtype).removeprefix('torch.')}"
         f"{transformers_backend.note(job.source)}",
         "ranks": f"{job.queue.ranks.world} on {job.queue.ranks.device.type}",
-        "prompts": f"the first {P:,} of {job.prompts!r}{_repeated(job.batch)}",
+        "prompts": "\n".join([f"the first {P:,} of {job.prompts!r}{_repeated(job.batch)}", *unread_files(job.cfg)]),
         **first_tokens("first prompt", job.batch.ids[0], job.sampler.tokenizer),
         "samples": f"{K:,} per prompt, {P * K:,} completions of up to {sampling.max_new_tokens} tokens, at temperature "
         f"{sampling.temperature:g}{''.join(filters) * sampling.filtered}; {prompts_per_file(job)} prompts per file",

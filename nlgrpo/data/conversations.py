@@ -120,9 +120,9 @@ class ChatOptions:
         added = [cast(Mapping[str, Any], without_none(tool)) for tool in tools or ()]
         return ChatOptions(self.system_prompt, self.from_text, {**self.template_kwargs, **given}, [*self.tools, *added])
 
-    def check_used(self, prompts: Iterable[Prompt], where: str) -> None:
-        """Raise ValueError for arguments or tools of the template if no prompt is a conversation."""
-        if (self.template_kwargs or self.tools) and all(isinstance(prompt, str) for prompt in prompts):
+    def check_used(self, where: str, *, rendered: bool) -> None:
+        """Raise ValueError for arguments or tools of the template if no prompt is rendered by it."""
+        if (self.template_kwargs or self.tools) and not rendered:
             given = "chat_template_kwargs" if self.template_kwargs else "tools"
             raise ValueError(
                 f"{where}: {given} is for the chat template, but all prompts are texts, which it does not render. Set "
@@ -164,6 +164,11 @@ class ChatOptions:
             raise ValueError(
                 f"{where} ends with tool calls of the assistant, which cannot be continued. Add the result of the tool "
                 "as a message of the role 'tool', or remove the message."
+            )
+        if continued and "content" not in plain[-1]:
+            raise ValueError(
+                f"{where} ends with reasoning of the assistant without content, which cannot be continued. Add the "
+                "beginning of its answer as the content, or remove the message."
             )
         arguments: dict[str, Any] = {
             "tools": [dict(tool) for tool in self.tools] or None,

@@ -14,7 +14,8 @@ WORDS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\..+")  # the names that `datasets` gives to the shards of a split
-NO_DATA = ("dataset_infos.json", "dataset_info.json", "_SUCCESS", "LICENSE", "LICENSE.txt")
+DOCUMENTS = ("readme", "license", "licence", "notice", "citation")
+NO_DATA = (*DOCUMENTS, *(f"{name}.txt" for name in DOCUMENTS), "dataset_infos.json", "dataset_info.json", "_success")
 
 
 def kind_of(path: Path) -> str | None:
@@ -29,8 +30,8 @@ def kind_of(path: Path) -> str | None:
 def files_of(folder: Path, split: str) -> list[Path]:
     """Return the data files of a folder and its subfolders that belong to ``split``, in the order of their paths.
 
-    Raises ValueError for a folder without data files or without this split, and for files of other types, which would
-    be left out; documents (``.md``, a licence) and hidden files are no data.
+    Raises ValueError for a folder without data files or without this split, and for what would be left out: files of
+    other types, and links to folders or to nothing. Documents (``.md``, a licence) and hidden files are no data.
     """
     found = by_split(folder)
     if split not in found:
@@ -43,8 +44,13 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 def by_split(folder: Path) -> dict[str, list[Path]]:
     """Return the data files of a folder by their split. Raises ValueError as `files_of`."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and _is_data(path.relative_to(folder))]
+    entries = [path for path in sorted(folder.rglob("*")) if _is_data(path.relative_to(folder))]
+    files = [path for path in entries if path.is_file()]
+    linked = [path for path in entries if path.is_symlink() and not path.is_file()]
     unknown = [str(path.relative_to(folder)) for path in files if kind_of(path) is None]
+    unknown += [
+        f"{path.relative_to(folder)} (a link to {'a folder' if path.is_dir() else 'nothing'})" for path in linked
+    ]
     if unknown:
         named = ", ".join(unknown[:5]) + f" and {len(unknown) - 5:,} more" * (len(unknown) > 5)
         raise ValueError(
@@ -70,7 +76,7 @@ def describes_itself(folder: Path) -> bool:
 
 def _is_data(path: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and path.suffix.lower() != ".md" and path.name not in NO_DATA
+    return not hidden and path.suffix.lower() != ".md" and path.name.lower() not in NO_DATA
 
 
 def _split_of(path: Path) -> str:

@@ -38,6 +38,10 @@ class MixedPrompts:
     def first(self) -> list[int] | None:
         return self.sources[0].first
 
+    def has_conversation(self) -> bool:
+        """Whether a prompt of a source is a conversation."""
+        return any(source.has_conversation() for source in self.sources)
+
     def __repr__(self) -> str:
         parts = (f"{share / BLOCK:.1%} {source}" for share, source in zip(self.shares, self.sources, strict=True))
         return f"MixedPrompts({', '.join(parts)})"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ANSWER = "\n\nAssistant:"  # the end of a prompt of hh-rlhf
 REPEATED = 3  # words of a prompt that no answer repeats at its beginning by chance
+OPTIONS = ("tools", "chat_template_kwargs")  # columns that prompts of a policy have for the chat template
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class PairSet:
     """Number of pairs of the source whose answers were full dialogues besides a prompt."""
     unasked: int = 0
     """Number of pairs of the source without a prompt."""
+    options: int = 0
+    """Number of conversations of the source with tools or arguments for the chat template, which are not used."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -78,6 +81,7 @@ class PairSet:
             (self.shared, "dropped with a held-out prompt"),
             (self.repeated, "of the source with the prompt in both answers, read once"),
             (self.unasked, "of the source without a prompt"),
+            (self.options, "of the source with tools or chat_template_kwargs, which reward models do not read"),
         ]
         return "; ".join([text, *(f"{count:,} {note}" for count, note in notes if count)])
 
@@ -99,7 +103,7 @@ class PairSet:
     def split(self, count: int) -> tuple[PairSet, PairSet]:
         """Split off the last ``count`` pairs, at most half; return the rest and them."""
         cut = len(self) - min(count, len(self) // 2)
-        held_out = replace(self._subset(range(cut, len(self))), ties=0, repeated=0, unasked=0)
+        held_out = replace(self._subset(range(cut, len(self))), ties=0, repeated=0, unasked=0, options=0)
         return self._subset(range(cut)), held_out
 
     def without(self, prompts: Collection[str], pairs: Iterable[tuple[list[int], list[int]]] = ()) -> PairSet:
@@ -165,7 +169,9 @@ def load(
                     f"{source}, example {number}: column {prompt_column!r} is empty, and the answers share no prompt. "
                     "Give the prompt, remove the example, or set prompt_column = ''."
                 )
-    return _Encoder(tokenizer, max_length, source).encode(_once(pairs))
+    found = _Encoder(tokenizer, max_length, source).encode(_once(pairs))
+    chats = (row for row, pair in zip(rows, pairs, strict=True) if not isinstance(pair.chosen, str))
+    return replace(found, options=sum(any(map(row.get, OPTIONS)) for row in chats))
 
 
 def _check_columns(source: str, names: list[str], prompt_column: str, others: Sequence[str | None]) -> None:

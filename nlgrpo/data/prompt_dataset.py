@@ -61,6 +61,9 @@ class Prompts(Protocol):
     def first(self) -> list[int] | None:
         """Token ids of the first prompt of the source, for display; None without one."""
 
+    def has_conversation(self) -> bool:
+        """Whether a prompt is a conversation, which the chat template renders."""
+
     def all(self) -> PromptSet:
         """Return the prompts that are known: those of a stream are not."""
 
@@ -125,6 +128,10 @@ class PromptSet:
     def first(self) -> list[int] | None:
         """Token ids of the first prompt of the source; None without one."""
         return self.ids[0] if self.ids else None
+
+    def has_conversation(self) -> bool:
+        """Whether a prompt is a conversation."""
+        return any(not isinstance(prompt, str) for prompt in self.prompts)
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -298,10 +305,6 @@ class Reader:
             Example(where, chat.conversation(prompt, where), row) for where, prompt, row in made if prompt is not None
         ]
 
-    def check_used(self, examples: Sequence[Example]) -> None:
-        """Raise ValueError for options of the chat template that no example uses."""
-        self.options.chat.check_used([example.prompt for example in examples], self.source)
-
     def encode(self, examples: Sequence[Example]) -> list[list[int]]:
         """Tokenize prompts; those that are too long included.
 
@@ -346,10 +349,12 @@ def load(
     """Load the prompts of ``source`` and tokenize them. ``options``: the fields of `SourceOptions`.
 
     Raises ValueError for an unreadable or empty source, a missing column, a conversation that the chat template cannot
-    render, and if no prompt is left.
+    render, options of the template without a conversation, and if no prompt is left.
     """
     reader = Reader(source, tokenizer, SourceOptions(**options), max_prompt_tokens)
-    return read_all(reader, seed=seed, shuffle=shuffle)
+    found = read_all(reader, seed=seed, shuffle=shuffle)
+    reader.options.chat.check_used(source, rendered=found.has_conversation())
+    return found
 
 
 def read_all(reader: Reader, rows: Iterable[Row] | None = None, *, seed: int = 0, shuffle: bool = True) -> PromptSet:
@@ -361,7 +366,6 @@ def read_all(reader: Reader, rows: Iterable[Row] | None = None, *, seed: int = 0
     examples = reader.examples(rows, maker)
     if not examples:
         raise reader.no_match(len(rows), maker, rows[0])
-    reader.check_used(examples)
     ids = reader.encode(examples)
     fits = [i for i, prompt in enumerate(ids) if len(prompt) <= reader.max_prompt_tokens]
     if not fits:

@@ -69,8 +69,11 @@ class PromptMaker:
 
     def _text(self, row: Row, field: str, where: str) -> str | None:
         value = row.get(field)
-        if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{where}: column {field!r} holds {brief(value)} instead of a text.")
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        is_flag = isinstance(value, bool) and self.bare  # no prompt, but a word that a template may write
+        if is_flag or not (isinstance(value, str) or is_number):
+            advice = " Give the text, or leave out the example." if value is None else ""
+            raise ValueError(f"{where}: column {field!r} holds {brief(value)} instead of a text.{advice}")
         return self._shorten(str(value)) if field == self.column else str(value)
 
     def _shorten(self, text: str) -> str | None:

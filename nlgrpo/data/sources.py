@@ -17,15 +17,14 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from nlgrpo.data.folders import SUFFIXES, by_split, describes_itself, files_of, kind_of
+from nlgrpo.runtime.atomic_files import POINTER, is_pointer
 
 Row = dict[str, Any]
-
-LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of what Git LFS writes in place of a file
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -53,14 +52,18 @@ def is_file(source: str) -> bool:
     return os.path.isfile(os.path.expanduser(source))
 
 
-def unread(source: str, split: str = "train") -> dict[str, list[str]]:
-    """Return the files of a folder that belong to other splits than ``split``, by split."""
-    folder = Path(os.path.expanduser(source))
-    if not _is_plain_folder(folder):
-        return {}
-    found = by_split(folder)
-    others = sorted(found.keys() - {split})
-    return {other: [str(path.relative_to(folder)) for path in found[other]] for other in others}
+def unread(read: Collection[tuple[str, str]]) -> list[str]:
+    """Say which files of folders belong to splits that are not among ``read``, pairs of a source and a split."""
+    lines = []
+    for source in dict.fromkeys(source for source, _ in read):
+        folder = Path(os.path.expanduser(source))
+        splits = by_split(folder) if _is_plain_folder(folder) else {}
+        for split, paths in sorted(splits.items()):
+            if (source, split) not in read:
+                names = ", ".join(str(path.relative_to(folder)) for path in paths[:5])
+                more = f" and {len(paths) - 5:,} more" * (len(paths) > 5)
+                lines.append(f"not read in {source}: {names}{more} (split {split!r})")
+    return lines
 
 
 def _local(source: str, split: str, separator: str | None) -> Path:
@@ -153,11 +156,8 @@ def _missing(path: Path) -> str:
 
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
-    with path.open("rb") as file:
-        if file.read(len(LFS)) == LFS:
-            raise ValueError(
-                f"{path} is a pointer of Git LFS, not the data: run `git lfs pull` in its repository to fetch them."
-            )
+    if is_pointer(path):
+        raise ValueError(f"{path} {POINTER}.")
     match kind_of(path):
         case ".jsonl":
             return _read_json_lines(path)
@@ -208,14 +208,29 @@ def _lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
+    found = False
     for number, line in _lines(path):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({_cause(error)}): {line[:60]!r}") from error
+            advice = "" if found else _layout(path)
+            raise ValueError(f"{path}, line {number}: {_cause(error)}: {line[:60]!r}{advice}") from error
         yield _as_row(row, f"{path}, line {number}")
+        found = True
+
+
+def _layout(path: Path) -> str:
+    """Return the end of a message about the first line of a file, if the file is JSON as a whole."""
+    try:
+        whole = json.loads("".join(line for _, line in _lines(path)))
+    except (ValueError, RecursionError):
+        return ""
+    kind, advice = "object", "write each row into one line"
+    if isinstance(whole, list):
+        kind, advice = "list", "name the file .json"
+    return f". The whole file is one JSON {kind}, and a .jsonl file has one object per line: {advice}."
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -233,10 +248,10 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield from _read_json_lines(path)
         return
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{path}{line}: not JSON ({_cause(error)}).") from error
+        raise ValueError(f"{path}{line}: {_cause(error)}.") from error
     for number, row in enumerate(rows, 1):
         yield _as_row(row, f"{path}, element {number}")
 
@@ -266,11 +281,26 @@ def _list_of_rows(value: dict[str, Any], within: str = "") -> str | None:
     return None
 
 
+class _RepeatedKey(ValueError):
+    """An object has a key twice; `json` would keep the last value."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise _RepeatedKey(f"an object has the key {repeated!r} twice")
+    return found
+
+
 def _cause(error: Exception) -> str:
     """Say what is wrong with a JSON text: it also can be nested too deeply, or have a number of too many digits."""
+    if isinstance(error, _RepeatedKey):
+        return str(error)
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        return f"not JSON ({error.msg} at column {error.colno})"
+    return f"not JSON ({'nested too deeply' if isinstance(error, RecursionError) else str(error).partition(';')[0]})"
 
 
 def _as_row(row: object, where: str) -> Row:

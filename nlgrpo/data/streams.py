@@ -12,7 +12,7 @@ from nlgrpo.data.prompt_dataset import RESERVED, Batch, PromptSet, Reader
 from nlgrpo.data.sources import Row, stream
 
 CHUNK = 64  # rows that are tokenized together
-SEARCHED = 100_000  # rows in which `find` looks for a column
+SEARCHED = 100_000  # rows in which a column or a conversation is looked for
 
 
 class _Read(NamedTuple):
@@ -50,9 +50,8 @@ class PromptStream:
         self._maker = reader.maker(first)
         self._names: dict[str, None] = {}  # an ordered set
         self._learn_names(first)
-        examples = reader.examples(first, self._maker)
-        reader.check_used(examples)
-        self.first = next((ids for ids in reader.encode(examples) if len(ids) <= reader.max_prompt_tokens), None)
+        ids = reader.encode(reader.examples(first, self._maker))
+        self.first = next((own for own in ids if len(own) <= reader.max_prompt_tokens), None)
 
     def __repr__(self) -> str:
         return f"PromptStream({self.reader.source})"
@@ -76,12 +75,20 @@ class PromptStream:
         missing = set(columns) - self._names.keys()
         if not missing:
             return
-        o = self.reader.options
-        for row in islice(stream(self.reader.source, o.split, o.separator, limit=o.limit), SEARCHED):
+        for row in self._searched():
             self._learn_names([row])
             missing -= row.keys()
             if not missing:
                 return
+
+    def has_conversation(self) -> bool:
+        """Whether one of the first `SEARCHED` rows has a conversation."""
+        made = (self.reader.examples([row], self._maker, i) for i, row in enumerate(self._searched(), 1))
+        return any(not isinstance(example.prompt, str) for examples in made for example in examples)
+
+    def _searched(self) -> Iterator[Row]:
+        o = self.reader.options
+        return islice(stream(self.reader.source, o.split, o.separator, limit=o.limit), SEARCHED)
 
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run.

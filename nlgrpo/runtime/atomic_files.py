@@ -19,6 +19,7 @@ CANNOT = "cannot write into"  # a sweep stops at this message, because its other
 OF_A_DISK = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENODEV}
 IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the error number only in the text
 LFS = b"version https://git-lfs"  # the first bytes of a file that Git LFS has not downloaded
+POINTER = "is a pointer of Git LFS and not the file itself; download it with: git lfs pull"
 
 
 @contextmanager
@@ -105,5 +106,5 @@ def is_pointer(path: Path) -> bool:
 def unreadable(path: Path, fault: str, error: object) -> str:
     """Return the message for a file with a ``fault``, which is another one if Git LFS has not downloaded it."""
     if is_pointer(path):
-        return f"{path} is a pointer of Git LFS and not the file itself; download it with: git lfs pull"
+        return f"{path} {POINTER}"
     return f"{path} {fault}: {error}"

@@ -363,3 +363,75 @@ def test_options_of_the_template_without_a_conversation(tmp_path, tokenizer, opt
     with pytest.raises(ValueError, match=rf"prompts.jsonl: {name} is for the chat template.* chat = true"):
         load_rows(tmp_path, tokenizer, {"prompt": "Hi"}, **options)
     assert load_rows(tmp_path, tokenizer, {"prompt": "Hi"}, {"prompt": USER}, **options)
+
+
+# --- templates of models ----------------------------------------------------------------------------------------------
+
+TALK = [*said("Be brief.", "system"), *said("Hi"), *said("Hello", "assistant"), *said(" Bye ")]
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
+    "{% elif m.role == 'system' %}<<SYS>>{{ m.content }}<</SYS>>{% else %} {{ m.content }} {{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+MERGED = (  # the system's text begins the first message of the user
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>"
+    "{{ messages[0].content if loop.first and messages[0].role == 'system' }}{{ m.content }}{% endfor %}"
+)
+BY_CONTENT = (  # writes a text in one of two ways
+    "{% for m in messages %}{% if m.content.startswith('H') %}{{ m.content }}{% else %}[{{ m.content }}]{% endif %}"
+    "{% endfor %}"
+)
+LAST_TWO = "{% for m in messages[-2:] %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def of_transformers(tokenizer, messages, **options):
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+
+
+@pytest.mark.parametrize("source", [LLAMA2, MERGED, BY_CONTENT])
+def test_small_templates_are_rendered_as_by_transformers(source):
+    tokenizer = chat_tokenizer(source, bos_token="<|im_start|>")
+    assert encode(tokenizer, [TALK]) == [of_transformers(tokenizer, TALK, add_generation_prompt=True)]
+    begun = [*TALK, *said("Good", "assistant")]
+    assert encode(tokenizer, [begun]) == [of_transformers(tokenizer, begun, continue_final_message=True)]
+
+
+def test_a_template_of_the_last_messages_is_refused():
+    with pytest.raises(ValueError, match=r"leaves out message 1, of the role 'system': a str \('Be brief.'\)"):
+        encode(chat_tokenizer(LAST_TWO), [TALK])
+    assert encode(chat_tokenizer(LAST_TWO), [TALK[-2:]])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cohere",
+        "deepseekv3",
+        "gemma3",
+        "glm4moe",
+        "gptoss",
+        "lfm2",
+        "llama3_1",
+        "nemotron_3_nano",
+        "phi3_5",
+        "qwen3_5_think",
+    ],
+)
+def test_templates_of_models_are_rendered_as_by_transformers(name):
+    """With their BOS, a system message, an earlier answer with a thought, and white space around a text."""
+    tokenizer = chat_tokenizer(template(name), bos_token="<s>", unk_token="<unk>")
+    talk = [*TALK[:2], *said("<think>Hm.</think>Hello", "assistant"), *TALK[3:]]
+    assert encode(tokenizer, [talk]) == [of_transformers(tokenizer, talk, add_generation_prompt=True)]
+
+
+def test_a_template_that_writes_no_texts_is_refused():
+    """Templates of models for images expect content as parts, and write nothing for a text."""
+    with pytest.raises(ValueError, match=r"leaves out message 1, of the role 'user': a str \('Hi'\)"):
+        encode(chat_tokenizer(template("smolvlm")), [USER])
+
+
+def test_reasoning_without_an_answer_is_not_continued(tmp_path, tokenizer):
+    talk = [*USER, {"role": "assistant", "reasoning_content": "Hm."}]
+    with pytest.raises(ValueError, match=r"example 1 ends with reasoning .* cannot be continued.* remove the message"):
+        load_rows(tmp_path, tokenizer, {"prompt": talk})
+    assert load_rows(tmp_path, tokenizer, {"prompt": [*talk, *USER]}).prompts == [[*talk, *USER]]

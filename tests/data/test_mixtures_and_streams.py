@@ -387,10 +387,37 @@ def test_files_of_other_splits_are_listed(tmp_path):
     folder.mkdir()
     for name in ("train", "test", "dev"):
         repeated(folder, name, "ab")
-    assert unread_files(
-        config(data={"source": str(folder), "evaluation": str(folder), "evaluation_split": "test"})
-    ) == [
-        f"not read in {folder}, split 'train': dev.jsonl (validation)",
-        f"not read in {folder}, split 'test': dev.jsonl (validation)",
-    ]
+    cfg = config(data={"source": str(folder), "evaluation": str(folder), "evaluation_split": "test"})
+    assert unread_files(cfg) == [f"not read in {folder}: dev.jsonl (split 'validation')"]
     assert unread_files(config(data={"source": str(folder / "train.jsonl")})) == []
+
+
+# --- options of the chat template -------------------------------------------------------------------------------------
+
+
+def chats(tmp_path, count, first=0):
+    """A file of texts and, from row number ``first`` on, conversations."""
+    rows = [{"prompt": f"a {'b ' * i}"} for i in range(first)]
+    rows += [{"prompt": [{"role": "user", "content": f"c {'b ' * i}"}]} for i in range(count)]
+    return write_lines(tmp_path / "chats.jsonl", rows)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_options_of_the_template_are_for_some_sources(tmp_path, streaming):
+    tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{{ 'g ' if thinks else 'f ' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    texts, talks = write(tmp_path, "texts", 5), chats(tmp_path, 5, first=70)
+    common = {"streaming": streaming, "chat_template_kwargs": {"thinks": True}, "shuffle": False}
+    cfg = config(data={"mixture": {texts: 1, talks: 1}} | common)
+    prompts, _ = load_prompts(cfg, tokenizer, Limits)
+    assert prompts.has_conversation()
+    assert len(all_prompts(cfg, tokenizer, Limits)) == 80
+    for source in ({"source": texts}, {"mixture": {texts: 1}}):
+        with pytest.raises(ValueError, match=r"texts.jsonl: chat_template_kwargs is for the chat template, but all"):
+            load_prompts(config(data=source | common), tokenizer, Limits)
+    own = {"mixture": {texts: {"chat_template_kwargs": {"thinks": True}}, talks: 1}, "streaming": streaming}
+    with pytest.raises(ValueError, match=r"texts.jsonl: chat_template_kwargs is for the chat template"):
+        load_prompts(config(data=own), tokenizer, Limits)
+    # A late conversation of a stream, and evaluation prompts that are texts.
+    cfg = config(data={"source": talks, "evaluation": texts} | common)
+    assert load_prompts(cfg, tokenizer, Limits)[0].has_conversation()

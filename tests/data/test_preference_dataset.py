@@ -330,3 +330,17 @@ def test_conversations_without_a_common_message_share_no_prompt(file, tokenizer)
     rest, held_out = load(file(*rows), tokenizer, max_length=64).split(2)
     assert held_out.prompts == ["", ""]
     assert len(rest.without(held_out.prompts)) == 2
+
+
+def test_options_of_the_chat_template_are_counted(file, tokenizer):
+    """A reward model scores conversations without the tools of a prompt."""
+    tokenizer.chat_template = TEMPLATE
+    talk = {
+        "chosen": [turn("user", "w1"), turn("assistant", "w2")],
+        "rejected": [turn("user", "w1"), turn("assistant", "w3")],
+    }
+    rows = [talk | {"tools": [{"name": "w"}]}, talk | {"tools": None}, talk | {"chat_template_kwargs": {"x": 1}}]
+    found = load(file(*rows), tokenizer, max_length=64)
+    assert found.options == 2
+    assert "2 of the source with tools or chat_template_kwargs, which reward models do not read" in repr(found)
+    assert load(file({"chosen": "w1", "rejected": "w2", "tools": "w3"}), tokenizer, max_length=64).options == 0

@@ -349,6 +349,19 @@ def test_bad_options_are_refused(tmp_path, plain, options, message):
         ("a.jsonl.gz", b"no gzip", "not readable"),
         ("a.txt.gz", gzip.compress(b"a b c d " * 99, mtime=0)[:-12], "not readable"),
         ("a.parquet", b"PAR1", "not readable as Parquet"),
+        ("a.jsonl", b'{"prompt": "a",}', "a.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', "line 2: an object has the key 'prompt' twice"),
+        ("a.jsonl", b'{"prompt": [{"role": "user", "role": "user", "content": "a"}]}', "has the key 'role' twice"),
+        ("a.json", b'[{"prompt": "a", "prompt": "b"}]', "a.json: an object has the key 'prompt' twice"),
+        ("a.jsonl", b'[\n {"prompt": "a"}]', "line 1: not JSON .* is one JSON list, .* name the file .json"),
+        ("a.jsonl", b'{"data": [\n {}]}', "line 1: not JSON .* is one JSON object, .* each row into one line"),
+        ("a.jsonl", b'{"prompt": true}', r"example 1: column 'prompt' holds a bool \(True\) instead of a text"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a"}\n{"promt": "b"}',
+            "example 2: column 'prompt' holds a NoneType.* leave out the ex",
+        ),
+        ("a.csv", b"prompt,prompt\na,b\n", "the first line repeats a column name: prompt, prompt"),
         ("a.csv", b"prompt,b\n1\n", "not readable as CSV"),
         ("a.bin", b"?", "unknown file type. Supported: .jsonl"),
     ],
@@ -603,12 +616,31 @@ def test_files_of_a_folder_that_cannot_be_read_are_named(tmp_path, plain, name):
         load(folder, plain, max_prompt_tokens=9)
 
 
+def test_links_that_would_be_left_out_are_named(tmp_path, plain):
+    folder = write_folder(tmp_path / "data", {"a.jsonl": "ab"})
+    other = write_folder(tmp_path / "other", {"b.jsonl": "cd"})
+    (tmp_path / "data" / "c.jsonl").symlink_to(tmp_path / "other" / "b.jsonl")
+    assert load(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b", "c", "d"]
+    (tmp_path / "data" / "more").symlink_to(other)
+    (tmp_path / "data" / "lost.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(
+        ValueError, match=r"left out: lost.jsonl \(a link to nothing\), more \(a link to a folder\)\. Sup"
+    ):
+        load(folder, plain, max_prompt_tokens=9)
+
+
+def test_documents_in_a_folder_are_no_prompts(tmp_path, plain):
+    folder = write_folder(tmp_path / "data", {"a.txt": "ab", "README.txt": "cd", "LICENSE": "e", "CITATION.md": "f"})
+    assert load(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b"]
+
+
 def test_splits_of_a_folder_are_named(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"train.jsonl": "a", "test.jsonl": "b"})
     with pytest.raises(ValueError, match=r"no split 'dev'. It has test, train"):
         load(folder, plain, max_prompt_tokens=9, split="dev")
-    assert unread(folder) == {"test": ["test.jsonl"]}
-    assert unread(folder, "test") == {"train": ["train.jsonl"]}
+    assert unread([(folder, "train")]) == [f"not read in {folder}: test.jsonl (split 'test')"]
+    assert unread([(folder, "test")]) == [f"not read in {folder}: train.jsonl (split 'train')"]
+    assert unread([(folder, "test"), (folder, "train")]) == []
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="has no data files"):
         load(str(tmp_path / "none"), plain, max_prompt_tokens=9)
@@ -638,7 +670,7 @@ def test_a_folder_whose_readme_describes_it_is_read_as_it_says(tmp_path, plain):
 def test_a_pointer_of_git_lfs_is_no_data(tmp_path, plain, suffix):
     path = tmp_path / f"data{suffix}"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with pytest.raises(ValueError, match=rf"data{suffix} is a pointer of Git LFS.* `git lfs pull`"):
+    with pytest.raises(ValueError, match=rf"data{suffix} is a pointer of Git LFS .* git lfs pull"):
         load(str(path), plain, max_prompt_tokens=9)
 
 

@@ -1,6 +1,7 @@
 """What training assumed is in the export: `generate`, `serve` and transformers continue as the last step sampled."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from chat_model import chat_model
 from helpers import tiny_model
 
 from nlgrpo import cli, train
+from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.inference import as_trained
@@ -150,6 +152,28 @@ def test_prompts_are_made_as_in_training(work, capsys):
     assert row["prompt"] == "2+2?"
 
 
+def test_arguments_of_the_template_in_training_do_not_refuse_texts(work, capsys):
+    """Training has conversations with arguments of the template; those are for conversations here, too."""
+    folder, tokenizer = work / "thinks", load_tokenizer(work / "chat")
+    shutil.copytree(work / "chat", folder)
+    chat = ChatOptions(template_kwargs={"enable_thinking": False})
+    known = as_trained.AsTrained(str(work / "chat"), Sampling(max_new_tokens=2), chat)
+    known.write(folder, tokenizer, len(tokenizer), "")
+    [row] = generated(capsys, "2+2?", "--model", str(folder))
+    assert row["prompt"] == "2+2?"
+    messages = [{"role": "user", "content": "2+2?"}]
+    responder, _ = ResponderOptions(model=str(folder)).load()
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=False
+    )
+    assert responder.batch([messages]).ids == [expected]
+    source = work / "prompts.jsonl"
+    assert len(generated(capsys, "--source", str(source), "--limit", "2", "--model", str(folder))) == 2
+    more = ("--chat-template-kwargs", '{"enable_thinking": true}')
+    assert cli.main(["generate", "--source", str(source), "--model", str(folder), *more]) == 1
+    assert "chat_template_kwargs is for the chat template" in capsys.readouterr().err
+
+
 def test_a_server_prompts_as_in_training(work):
     fastapi = pytest.importorskip("fastapi.testclient")
     from nlgrpo.engine.serving import app
@@ -188,8 +212,6 @@ def test_an_adapter_and_its_merge_have_it_too(work, capsys):
 
 
 def test_a_damaged_file_is_named(trained, tmp_path, capsys):
-    import shutil
-
     shutil.copytree(trained / "model", tmp_path / "model")
     (tmp_path / "model" / "nlgrpo.json").write_text('{"sampling": {}}')
     assert cli.main(["generate", "w0", "--model", str(tmp_path / "model")]) == 1

@@ -360,7 +360,12 @@ def test_a_model_of_a_known_family_with_another_rotary_embedding_is_run_by_trans
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--data.shuffle-buffer=5"], "data.shuffle_buffer = 5: only a stream has one; set data.streaming = true"),
+        (["--data.shuffle-buffer=5"], "data.shuffle_buffer = 5: only a shuffled stream has one; set data.streaming"),
+        (["--data.shuffle-buffer=5", "--data.streaming", "--data.no-shuffle"], "and data.shuffle = true"),
+        (
+            ["--data.source=", '--data.mixture={"a.jsonl": {"shuffle_buffer": 5}}'],
+            "'a.jsonl': shuffle_buffer = 5: only",
+        ),
         (['--data.mixture={"prompts.jsonl": 1}'], "data.source = 'prompts.jsonl' is not used beside data.mixture"),
         (["--data.split=test"], "split = 'test', but prompts.jsonl is a single file"),
         (["--data.prompt-column=promt"], "has no column 'promt'. It has prompt. Nearest: 'prompt'"),

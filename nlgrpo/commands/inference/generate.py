@@ -17,11 +17,10 @@ from tyro.conf import Positional
 from nlgrpo import __version__
 from nlgrpo.commands.inference.line_file import LineFile
 from nlgrpo.config.data_config import Table
-from nlgrpo.data import prompt_dataset
+from nlgrpo.data import sources
 from nlgrpo.data.conversations import ChatOptions, plain_text
 from nlgrpo.data.messages import messages_in
-from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.data.prompt_encoding import encode
+from nlgrpo.data.prompt_dataset import Batch, Reader, SourceOptions, read_all
 from nlgrpo.engine.guided_search import Cost, Search
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.inference.options import ResponderOptions
@@ -128,37 +127,44 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def _prompts(options: Generate, responder: Responder) -> Batch:
-    """Return all prompts, those of the source in its order. A note counts those that are too long."""
-    tokenizer, limit = responder.tokenizer, responder.model.shape.context - responder.sampling.max_new_tokens
-    chat = _chat(options, responder.chat)
+    """Return all prompts, those of the source in its order. Notes say what is left out.
+
+    Raises ValueError as `prompt_dataset.load`.
+    """
+    asked = ChatOptions(options.system_prompt, options.chat, options.chat_template_kwargs, load_tools(options.tools))
+    chat = _over(responder.chat, asked)
     if options.source is None:
         given = [messages_in(text, f"prompt {i}") for i, text in enumerate(options.prompts, 1)]
-        prompts = [chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(given, 1)]
-        chat.check_used(prompts, "prompts")
-        ids = encode(tokenizer, prompts, chat, responder.add_bos)  # the engine refuses prompts that are too long
-        return Batch(list(range(len(ids))), ids, prompts, {})
+        batch = responder.batch(given, chat)  # the engine refuses prompts that are too long
+        asked.check_used("prompts", rendered=any(not isinstance(prompt, str) for prompt in batch.prompts))
+        return batch
+    limit = responder.model.shape.context - responder.sampling.max_new_tokens
     if limit < 1:
         raise ValueError(
             f"max_new_tokens = {responder.sampling.max_new_tokens} leaves no room for a prompt in the model's context"
         )
-    loaded = prompt_dataset.load(
-        embedded(options.source), tokenizer, max_prompt_tokens=limit, split=options.split, shuffle=False,
-        prompt_column=options.prompt_column, template=options.template, limit=options.limit, chat=chat,
-        add_bos=responder.add_bos,
+    source = embedded(options.source)
+    how = SourceOptions(
+        split=options.split, prompt_column=options.prompt_column, template=options.template, limit=options.limit,
+        chat=chat, add_bos=responder.add_bos,
     )  # fmt: skip
+    loaded = read_all(Reader(source, responder.tokenizer, how, limit), shuffle=False)
+    asked.check_used(options.source, rendered=loaded.has_conversation())
+    notes = sources.unread([(source, options.split)])
     if loaded.dropped:
-        print(f"{options.source}: {loaded.dropped:,} prompts of more than {limit} tokens left out", file=sys.stderr)
+        notes.append(f"{options.source}: {loaded.dropped:,} prompts of more than {limit} tokens left out")
+    print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     return loaded.take(0, len(loaded))
 
 
-def _chat(options: Generate, trained: ChatOptions) -> ChatOptions:
+def _over(trained: ChatOptions, asked: ChatOptions) -> ChatOptions:
     """Return the requested options of conversations, laid over those with which the model was trained."""
-    system_prompt = trained.system_prompt if options.system_prompt is None else options.system_prompt or None
+    system_prompt = trained.system_prompt if asked.system_prompt is None else asked.system_prompt or None
     return ChatOptions(
         system_prompt=system_prompt,
-        from_text=options.chat or trained.from_text,
-        template_kwargs={**trained.template_kwargs, **options.chat_template_kwargs},
-        tools=load_tools(options.tools) or trained.tools,
+        from_text=asked.from_text or trained.from_text,
+        template_kwargs={**trained.template_kwargs, **asked.template_kwargs},
+        tools=asked.tools or trained.tools,
     )
 
 

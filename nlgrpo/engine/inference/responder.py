@@ -131,10 +131,18 @@ class Responder:
 
     def __call__(self, prompts: Sequence[Prompt], *, seed: int = 0) -> list[Response]:
         """Respond to texts or conversations. The same seed gives the same responses. Raises as `respond`."""
-        given = [self.chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, 1)]
-        ids = encode(self.tokenizer, given, self.chat, self.add_bos)
-        responses, _ = self.respond(Batch(list(range(len(ids))), ids, given, {}), seed=seed)
+        responses, _ = self.respond(self.batch(prompts), seed=seed)
         return responses
+
+    def batch(self, prompts: Sequence[Prompt], chat: ChatOptions | None = None) -> Batch:
+        """Return prompts as conversations, where ``chat`` makes them, with their token ids. None: the responder's.
+
+        Raises ValueError as `prompt_encoding.encode`.
+        """
+        chat = self.chat if chat is None else chat
+        given = [chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, 1)]
+        ids = encode(self.tokenizer, given, chat, self.add_bos)
+        return Batch(list(range(len(ids))), ids, given, {})
 
     def respond(
         self, batch: Batch, *, seed: int = 0, sampling: Sampling | None = None, stop: Sequence[str] = ()

@@ -116,19 +116,37 @@ def read_prompts(
         )
         held_out = environment.prompts(evaluation=True, max_new_tokens=cfg.rollout.max_new_tokens)
         return own.split(cfg.evaluation.prompts) if held_out is None else (own, held_out)
+    parts = _parts(d)
+    sources = [_source(cfg, part, tokenizer, limits, seed=cfg.train.seed + s) for s, (_, part) in enumerate(parts)]
+    _check_template_options(d, parts, sources)
+    prompts: prompt_dataset.Prompts = sources[0]
     if d.mixture:
-        weights, parts = zip(*(_part(d, name, value) for name, value in d.mixture.items()), strict=True)
-        sources = [_source(cfg, part, tokenizer, limits, seed=cfg.train.seed + s) for s, part in enumerate(parts)]
         try:
-            prompts: prompt_dataset.Prompts = MixedPrompts(sources, shares_of(weights))
+            prompts = MixedPrompts(sources, shares_of([weight for weight, _ in parts]))
         except ValueError as error:
             raise ValueError(f"data.mixture: {error}") from error
-    else:
-        prompts = _source(cfg, d, tokenizer, limits, seed=cfg.train.seed)
     if d.evaluation:
         inherited = "train" if is_file(embedded(d.evaluation)) else d.split  # a file has no splits
-        return prompts, prompts_of(cfg, d.evaluation, d.evaluation_split or inherited, tokenizer, limits)
+        own = dataclasses.replace(d, source=d.evaluation, split=d.evaluation_split or inherited)
+        held_out = read_all(reader_of(cfg, own, tokenizer, limits), shuffle=d.shuffle)  # one order for every train.seed
+        return prompts, held_out
     return prompts.split(cfg.evaluation.prompts)
+
+
+def _check_template_options(
+    data: DataConfig, parts: Sequence[tuple[float, DataConfig]], sources: Sequence[prompt_dataset.Prompts]
+) -> None:
+    """Raise ValueError for options of the chat template without a conversation that it renders.
+
+    Those of [data] may be for some of the sources; what a source of a mixture sets is for this one.
+    """
+    for (_, part), source in zip(parts, sources, strict=True):
+        options = ChatOptions(template_kwargs=part.chat_template_kwargs, tools=load_tools(part.tools))
+        if not options.template_kwargs and not options.tools:
+            continue
+        shared = (part.chat_template_kwargs, part.tools) == (data.chat_template_kwargs, data.tools)
+        rendered = any(one.has_conversation() for one in (sources if shared else [source]))
+        options.check_used(part.source, rendered=rendered)
 
 
 def find_columns(
@@ -148,30 +166,18 @@ def unread_files(cfg: Config) -> list[str]:
     d = cfg.data
     if cfg.environment.id:
         return []
-    read = [(part.source, part.split) for part in [_part(d, *item)[1] for item in d.mixture.items()] or [d]]
-    read += [(d.evaluation, d.evaluation_split or d.split)] if d.evaluation else []
-    return [
-        f"not read in {source}, split {split!r}: {', '.join(files[:5])}{' and more' * (len(files) > 5)} ({other})"
-        for source, split in read
-        for other, files in unread(embedded(source), split).items()
-        if (source, other) not in read
-    ]
+    read = [(embedded(part.source), part.split) for _, part in _parts(d)]
+    if d.evaluation:
+        read.append((embedded(d.evaluation), d.evaluation_split or d.split))
+    return unread(read)
 
 
 def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
     """Load all training prompts, those of a mixture source by source, in their order; data.streaming is ignored."""
-    d = dataclasses.replace(cfg.data, streaming=False, shuffle=False)
-    parts = [_part(d, name, value)[1] for name, value in d.mixture.items()] or [d]
-    return merge([read_all(reader_of(cfg, part, tokenizer, limits), shuffle=False) for part in parts])
-
-
-def prompts_of(cfg: Config, name: str, split: str, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
-    """Load all prompts of the source ``name`` with the options of [data], for a model with these limits.
-
-    Raises ValueError as `read_prompts`.
-    """
-    reader = reader_of(cfg, dataclasses.replace(cfg.data, source=name, split=split), tokenizer, limits)
-    return read_all(reader, shuffle=cfg.data.shuffle)  # the same order for every train.seed
+    parts = _parts(cfg.data)
+    sources = [read_all(reader_of(cfg, part, tokenizer, limits), shuffle=False) for _, part in parts]
+    _check_template_options(cfg.data, parts, sources)
+    return merge(sources)
 
 
 def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Reader:
@@ -201,6 +207,11 @@ def _source(
     if data.streaming:
         return PromptStream(reader, seed=seed, shuffle_buffer=data.shuffle_buffer if data.shuffle else 0)
     return read_all(reader, seed=seed, shuffle=data.shuffle)
+
+
+def _parts(data: DataConfig) -> list[tuple[float, DataConfig]]:
+    """Return the weight and the options of each source: those of data.mixture, or data.source alone."""
+    return [_part(data, name, value) for name, value in data.mixture.items()] or [(1.0, data)]
 
 
 def _part(data: DataConfig, name: str, value: object) -> tuple[float, DataConfig]:

@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nlgrpo import __version__
 from nlgrpo.data.conversations import ChatOptions, Prompt
-from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine.generation import check_prompts
 from nlgrpo.engine.inference.choosing import VALUE
 from nlgrpo.engine.inference.responder import Responder
@@ -95,7 +94,7 @@ class Service:
         self._check(request, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         if texts:
-            return await self._respond(request, texts, await self._encode(texts), http, chat=False)
+            return await self._respond(request, texts, await self._encode(texts, ChatOptions()), http, chat=False)
         ids = [prompt for prompt in given if not isinstance(prompt, str)]
         self._fits(ids, self._sampling(request))  # before an id outside the vocabulary is decoded
         prompts = self.responder.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -125,11 +124,12 @@ class Service:
         given = {name: value for name, value in asked.items() if value is not None}
         return replace(default, **given, max_new_tokens=tokens or default.max_new_tokens)
 
-    async def _encode(self, prompts: Sequence[Prompt], chat: ChatOptions | None = None) -> list[list[int]]:
+    async def _encode(self, prompts: Sequence[Prompt], chat: ChatOptions) -> list[list[int]]:
         """Tokenize in a thread: a body of the largest size takes seconds, in which the loop has to respond."""
         try:
             async with self.encoding:
-                return await asyncio.to_thread(encode, self.responder.tokenizer, prompts, chat, self.responder.add_bos)
+                batch = await asyncio.to_thread(self.responder.batch, prompts, chat)
+                return batch.ids
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_prompt") from error
 

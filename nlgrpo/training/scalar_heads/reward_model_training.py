@@ -18,10 +18,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.config.reward_model_config import RewardModelConfig, check
+from nlgrpo.config.reward_model_config import PairsConfig, RewardModelConfig, check
 from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
-from nlgrpo.data.sources import is_file
+from nlgrpo.data.sources import is_file, unread
 from nlgrpo.model import reward_model
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.fsdp import accumulated
@@ -197,7 +197,7 @@ def plan(run: RewardModelTrainer) -> Table:
         f"{str(run.compute).removeprefix('torch.')})",
         "ranks": f"{run.ranks.world} on {run.ranks.device.type}, "
         f"{implementation(run.ranks.device.type, run.compute)} attention",
-        "data": f"{run.pairs!r}",
+        "data": "\n".join([f"{run.pairs!r}", *_unread_files(cfg.data)]),
         "held out": "nothing" if run.held_out is None else f"{run.held_out!r}",
         **first_tokens("example", run.pairs.chosen[0], run.tokenizer),
         "texts": f"up to {run.max_length} tokens; {_padding(run)}",
@@ -207,6 +207,14 @@ def plan(run: RewardModelTrainer) -> Table:
         "folder": str(run.folder),
     }
     return named_lines("plan", rows)
+
+
+def _unread_files(data: PairsConfig) -> list[str]:
+    """Say which files of the folders of [data] belong to other splits and are not read."""
+    read = [(data.source, data.split)]
+    if data.evaluation:
+        read.append((data.evaluation, data.evaluation_split or data.split))
+    return unread(read)
 
 
 def _padding(run: RewardModelTrainer) -> str:
