@@ -29,6 +29,10 @@ GIVEN = {
 # Roles that need not be named in a template: ChatML and others write the role of any message.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARK = "nlgrpo-4e1d7b"  # stands for the content of a message in `_check_all_written`
+TOOL = {
+    "type": "function",
+    "function": {"name": "tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}  # stands for any tools there, so that examples with other tools are not rendered again
 
 
 def plain_text(prompt: Prompt) -> str:
@@ -177,7 +181,8 @@ class ChatOptions:
         }
         text = _rendered(tokenizer, plain, where, continue_final_message=continued, **arguments)
         if checked:
-            _check_all_written(template, plain, {**tokenizer.special_tokens_map, **arguments}, where)
+            variables = {**tokenizer.special_tokens_map, **arguments, "tools": [TOOL] if arguments["tools"] else None}
+            _check_all_written(template, plain, variables, where)
         return text
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
