@@ -68,7 +68,9 @@ class PromptMaker:
         return "".join(texts)
 
     def _text(self, row: Row, field: str, where: str) -> str | None:
-        value = row.get(field)
+        if field not in row:
+            raise ValueError(f"{where} has no column {field!r}. It has {', '.join(row)}.{nearest(field, row)}")
+        value = row[field]
         is_number = isinstance(value, int | float) and math.isfinite(value)
         is_flag = isinstance(value, bool) and self.bare  # no prompt, but a word that a template may write
         if is_flag or not (isinstance(value, str) or is_number):

@@ -215,7 +215,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         try:
             row = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
-            advice = "" if found else _layout(path)
+            advice = _layout(path) if isinstance(error, json.JSONDecodeError) and not found else ""
             raise ValueError(f"{path}, line {number}: {_cause(error)}: {line[:60]!r}{advice}") from error
         yield _as_row(row, f"{path}, line {number}")
         found = True
