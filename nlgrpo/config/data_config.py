@@ -76,3 +76,21 @@ class DataConfig:
     tools: tuple[str, ...] = ()
     """Tools in the chat template: .json files of schemas, or functions, `file.py:function`. A column `tools` adds
     others per example."""
+
+
+def buffer_faults(data: DataConfig) -> list[str]:
+    """Find shuffle buffers that no stream uses: one of [data], and those of the sources of a mixture."""
+    tables = {name: table if isinstance(table, dict) else {} for name, table in data.mixture.items()} or {"": {}}
+    shuffled = {
+        name: bool(table.get("streaming", data.streaming)) and bool(table.get("shuffle", data.shuffle))
+        for name, table in tables.items()
+    }
+    advice = "only a shuffled stream has one; set data.streaming = true and data.shuffle = true"
+    faults = [
+        f"data.mixture, {name!r}: shuffle_buffer = {table['shuffle_buffer']!r}: {advice}"
+        for name, table in tables.items()
+        if "shuffle_buffer" in table and not shuffled[name]
+    ]
+    if data.shuffle_buffer != DataConfig().shuffle_buffer and not any(shuffled.values()):
+        faults.append(f"data.shuffle_buffer = {data.shuffle_buffer}: {advice}")
+    return faults

@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
-from nlgrpo.config.data_config import DataConfig
+from nlgrpo.config.data_config import DataConfig, buffer_faults
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, importance_sampling, registry
@@ -115,7 +115,7 @@ def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[
         need("data.shuffle_buffer", ">= 1", data.shuffle_buffer >= 1),
     ]
     default = DataConfig()
-    faults += _buffer_faults(data)
+    faults += buffer_faults(data)
     if data.mixture and data.source not in ("", default.source):
         faults.append(
             f"data.source = {data.source!r} is not used beside data.mixture: name it there, and set data.source = ''"
@@ -125,24 +125,6 @@ def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[
     drawn = config.calibration.missing == "draw" and not config.calibration.rollouts
     if data.streaming and (loss.offline or (any(r.transform for r in config.rewards.values()) and not drawn)):
         faults.append("data.streaming: rollouts of the reference need prompts that are known in advance")
-    return faults
-
-
-def _buffer_faults(data: DataConfig) -> list[str]:
-    """Find shuffle buffers that no stream uses: one of [data], and those of the sources of a mixture."""
-    tables = {name: table if isinstance(table, dict) else {} for name, table in data.mixture.items()} or {"": {}}
-    shuffled = {
-        name: bool(table.get("streaming", data.streaming)) and bool(table.get("shuffle", data.shuffle))
-        for name, table in tables.items()
-    }
-    advice = "only a shuffled stream has one; set data.streaming = true and data.shuffle = true"
-    faults = [
-        f"data.mixture, {name!r}: shuffle_buffer = {table['shuffle_buffer']!r}: {advice}"
-        for name, table in tables.items()
-        if "shuffle_buffer" in table and not shuffled[name]
-    ]
-    if data.shuffle_buffer != DataConfig().shuffle_buffer and not any(shuffled.values()):
-        faults.append(f"data.shuffle_buffer = {data.shuffle_buffer}: {advice}")
     return faults
 
 

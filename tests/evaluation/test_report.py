@@ -63,13 +63,14 @@ class Page(HTMLParser):
         self.text += data
 
 
-def sampled(mode=10, objective="bon:4", text="a story", prompts=8, n=16, seed=0):
+def sampled(mode=10, objective="bon:4", text="a story", prompts=8, n=16, seed=0, left_out=()):
     generator = torch.Generator().manual_seed(seed)
     lengths = (mode + 3 * torch.randn(prompts, n, generator=generator)).round().long().clamp(1, 32)
     rewards = {name: -(((lengths - t) / 32).float() ** 2) for name, t in (("short", 8), ("long", 24))}
     names = dict.fromkeys(rewards, objective)
     weights = dict.fromkeys(rewards, 0.5)
-    return EvaluationSamples(rewards, lengths, names, weights, 32, [f"prompt {text}"], [[f"completion {text}"] * n])
+    shown = [f"prompt {text}"], [[f"completion {text}"] * n]
+    return EvaluationSamples(rewards, lengths, names, weights, 32, *shown, left_out=dict(left_out))
 
 
 def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"), text="a story", **options):
@@ -126,8 +127,9 @@ def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
 
 
 def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", left_out={"dropped as too long": 3})
     text = Page(write_report(run).read_text("utf-8")).text
+    assert "evaluated on 8 prompts x 16 samples; 3 dropped as too long" in text
     for mode in (20, 10):
         for values in sampled(mode).rewards.values():
             for row in best_of_n(values, [1, 4]).mean(1):

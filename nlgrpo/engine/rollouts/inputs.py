@@ -127,9 +127,9 @@ def read_prompts(
             raise ValueError(f"data.mixture: {error}") from error
     if d.evaluation:
         inherited = "train" if is_file(embedded(d.evaluation)) else d.split  # a file has no splits
-        own = dataclasses.replace(d, source=d.evaluation, split=d.evaluation_split or inherited)
-        held_out = read_all(reader_of(cfg, own, tokenizer, limits), shuffle=d.shuffle)  # one order for every train.seed
-        return prompts, held_out
+        evaluation = dataclasses.replace(d, source=d.evaluation, split=d.evaluation_split or inherited)
+        reader = reader_of(cfg, evaluation, tokenizer, limits)
+        return prompts, read_all(reader, shuffle=d.shuffle)  # the same order for every train.seed
     return prompts.split(cfg.evaluation.prompts)
 
 
