@@ -135,7 +135,6 @@ def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
             for row in best_of_n(values, [1, 4]).mean(1):
                 assert f"{row:.4f}" in text
     assert "weighted sum" in text
-    assert "8 prompts x 16 samples" in text
     assert "bon:4" in text
 
 
