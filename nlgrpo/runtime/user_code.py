@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -9,13 +10,15 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 PREFIX = "_nlgrpo_user_"  # of the names of modules that are imported from a file
+NLGRPO = Path(__file__).parents[1]
 
 
 def is_name(target: str) -> bool:
@@ -103,3 +106,60 @@ def _import_file(path: Path) -> ModuleType:
             raise ValueError(_cannot_import(str(path), error)) from error
         raise
     return module
+
+
+def files_of(file: Path) -> list[Path]:
+    """Return a file of Python code, and the files beside it that it imports, directly or through others.
+
+    Files beside it are those of its folder, of the subfolders of it, and of its package. Imports of installed packages,
+    of the standard library and of nlgrpo are not followed.
+    """
+    found = [file.absolute()]
+    if _is_installed(file.absolute()):
+        return found
+    for path in found:  # it grows
+        for imported in _imports_of(path):
+            if imported.is_file() and imported not in found:
+                found.append(imported)
+    return found
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file belongs to an installed package, the standard library or nlgrpo."""
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return True
+    return file.is_relative_to(NLGRPO) or file.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _imports_of(file: Path) -> Iterator[Path]:
+    """Yield the places beside a file where Python would look for the modules that it imports."""
+    try:
+        code = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # not Python; a file that is broken is refused when it is imported
+        return
+    package = file.parent
+    while (package / "__init__.py").is_file():
+        package = package.parent
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            folders = {file.parent, package}
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folders = {file.parent, package} if node.level == 0 else {file.parents[node.level - 1]}
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            for folder in sorted(folders):
+                yield from _places_of(folder, name)
+
+
+def _places_of(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the possible files of the module ``name`` in a folder, and of the packages that it is in."""
+    place = folder
+    for part in name.split("."):
+        place = place / part
+        yield place / "__init__.py"
+    if place != folder:
+        yield place.parent / f"{place.name}.py"

@@ -125,6 +125,7 @@ class Run:
     adapter: LoraConfig | None = None  # settings of the policy's adapters
     progress: Progress = field(default_factory=Progress)
     detector: Detector | None = None  # of divergence
+    base_digest: str = ""  # of the weights in ``source``, on the first rank once `inputs` has read them
 
     @property
     def folder(self) -> Path:
@@ -268,6 +269,7 @@ class Run:
         """
         if self.config.lora.path:
             as_trained.check_base(Path(os.path.expanduser(self.config.lora.path)), self.source)
+        self.base_digest = digest_of_weights(self.source)
         scored = scorers(self.config.rewards, self.objectives, self.sampler.rewards)
         return digests_of(
             self.config,
@@ -432,7 +434,7 @@ class Run:
         assumed = AsTrained.of(self.config, self.sampler.sampling)
 
         def beside(folder: Path) -> None:
-            assumed.write(folder, self.tokenizer, self.shape.vocab, digest_of_weights(self.source))
+            assumed.write(folder, self.tokenizer, self.shape.vocab, self.base_digest)
 
         def write(folder: Path, parameters: Iterator[tuple[str, Tensor]]) -> None:
             decoder.save(

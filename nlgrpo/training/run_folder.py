@@ -155,6 +155,10 @@ def _compare(folder: Path, inputs: Callable[[], RunInputs], allowed: Sequence[st
             f"the run in {folder} began before inputs were recorded: whether data, rewards or model have changed is "
             "not known; they are recorded now"
         )
+    results = folder / current.results
+    if results.is_file() and any(one.kind != "model" for one in changed.values()):
+        results.unlink()
+        notes.append(f"the evaluation before training ({results.name}) is repeated, with what has changed")
     for note in notes:
         print(f"note: {note}", file=sys.stderr, flush=True)
     current.write(folder)

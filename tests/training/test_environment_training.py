@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import verifiers_environments
 from chat_model import chat_model
 from helpers import Job, fork_ranks, run_all
 
@@ -14,6 +15,7 @@ from nlgrpo import train
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.engine.environments.dialogue import Dialogue, Turn, to_rollout
 from nlgrpo.engine.generation import Conversation
+from nlgrpo.engine.rollouts.store import digest_of
 from nlgrpo.model import decoder
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
@@ -88,6 +90,8 @@ def test_rewards_are_those_of_the_environment(work):
     assert line["rewards/spaces/mean"] == pytest.approx(line["environment/spaces"])
     total = line["environment/answer_length"] + 0.5 * line["environment/spaces"]
     assert line["rewards/total/mean"] == pytest.approx(total)
+    digests = json.loads((work / "rewards" / "inputs.json").read_text())["digests"]
+    assert digests["environment"] == digest_of(Path(verifiers_environments.__file__))
 
 
 def test_a_killed_run_resumes_with_identical_results(work):

@@ -4,19 +4,29 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from chat_model import chat_model, chat_tokenizer
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
-from nlgrpo.engine.rollouts import run_inputs, store
+from nlgrpo.engine.rollouts import inputs, run_inputs, store
+from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.runtime import user_code
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
-REWARDS = "def short(completion_ids, **_):\n    return [-float(len(ids)) for ids in completion_ids]\n"
+REWARDS = """
+from beside_the_rewards import negative
+
+def short(completion_ids, **_):
+    return [negative(ids) for ids in completion_ids]
+"""
 
 
 @pytest.fixture
@@ -26,6 +36,7 @@ def work(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "w20"}\n{"prompt": "w21"}\n')
     (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "beside_the_rewards.py").write_text("def negative(ids):\n    return -float(len(ids))\n")
     (tmp_path / "weight.py").write_text("def weight(rank):\n    return 2 * rank\n")
     return tmp_path
 
@@ -68,11 +79,12 @@ CHANGES = {
     ),
     "held out": lambda work: append(work / "held_out.jsonl", '{"prompt": "w22"}\n'),
     "rewards": lambda work: append(work / "rewards.py", "# another version\n"),
+    "imported by the rewards": lambda work: append(work / "beside_the_rewards.py", "# another version\n"),
     "objective": lambda work: append(work / "weight.py", "# another version\n"),
     "model": another_model,
     "tokenizer": another_tokenizer,
 }
-KINDS = {"a column": "data", "held out": "data", "objective": "rewards"}
+KINDS = {"a column": "data", "held out": "data", "objective": "rewards", "imported by the rewards": "rewards"}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -151,6 +163,38 @@ def test_an_evaluation_before_training_belongs_to_its_inputs(work, capsys):
     CHANGES["rewards"](work)
     assert train.main(arguments(work, *evaluated)) == 1
     assert "  rewards: other " in capsys.readouterr().err
+
+
+def test_the_evaluation_before_training_is_repeated_with_other_rewards(work, capsys):
+    """Before and after training have the same rewards, also if these have changed in between."""
+    evaluated = ("--evaluation.prompts", "2", "--evaluation.samples", "2", "--evaluation.ns", "1")
+    assert train.main(arguments(work, *evaluated)) == 0
+    before = read_evaluation(work / "run")["before"]
+    (work / "rewards.py").write_text(REWARDS.replace("negative(ids)", "1000 + negative(ids)"))
+    for name in [name for name in sys.modules if name.startswith(user_code.PREFIX)]:
+        del sys.modules[name]  # as in another process
+    allowed = ("--train.allow-changed", "rewards")
+    assert train.main(arguments(work, *evaluated, *allowed, steps=2)) == 0
+    said = capsys.readouterr().err
+    assert "the evaluation before training" in said
+    assert "is repeated" in said
+    again = read_evaluation(work / "run")
+    assert torch.equal(again["before"].lengths, before.lengths)
+    assert torch.equal(again["before"].rewards["short"], before.rewards["short"] + 1000)
+    assert again["after"].rewards["short"].min() > 900
+
+
+def test_weights_that_are_removed_while_a_run_trains(work):
+    """The export names the weights that training started from, which need not be there any more."""
+    weights = work / "model" / "model.safetensors"
+    digest = store.digest_of_weights(work / "model")
+    (work / "rewards.py").write_text(
+        f"import os\n\ndef short(completion_ids, **_):\n    if os.path.exists({str(weights)!r}):\n"
+        f"        os.remove({str(weights)!r})\n    return [0.0] * len(completion_ids)\n"
+    )
+    assert train.main(arguments(work)) == 0
+    assert not weights.exists()
+    assert json.loads((work / "run" / "model" / "nlgrpo.json").read_text())["base_digest"] == digest
 
 
 def test_a_stream_has_no_digest_and_says_so(work, capsys):
@@ -252,6 +296,19 @@ def test_a_reward_model_whose_pairs_have_become_fewer(work, capsys):
     (work / "pairs.jsonl").write_text("".join(lines[:4]))
     assert cli.main(pairs_of(work, "--train.allow-changed", "data")) == 1
     assert "has 2 steps already, and this command asks for 1" in capsys.readouterr().err
+
+
+def test_the_code_of_a_reward_is_that_of_the_user(tmp_path):
+    """The file of a decorated function, not that of its decorator, and the functions of an objective by modules."""
+    (tmp_path / "rewards.py").write_text("import functools\n\n@functools.cache\ndef one(prompts, **_):\n    return 1\n")
+    named = f"{tmp_path / 'rewards.py'}:one"
+    function = user_code.function(named)
+    before = store.digest_of_function(function, named, "spec")
+    append(tmp_path / "rewards.py", "# another version\n")
+    assert store.digest_of_function(function, named, "spec") != before
+    assert inputs._code_in(f"distortion:{run_inputs.__name__}:digest_of_ids") == [Path(run_inputs.__file__)]
+    assert inputs._code_in(f"fp:distortion:{tmp_path / 'rewards.py'}:one") == [tmp_path / "rewards.py"]
+    assert inputs._code_in("cvar:0.1") == inputs._code_in("mean") == []
 
 
 def test_digests_tell_examples_apart():

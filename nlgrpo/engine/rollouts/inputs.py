@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -289,6 +290,9 @@ def digests_of(
         code = digest_of(*_code_in(reward.objective), *_code_in(reward.transform))
         digest = digest_of_text(scorer.digest, code)
         found.add(f"rewards.{scorer.name}", "rewards", digest, f"code or files of {scorer.spec}")
+    if cfg.environment.id:
+        code = digest_of(*_code_of_module(cfg.environment.id.rpartition("/")[2].replace("-", "_")))
+        found.add("environment", "rewards", code, f"code of the environment {cfg.environment.id}")
     found.add_model(source, tokenizer, cfg.model.path)
     ends = digest_of_text(json.dumps(sorted(set(stop_ids))))
     found.add("stop ids", "model", ends, f"stop ids of {cfg.model.path}", unless=("tokenizer",))
@@ -296,6 +300,16 @@ def digests_of(
 
 
 def _code_in(text: str) -> list[Path]:
-    """Return the files of Python code that an objective or a transform names."""
-    paths = [Path(os.path.expanduser(part)) for part in text.split(":") if part.endswith(".py")]
-    return [path for path in paths if path.is_file()]
+    """Return the files of Python code of the functions that an objective or a transform names, once it is loaded."""
+    files: list[Path] = []
+    for place in text.split(":")[:-1]:
+        files += _code_of_module(place)
+        if place.endswith(".py"):
+            files += user_code.files_of(Path(os.path.expanduser(place)))
+    return files
+
+
+def _code_of_module(name: str) -> list[Path]:
+    """Return the files of a module that has been imported; [] for others, and for one without a file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return user_code.files_of(Path(file)) if file else []

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime import atomic_files, user_code
 
 Tensors = dict[str, Tensor]
 SHA256 = "sha256"  # entry of the metadata of a file
@@ -199,17 +199,18 @@ def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bo
 
 
 def digest_of_function(function: Callable[..., Any], named: str, spec: str) -> str:
-    """Digest of a reward: its spec, the source file of its code, and the files and folders in ``named``.
+    """Digest of a reward: its spec, its code (`user_code.files_of`), and the files and folders in ``named``.
 
     ``named`` is the reward's text in the configuration: a model's folder, or a function whose arguments can be paths.
     Other files that the code reads are not included.
     """
     while isinstance(function, partial):
         function = function.func
+    function = inspect.unwrap(function)  # a decorator can be in another file
     code = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
         # a function in a process of its own says where it comes from
-        source = [Path(getattr(function, "source_file", None) or inspect.getfile(code))]
+        source = user_code.files_of(Path(getattr(function, "source_file", None) or inspect.getfile(code)))
     except TypeError:  # a built-in of Python
         source = []
     found = [path for path in [*source, *_paths_in(named)] if len(str(path)) < 4096 and path.exists()]
