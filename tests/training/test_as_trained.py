@@ -220,7 +220,7 @@ def test_a_damaged_file_is_named(trained, tmp_path, capsys):
     assert "Remove the file" in said
 
 
-def test_a_value_model_of_adapters_keeps_the_meaning_of_its_head(work):
+def test_a_value_model_of_adapters_keeps_the_meaning_of_its_head(work, capsys):
     """`merge` of an adapter of a value model in [0, 1] is read as a probability, and truncates where training did."""
     from nlgrpo.model import reward_model
     from nlgrpo.model.value_model import kind_of
@@ -235,6 +235,15 @@ def test_a_value_model_of_adapters_keeps_the_meaning_of_its_head(work):
     options += ["--lora.rank", "2", "--data.max-length", "20", "--evaluation.prompts", "0", "--train.out", str(folder)]
     assert cli.main(["value", "train", *options]) == 0
     assert cli.main(["merge", str(folder / "adapter"), "--out", str(work / "merged-value")]) == 0
+    tiny_model(work / "another", seed=1)
+    merge = ["merge", str(folder / "adapter"), "--out", str(work / "merged-wrong")]
+    assert cli.main([*merge, "--model", str(work / "another")]) == 1
+    said = capsys.readouterr().err
+    assert f"was trained on {work / 'policy'}" in said
+    assert "has other weights" in said
+    (folder / "adapter" / "nlgrpo.json").write_text("[]")
+    assert cli.main(merge) == 1
+    assert "nlgrpo.json cannot be read" in capsys.readouterr().err
     for place in (folder / "model", work / "merged-value"):
         model, trained = reward_model.load(str(place))
         assert trained

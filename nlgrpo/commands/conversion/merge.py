@@ -78,6 +78,7 @@ def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.
     wide = torch.promote_types(adapter.dtype, hf_weights.Checkpoint(source).widest)  # a checkpoint may be wider
     model, trained = reward_model.load(name, dtype=wide, shard=lambda m: lora.attach(m, adapter.config, wide))
     adapters.load(model, adapter)
+    as_trained.check_base(adapter.folder, reward_model.locate(name)[1] or source)
     reward_model.read_head(adapter.folder, model)
     longest = min(own.model_max_length, model.shape.context)  # a tokenizer without a limit has 1e30
     reward_model.save(

@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,7 @@ class AsTrained:
 
         ``vocab``: number of rows of its head. ``digest``: of the model that training started from.
         """
-        known = {"nlgrpo": __version__, **asdict(self), BASE: digest}
-        atomic_files.atomic_write(folder / FILE, json.dumps(known, indent=2, ensure_ascii=False) + "\n")
+        _write(folder, asdict(self) | {BASE: digest})
         settings = _generation_config(self.sampling, tokenizer, folder, vocab)
         atomic_files.atomic_write(folder / GENERATION, json.dumps(settings, indent=2) + "\n")
 
@@ -94,19 +94,37 @@ def _generation_config(
     return {name: value for name, value in settings.items() if value is not None}
 
 
+def write_base(folder: Path, base: str, digest: str) -> None:
+    """Write ``nlgrpo.json`` with the original model only: for the adapter of a model that samples nothing."""
+    _write(folder, {"base": base, BASE: digest})
+
+
+def _write(folder: Path, known: Mapping[str, Any]) -> None:
+    text = json.dumps({"nlgrpo": __version__, **known}, indent=2, ensure_ascii=False)
+    atomic_files.atomic_write(folder / FILE, text + "\n")
+
+
 def check_base(adapter: Path, source: Path) -> None:
     """Check that an adapter was trained on the weights in ``source``, if its folder says on which.
 
-    Raises ValueError for other weights.
+    Raises ValueError for other weights, and for a damaged file.
     """
     path = adapter / FILE
-    saved = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    trained_on = saved.get(BASE)
-    if trained_on is not None and trained_on != digest_of_weights(source):
+    if not path.is_file():
+        return
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+        base, trained_on = saved["base"], saved[BASE]
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{adapter} was trained on {saved.get('base')}, and {source} has other weights "
-            f"(digests {trained_on} and {digest_of_weights(source)}); give the model that it was trained on, or remove "
-            f"{path} to use it with this one"
+            f"{path} cannot be read ({error!r}); expected the model that the adapter was trained on. Remove the file "
+            "to use the adapter with any model"
+        ) from error
+    found = digest_of_weights(source)
+    if trained_on != found:
+        raise ValueError(
+            f"{adapter} was trained on {base}, and {source} has other weights (digests {trained_on} and {found}); give "
+            f"the model that it was trained on, or remove {path} to use it with this one"
         )
 
 

@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import refuse
 from nlgrpo.data.prompt_dataset import visits
+from nlgrpo.engine.inference import as_trained
 from nlgrpo.engine.rollouts import run_inputs, store
 from nlgrpo.engine.rollouts.run_inputs import RunInputs
 from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
@@ -109,6 +110,7 @@ class Trainer(ABC):
     max_length: int
     adapter: LoraConfig | None  # settings of the model's adapters
     progress: Progress = field(default_factory=Progress)
+    base_digest: str = ""  # of the weights that training started from, on the first rank once `inputs` has read them
 
     RESULTS: ClassVar[str]  # name of the file with the results of `evaluate`
     SHOWN: ClassVar[Sequence[tuple[str, str]]]  # metrics on the progress line, with formats
@@ -248,6 +250,7 @@ class Trainer(ABC):
                 with atomic_files.into(folder):
                     reward_model.save_scorer_tokenizer(self.tokenizer, folder, pad=self.pad, max_length=self.max_length)
                     reward_model.write_head(folder, self.model)
+                    as_trained.write_base(folder, self.config.model.path, self.base_digest)
 
         exported = adapters.export(
             self.model,
@@ -262,10 +265,16 @@ class Trainer(ABC):
         return exported
 
     def inputs(self) -> RunInputs:
-        """Return digests of what the run reads: examples and model."""
+        """Return digests of what the run reads: examples and model.
+
+        Raises ValueError if lora.path is an adapter of other weights than those of model.path.
+        """
         found = RunInputs(self.RESULTS)
         name = self.config.model.path
         folder, saved = reward_model.locate(name)
+        if self.config.lora.path:
+            as_trained.check_base(Path(os.path.expanduser(self.config.lora.path)), saved or folder)
+        self.base_digest = store.digest_of_weights(saved or folder)
         found.add_model(folder, self.tokenizer, name)
         if saved is not None:
             found.add("checkpoint", "model", store.digest_of_model(saved), f"weights of {name}")
