@@ -32,7 +32,7 @@ def next_token_logprobs(model: Decoder, ids: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def completion_logprobs(model: Decoder, rollout: Rollout, batches: Sequence[MicroBatch], temperature: float) -> Tensor:
     """Return log-probs (R, L) of the R = P * M completions, packed in ``batches``; 0 after their ends."""
-    dtype = torch.float64 if model.head_weight.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if model.embed.weight.dtype == torch.float64 else torch.float32
     out = torch.zeros_like(rollout.logprobs.flatten(0, 1), dtype=dtype)
     for batch in batches:
         logprob, _ = logprobs(model, batch, temperature)

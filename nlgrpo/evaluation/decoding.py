@@ -120,7 +120,7 @@ class Comparison:
         """Everything besides the method that the results depend on."""
         sampling, tokenizer = self.sampler.sampling, self.sampler.tokenizer
         return {
-            "origin": asdict(Provenance.of(self.source, tokenizer, self.dtype, sampling)),
+            "origin": Provenance.of(self.source, tokenizer, self.dtype, sampling).identity(),
             "prompts": self.prompts,
             "columns": digests_of_columns(self.batch.columns, len(self.batch.ids)),
             "rewards": {s.name: [s.digest, self.cfg.rewards[s.name].weight] for s in self.scorers},

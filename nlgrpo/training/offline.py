@@ -77,9 +77,13 @@ class OfflineSamples:
     config: OfflineConfig  # with an alpha
     per_step: int  # M
     seed: int
+    tokens: int | None = None  # number of ids that have a token, if the head has more rows
 
     def choose(self, cursor: int, count: int, ranks: Ranks) -> OfflineBatch:
-        """Choose responses for prompts ``cursor`` to ``cursor + count - 1``. Returns those of this rank."""
+        """Choose responses for prompts ``cursor`` to ``cursor + count - 1``. Returns those of this rank.
+
+        Raises ValueError for a response with an id that has no token: an older version sampled them, too.
+        """
         batch = self.prompts.take(cursor, count)
         rows = [self._row(ids) for ids in batch.ids]
         used = [self._visited(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)]
@@ -87,12 +91,14 @@ class OfflineSamples:
         mine = slice(ranks.rank, None, ranks.world)
         responses = [(p, j) for p, js in zip(prompt[mine].tolist(), picked[mine].tolist(), strict=True) for j in js]
         completions = {p: self.rollouts.ids(rows[p]) for p in {p for p, _ in responses}}
-        return OfflineBatch(
-            [batch.ids[p] for p, _ in responses],
-            [completions[p][j] for p, j in responses],
-            picked.shape[1],
-            len(prompt),
-        )
+        chosen = [completions[p][j] for p, j in responses]
+        largest = max((max(ids, default=0) for ids in chosen), default=0)
+        if self.tokens is not None and largest >= self.tokens:
+            raise ValueError(
+                f"{self.rollouts.folder} has a sample with the id {largest}, which has no token: expected ids below "
+                f"{self.tokens}, as the tokenizer has. An older version sampled it; sample again with `nlgrpo rollout`"
+            )
+        return OfflineBatch([batch.ids[p] for p, _ in responses], chosen, picked.shape[1], len(prompt))
 
     def _picked(self, rows: Sequence[int], used: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return the prompt of each set (B,), in order, and its samples (B, 1 or 2): its best one, or its pair.
@@ -185,6 +191,7 @@ def make(
         config=_with_alpha(cfg, rollouts),
         per_step=M,
         seed=cfg.train.seed,
+        tokens=origin().tokens,
     )
 
 

@@ -4,20 +4,24 @@ A model of 40 rows, of which 32 have a token, must do what the model of the 32 r
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from helpers import WORDS, tiny_model
+from helpers import WORDS, run_ranks, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends.vllm_engine import request_of
 from nlgrpo.engine.generation import generate
+from nlgrpo.engine.rollouts import collect, loading
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.model import decoder
+from nlgrpo.kernels import linear_logprob
+from nlgrpo.model import decoder, fsdp
+from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
@@ -77,31 +81,49 @@ def test_training_is_that_of_the_model_without_these_rows(head, more, work):
         assert torch.equal(ours[name][len(value) :].float(), start[name][len(value) :]), name  # not trained
 
 
+def logprobs_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    tokens = torch.tensor([1, 4, 9, 31, 5])
+    head = partial(linear_logprob, targets=tokens[1:], temperature=0.7)
+    logprobs, entropies = model(tokens[:-1], [4], torch.arange(4), head)
+    (logprobs + entropies).sum().backward()
+    gradients = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    return logprobs.detach(), gradients
+
+
+def on_rank(rank: int, work: Path) -> None:
+    """A sharded model with these rows, against the model without them."""
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    shard = partial(fsdp.shard, ranks=ranks, compute=torch.float64)
+    for head in HEADS:
+        padded = decoder.load(work / f"{head} 40", dtype=torch.float64, shard=shard)
+        padded.limit_vocabulary(KNOWN)
+        short = decoder.load(work / f"{head} 32", dtype=torch.float64)
+        (ours, gradients), (truth, expected) = logprobs_and_gradients(padded), logprobs_and_gradients(short)
+        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+        for name, value in expected.items():
+            torch.testing.assert_close(gradients[name][: len(value)], value, rtol=1e-9, atol=1e-12)
+            assert not gradients[name][len(value) :].any()
+        sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
+        with fsdp.gathered(padded):
+            sampled = generate(padded, [[4, 5]], 16, sampling, seed=1)
+        assert sampled.completion_ids() == generate(short, [[4, 5]], 16, sampling, seed=1).completion_ids()
+
+
+def test_a_model_that_is_sharded_over_two_ranks(work):
+    run_ranks(on_rank, work)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_samples_have_tokens(head, work, capsys):
     sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
     padded, short = (decoder.load(work / f"{head} {rows}") for rows in (ROWS, KNOWN))
-    assert max(map(max, generate(padded, [[4, 5]], 32, sampling).completion_ids()[0:])) >= KNOWN
+    assert max(map(max, generate(padded, [[4, 5]], 32, sampling).completion_ids())) >= KNOWN
     padded.limit_vocabulary(KNOWN)
     ours, truth = (generate(model, [[4, 5]], 64, sampling, seed=1) for model in (padded, short))
     assert ours.completion_ids() == truth.completion_ids()
     assert torch.equal(ours.logprobs, truth.logprobs)
-    assert (
-        cli.main(
-            [
-                "generate",
-                "w0 w1",
-                "--model",
-                str(work / f"{head} 40"),
-                "--samples",
-                "64",
-                "--max-new-tokens",
-                "6",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = ["--model", str(work / f"{head} 40"), "--samples", "64", "--max-new-tokens", "6", "--json"]
+    assert cli.main(["generate", "w0 w1", *options]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert max(max(row["ids"]) for row in rows) < KNOWN
 
@@ -139,3 +161,27 @@ def test_the_plan_counts_them(work, capsys):
         assert train.main([*options, "--model.path", str(work / f"untied {rows}")]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert ("40 rows; the last 8 have no token" in shown) == said
+
+
+def test_rollouts_of_an_older_version_are_sampled_again(work, tmp_path, capsys, monkeypatch):
+    """They have ids without a token: refused in offline training, and not mixed with new ones."""
+    options = {
+        "model.path": work / "untied 40", "data.source": work / "prompts.jsonl", "rollout.max_new_tokens": 6,
+        "rewards.short.function": "length(target=3, scale=10)", "rewards.short.objective": "mean",
+    }  # fmt: skip
+    common = ["blank", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+    sample = ["rollout", *common, "--samples", "4", "--out", str(tmp_path / "rollouts")]
+    offline = [*common, "--loss.algorithm", "bon_sft", "--offline.n", "2", "--rollout.samples", "4"]
+    offline += ["--train.steps", "1", "--rollout.prompts", "4", "--evaluation.prompts", "0"]
+    offline += ["--train.out", str(tmp_path / "run")]
+    offline += ["--calibration.rollouts", str(tmp_path / "rollouts")]
+    with monkeypatch.context() as older:
+        for place in (loading, collect):
+            older.setattr(place, "count_tokens", lambda tokenizer: ROWS)
+        assert cli.main(sample) == 0
+    assert train.main(offline) == 1
+    said = capsys.readouterr().err
+    for part in ("which has no token", "expected ids below 32", "`nlgrpo rollout`"):
+        assert part in said
+    assert cli.main(sample) == 0
+    assert train.main([*offline, "--train.allow-changed", "data"]) == 0

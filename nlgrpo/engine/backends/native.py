@@ -63,7 +63,7 @@ class NativeEngine:
         Not if the copies do not fit, not on a CPU, where a seed keeps its draws, and not by block, where the weights
         exist only while a block computes.
         """
-        device = self.model.head_weight.device
+        device = self.model.embed.weight.device
         if device.type != "cuda" or self.by_block:
             return nullcontext()
         fits = lora.adapted_bytes(self.model) <= decoding_memory.COPIES * free_memory(device)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from nlgrpo.engine.rollouts.store import (
     to_rollout,
 )
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.transformers_backend import limits_of
+from nlgrpo.model.architectures import read_config
+from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError, print_cause
 
@@ -81,6 +85,14 @@ class Provenance:
     sampling: Sampling
     guide: str = ""  # digest of the search and its value models; "" without guidance
     engine: str = ""  # "" for nlgrpo's own
+    tokens: int | None = None  # number of ids that are sampled, if the head has more rows
+
+    def identity(self) -> dict[str, Any]:
+        """Fields for digests: ``tokens``, which an older version did not have, is left out if it is None."""
+        known = dataclasses.asdict(self)
+        if self.tokens is None:
+            del known["tokens"]
+        return known
 
     @classmethod
     def of(
@@ -92,20 +104,21 @@ class Provenance:
         engine: str = "nlgrpo",
     ) -> Provenance:
         """Compute the provenance of the model in the directory ``source``. Reads all of its weights."""
+        tokens = count_tokens(tokenizer)
+        rows = limits_of(read_config(source)).vocab
         return cls(
             digest_of_model(source),
             digest_of_tokenizer(tokenizer),
             str(dtype),
             sampling,
             engine="" if engine == "nlgrpo" else engine,
+            tokens=tokens if tokens < rows else None,
         )
 
 
 def open_store(root: Path, origin: Provenance, sampler: Sampler, *, first: bool) -> Store:
     """Open the store of these completions in the folder ``root``; ``first``: see `Store.make`."""
-    known = {
-        name: value for name, value in dataclasses.asdict(origin).items() if name not in ("guide", "engine") or value
-    }
+    known = {name: value for name, value in origin.identity().items() if name not in ("guide", "engine") or value}
     identity = known | {"samples": sampler.samples, "seed": sampler.seed}
     return Store.make(root, identity, first=first)
 
