@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
                 f"{path} is the folder of a run, not a model; a finished run has its model in {path / 'model'}"
             )
         return path
+    if os.path.isfile(path / "adapter_config.json"):
+        raise ValueError(
+            f"{path} is an adapter, not a model: `nlgrpo merge {path} --out FOLDER` makes a model of it, and a run of "
+            f"nlgrpo has one in {path.parent / 'model'}; lora.path continues it"
+        )
     if os.path.isdir(path):
         raise ValueError(f"{path} has no config.json, so it is not a Hugging Face model directory")
     embedded = Path(str(files("nlgrpo.data"))) / "assets" / str(path_or_name)
@@ -124,6 +129,11 @@ class Checkpoint:
             raise ValueError(
                 f"{folder} has no model.safetensors (nor an index of shards); only safetensors are read. Convert "
                 "other formats with transformers: model.save_pretrained(folder)"
+            )
+        if single.is_file() and single.name not in shards:
+            raise ValueError(
+                f"{folder} has two models, {single.name} and the shards of {index.name}: transformers reads "
+                "the former. Remove the one that is not meant"
             )
         outside = [name for name in shards if not isinstance(name, str) or Path(name).name != name]
         if outside:
@@ -235,8 +245,14 @@ class Checkpoint:
         return functools.reduce(torch.promote_types, self.dtypes)
 
 
-def prefix_note(name: str, stored: Iterable[str]) -> str:
-    """Return a note if ``name`` is ``stored`` behind a prefix, as wrappers of a model save it; "" otherwise."""
+def prefix_note(name: str, stored: Collection[str]) -> str:
+    """Return a note if ``name`` is ``stored`` without its prefix, or behind another, as wrappers save it; else ""."""
+    bare = next((other for other in stored if name.endswith(f".{other}")), None)
+    if bare is not None:
+        return (
+            f". It has {bare!r}, without the prefix {name.removesuffix(bare)!r}: the model was saved without its head "
+            "(AutoModel) or renamed. Save the whole model (AutoModelForCausalLM), or add the prefix to the names"
+        )
     found = next((other for other in stored if other.endswith(f".{name}")), None)
     if found is None:
         return ""
@@ -253,11 +269,11 @@ def check_unexpected(folder: Path, model: nn.Module, names: Iterable[str]) -> No
     """Check the tensors ``names`` of ``folder`` that transformers did not load into ``model``.
 
     Raises ValueError for tensors of modules that the model has, such as biases and further layers: without them it
-    would compute something else. Others, such as a tower for images, are logged.
+    would compute something else. Others, such as a tower for images, are logged, except for `BUFFERS`.
     """
     modules = {name for name, _ in model.named_modules()}
     inside, outside = list[str](), list[str]()
-    for name in sorted(names):
+    for name in sorted(name for name in names if not BUFFERS.search(name)):
         layers = re.match(r"(.+?)\.\d+\.", name)
         owned = name.rpartition(".")[0] in modules or (layers is not None and layers[1] in modules)
         (inside if owned else outside).append(name)

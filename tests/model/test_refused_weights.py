@@ -133,7 +133,9 @@ def test_models_that_transformers_runs_are_checked_as_well(tmp_path):
 def test_what_transformers_does_not_load_is_refused_inside_of_the_model_and_listed_outside(folder, caplog):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with caplog.at_level(logging.WARNING, "nlgrpo"):
-        hf_weights.check_unexpected(folder, model, ["vision_tower.layers.0.weight"])
+        buffers = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.attn.masked_bias"]
+        hf_weights.check_unexpected(folder, model, ["vision_tower.layers.0.weight", *buffers])
+    assert "inv_freq" not in caplog.text
     assert "does not use its tensors vision_tower.layers.0.weight" in caplog.text
     for name in ("model.layers.0.mlp.up_proj.bias", "model.layers.7.mlp.up_proj.weight"):
         with pytest.raises(ValueError, match=f"no place for: {name}"):
@@ -176,6 +178,26 @@ def test_prefixes_of_wrappers_are_named(prefix, maker, folder):
     file = folder / "model.safetensors"
     save_file({prefix + name: x for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"the prefix '{prefix}'.*{maker}.*remove the prefix"):
+        decoder.load(folder)
+
+
+def test_two_models_in_one_folder(folder):
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "model-00001-of-00001.safetensors")}
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"two models, model\.safetensors and the shards of .*Remove the one"):
+        decoder.load(folder)
+    (folder / "model.safetensors").unlink()
+    decoder.load(folder)
+
+
+def test_names_without_their_prefix(folder):
+    """AutoModel saves a model without its head, and without the prefix of the names."""
+    file = folder / "model.safetensors"
+    bare = {name.removeprefix("model."): x for name, x in load_file(file).items() if name != "lm_head.weight"}
+    save_file(bare, file, metadata={"format": "pt"})
+    said = r"has 'embed_tokens\.weight', without the prefix 'model\.'.*AutoModelForCausalLM"
+    with pytest.raises(ValueError, match=said):
         decoder.load(folder)
 
 
@@ -240,6 +262,13 @@ def adapter(folder, tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(theirs, config).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
+
+
+def test_an_adapter_is_no_model(adapter, capsys):
+    assert cli.main(["generate", "w1", "--model", str(adapter)]) == 1
+    said = capsys.readouterr().err
+    assert f"{adapter} is an adapter, not a model" in said
+    assert f"nlgrpo merge {adapter}" in said
 
 
 def test_every_key_that_peft_writes_is_known(adapter):
