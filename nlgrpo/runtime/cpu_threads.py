@@ -64,10 +64,12 @@ def choose(usual: int, saved: int | None, *, alone: bool = True) -> Threads:
     if saved is not None:
         note = f"{shown(usual)}: this machine has no {saved} cores, with which this run began"
         return Threads(usual, f"{note}; its numbers may round differently")
-    busy = busy_cores(SHORT) if alone else 0
+    if not alone or usual == 1:
+        return Threads(usual)
+    busy = busy_cores(SHORT)
     if busy:
         busy = min(busy, busy_cores(LONG))
-    if not busy or usual == 1:
+    if not busy:
         return Threads(usual)
     cores = len(usable())
     count = max(1, min(usual, cores - busy))
