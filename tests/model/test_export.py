@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from nlgrpo.model import decoder, fsdp, reward_model, shards
+from nlgrpo.model import architectures, decoder, fsdp, reward_model, shards
 from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.distributed import Ranks
 
@@ -202,5 +202,5 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path):
 def test_every_family_is_covered():
     kinds = {CASES[case][0] for case in FAMILIES}
     assert kinds == {kind for kind, _ in CASES.values()}
-    assert len(kinds) == len(decoder.FAMILIES)
+    assert len(kinds) == len(architectures.FAMILIES)
     assert all(hasattr(transformers, kind) for kind in kinds)

@@ -198,7 +198,10 @@ def test_the_gradient_is_that_of_the_sampled_tokens(work):
         ({"environment__max-tokens": 8}, "environment.max_tokens"),
         ({"environment__timeout": 0}, "environment.timeout"),
         ({"rewards__spaces__function": "environment(metric='space')"}, "has no metric 'space'; it has answer_length"),
-        ({"environment__id": "", "data__source": "story-prompts"}, "needs 'environment'"),
+        (
+            {"environment__id": "", "data__source": "story-prompts", "data__chat-template-kwargs": "{}"},
+            "needs 'environment'",
+        ),
         ({"environment__id": "missing-one"}, "Could not import 'missing-one'"),
     ],
 )
