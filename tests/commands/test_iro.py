@@ -89,7 +89,8 @@ def whole(work):
 
 
 def test_what_the_loop_leaves(work, whole, capsys):
-    folders, files = {"iteration-1", "iteration-2", "compressed-2"}, {"config.json", "iro.json", "guide.json"}
+    folders = {"iteration-1", "iteration-2", "compressed-2"}
+    files = {"config.json", "iro.json", "guide.json", "threads.json"}
     assert {path.name for path in whole.iterdir() if not path.name.startswith(".lock")} == folders | files
     first, second = json.loads((whole / "iro.json").read_text())
     assert (first["samples"], second["samples"]) == (16, 8)

@@ -99,6 +99,8 @@ def test_a_changed_input_is_refused_by_name_and_allowed_by_name(name, work, caps
     assert f"--train.allow-changed {kind} " in said
     assert "--train.restart" in said
     assert {path.name: path.read_bytes() for path in (work / "run").iterdir() if path.is_file()} == before
+    if name in KINDS:  # another way to change something of the same kind
+        return
     others = [other for other in run_inputs.KINDS if other != kind]
     assert train.main(arguments(work, "--train.allow-changed", *others, steps=2)) == 1
     capsys.readouterr()
