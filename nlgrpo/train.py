@@ -38,7 +38,7 @@ from nlgrpo.training.learner import Learner
 from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.planning import table
 from nlgrpo.training.rollouts.ahead import Rollouts
-from nlgrpo.training.run import Run, open_folder
+from nlgrpo.training.run import Run
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
@@ -195,8 +195,7 @@ def _launch(cfg: Config, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
     ranks.agree(partial(table.check_memory, run))  # nodes may differ
     if dry_run:
         return
-    open_folder(run)
-    cpu_threads.record(run.folder, ranks)
+    run.open_folder()
     learner = run.learner()
     with run.engine(learner, lambda: stop.received) as engine:
         before = evaluate_before(run, learner, engine)

@@ -1,8 +1,7 @@
-"""A training run: the objects that the training loop uses, and the run's folder. `build.py` builds one."""
+"""A training run: the objects that the training loop uses. `build.py` builds one."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
-from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.engine import backends
@@ -41,7 +39,7 @@ from nlgrpo.model.tokenizer import count_tokens, save_tokenizer
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.rewards.reward_functions import Scores
-from nlgrpo.runtime import atomic_files, cpu_threads
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import MicroBatchLimit, master_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
@@ -53,38 +51,11 @@ from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.training.losses.kl import AdaptiveBeta
 from nlgrpo.training.reference_rewards import ReferenceRewards
 from nlgrpo.training.tracking import run_files, terminal, trackers
-from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 if TYPE_CHECKING:
     from nlgrpo.runtime.checkpoint import Saver
-
-# Keys that may change when a run resumes: its length, and what it saves and shows.
-FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
-        "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
-        "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
-        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
-        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "train.max_empty_steps",
-        "train.deterministic", "train.allow_changed", "divergence.",
-        *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
-
-# Files and folders that a run writes besides config.json.
-WRITTEN = (
-    *(
-        "checkpoints",
-        "model",
-        "adapter",
-        "engine",
-        "paused-servers",
-        *LOGGED,
-        evaluation_samples.FILE,
-        run_inputs.FILE,
-        run_files.REPORT_FILE,
-        cpu_threads.FILE,
-    ),
-    *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
-)
 
 
 @dataclass
@@ -262,13 +233,28 @@ class Run:
             return beta
         return AdaptiveBeta(beta, target).step(kl)
 
+    def open_folder(self) -> None:
+        """Create the folder, or check that it holds this run; collective. Raises ValueError as `run_folder.claim`."""
+        train = self.config.train
+        run_folder.claim(
+            self.folder,
+            self.config,
+            self.ranks,
+            free=run_folder.free(self.config),
+            restart=train.restart,
+            removed=run_folder.WRITTEN,
+            steps=train.steps,
+            inputs=self.inputs,
+            allowed=train.allow_changed,
+        )
+
     def inputs(self) -> run_inputs.RunInputs:
         """Return digests of what the run reads: data, rewards and model.
 
         Raises ValueError if lora.path is an adapter of other weights than those of model.path.
         """
         if self.config.lora.path:
-            as_trained.check_base(Path(os.path.expanduser(self.config.lora.path)), self.source)
+            as_trained.check_base(self.config.lora.path, self.source)
         self.base_digest = digest_of_weights(self.source)
         scored = scorers(self.config.rewards, self.objectives, self.sampler.rewards)
         return digests_of(
@@ -460,31 +446,3 @@ class Run:
         )
         self.ranks.agree(write_beside_adapter)
         return exported
-
-
-def open_folder(run: Run) -> None:
-    """Create the run's folder, or check that it holds this run; collective. Raises ValueError if it holds another."""
-    train = run.config.train
-    run_folder.claim(
-        run.folder,
-        run.config,
-        run.ranks,
-        free=_free(run.config),
-        restart=train.restart,
-        removed=WRITTEN,
-        steps=train.steps,
-        inputs=run.inputs,
-        allowed=train.allow_changed,
-    )
-
-
-def _free(cfg: Config) -> tuple[str, ...]:
-    """`FREE` without the keys that this run's training depends on, and with those of how rewards are called.
-
-    The former are train.steps if the learning rate follows a schedule over the whole run, and evaluation.prompts if the
-    evaluation prompts are held out of the training data.
-    """
-    bound = {"train.steps": cfg.optim.schedule != "constant", "evaluation.prompts": not cfg.data.evaluation}
-    # Neither changes what a reward returns; a run that a reward has stopped may need them.
-    calls = [f"rewards.{name}.{key}: " for name in cfg.rewards for key in ("timeout", "process")]
-    return (*(name for name in FREE if not bound.get(name, False)), *calls)

@@ -6,17 +6,20 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nlgrpo.config import comparing
-from nlgrpo.config.schema import LoopConfig
-from nlgrpo.engine.rollouts import run_inputs
+from nlgrpo.config.schema import Config, LoopConfig
+from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
 from nlgrpo.engine.rollouts.run_inputs import RunInputs
-from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.file_lock import Busy, FileLock
+from nlgrpo.training.tracking import run_files, trackers
+from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 
 if TYPE_CHECKING:
     from nlgrpo.runtime.checkpoint import Saver
@@ -24,7 +27,45 @@ if TYPE_CHECKING:
 FILE = "config.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
+# Keys that may change when a run of a policy resumes: its length, and what it saves and shows.
+FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
+        "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
+        "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
+        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
+        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "train.max_empty_steps",
+        "train.deterministic", "train.allow_changed", "divergence.",
+        *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
+
+# Files and folders that such a run writes besides config.json.
+WRITTEN = (
+    *(
+        "checkpoints",
+        "model",
+        "adapter",
+        "engine",
+        "paused-servers",
+        *LOGGED,
+        evaluation_samples.FILE,
+        run_inputs.FILE,
+        run_files.REPORT_FILE,
+        cpu_threads.FILE,
+    ),
+    *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
+)
+
 _LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
+
+
+def free(cfg: Config) -> tuple[str, ...]:
+    """Return `FREE` without the keys that this run's training depends on, and with those of how rewards are called.
+
+    The former are train.steps if the learning rate follows a schedule over the whole run, and evaluation.prompts if the
+    evaluation prompts are held out of the training data.
+    """
+    bound = {"train.steps": cfg.optim.schedule != "constant", "evaluation.prompts": not cfg.data.evaluation}
+    # Neither changes what a reward returns; a run that a reward has stopped may need them.
+    calls = [f"rewards.{name}.{key}: " for name in cfg.rewards for key in ("timeout", "process")]
+    return (*(name for name in FREE if not bound.get(name, False)), *calls)
 
 
 def claim(
@@ -60,6 +101,7 @@ def claim(
             fault = _compare(folder, inputs, allowed, advice)
         if ranks.first and not fault:
             _write_config(folder, cfg)
+            cpu_threads.record(folder, ranks)
     except OSError as error:
         fault = f"{folder} cannot be used as the folder of a run: {error}"
     except ValueError as error:  # the folder is fine, and writing to it failed

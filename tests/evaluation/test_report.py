@@ -20,7 +20,7 @@ from nlgrpo.evaluation.estimators import best_of_n
 from nlgrpo.evaluation.figures import Style
 from nlgrpo.evaluation.html_page import SCRIPT
 from nlgrpo.evaluation.report import compare, length_targets, write_report
-from nlgrpo.training import run, run_folder
+from nlgrpo.training import run_folder
 
 EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
 VOID = {"meta", "img", "source", "br", "link"}
@@ -188,7 +188,7 @@ def test_a_run_that_restarts_removes_its_report(tmp_path, undrawn):
     folder = make_run(tmp_path / "run")
     write_report(folder)
     assert len(list(folder.glob("*.png"))) == len(PICTURES)
-    run_folder._clear(folder, run.WRITTEN)
+    run_folder._clear(folder, run_folder.WRITTEN)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 

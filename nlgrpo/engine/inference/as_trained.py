@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,12 +105,12 @@ def _write(folder: Path, known: Mapping[str, Any]) -> None:
     atomic_files.atomic_write(folder / FILE, text + "\n")
 
 
-def check_base(adapter: Path, source: Path) -> None:
+def check_base(adapter: str | Path, source: Path) -> None:
     """Check that an adapter was trained on the weights in ``source``, if its folder says on which.
 
     Raises ValueError for other weights, and for a damaged file.
     """
-    path = adapter / FILE
+    path = Path(os.path.expanduser(adapter)) / FILE
     if not path.is_file():
         return
     try:

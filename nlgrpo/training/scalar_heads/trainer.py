@@ -265,15 +265,12 @@ class Trainer(ABC):
         return exported
 
     def inputs(self) -> RunInputs:
-        """Return digests of what the run reads: examples and model.
-
-        Raises ValueError if lora.path is an adapter of other weights than those of model.path.
-        """
+        """Return digests of examples and model. Raises ValueError if lora.path is an adapter of other weights."""
         found = RunInputs(self.RESULTS)
         name = self.config.model.path
         folder, saved = reward_model.locate(name)
         if self.config.lora.path:
-            as_trained.check_base(Path(os.path.expanduser(self.config.lora.path)), saved or folder)
+            as_trained.check_base(self.config.lora.path, saved or folder)
         self.base_digest = store.digest_of_weights(saved or folder)
         found.add_model(folder, self.tokenizer, name)
         if saved is not None:
@@ -412,7 +409,6 @@ def fit(
         inputs=run.inputs,
         allowed=cfg.train.allow_changed,
     )
-    cpu_threads.record(run.folder, ranks)
     before = evaluate_before(run)
     if run.restore():
         console.print(f"resuming from step {run.progress.step}")

@@ -40,7 +40,6 @@ from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.rewards.reward_functions import RewardError, print_cause
-from nlgrpo.runtime import cpu_threads
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
 from nlgrpo.training.rollouts.job import Job, build, open_folder, roll_out
@@ -270,7 +269,6 @@ class Loop:
         identity = _Identity(_kept(self.options), self.cfg, _contents(job))
         free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in trainer.FREE))
         run_folder.claim(self.folder, identity, self.queue.ranks, free=free, restart=False, advice=ADVICE)
-        cpu_threads.record(self.folder, self.queue.ranks)
 
     def run(self) -> bool:
         """Run all stages in turn. Returns False if a signal stopped it early. Collective."""
