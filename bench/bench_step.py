@@ -162,7 +162,6 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
     from nlgrpo.train import train
     from nlgrpo.training.build import build
     from nlgrpo.training.rollouts.ahead import Rollouts
-    from nlgrpo.training.run import open_folder
 
     steps = args.warmup + args.steps
     settings = {
@@ -190,7 +189,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
     }
     with process_group.start() as ranks:
         run = build(from_dict(settings, Config()), ranks)
-        open_folder(run)
+        run.open_folder()
         learner = run.learner()
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
         stop = Clock.stop
