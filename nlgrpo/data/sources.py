@@ -75,8 +75,8 @@ def _local(source: str, split: str, separator: str | None) -> Path:
         raise ValueError(_no_text(separator, source))
     if path.is_file() and split != "train":
         raise ValueError(
-            f"split = {split!r}, but {source} is a single file, which has no splits. Remove the split, or name the "
-            f"file of {split!r}."
+            f"split = {split!r}, but {source} is a single file, which has no splits. Set the split to 'train', or "
+            f"name the file of {split!r}."
         )
     return path
 

@@ -158,7 +158,9 @@ def shape_of(config: Any) -> Shape:
 
 def check_causal(config: Any) -> None:
     """Raise ValueError if the config is that of a classifier or of another model without a head for the next token."""
-    names = config.architectures or ()
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json{_of(config)} has architectures = {names!r}; expected a list of class names")
     if names and all(OTHER_TASKS.search(name) for name in names):
         raise ValueError(
             f"config.json{_of(config)} is that of a {names[0]}, which predicts no next token; expected a causal "

@@ -159,5 +159,5 @@ def _number(item: Any) -> float | None:
         return math.inf
     try:
         return float(item)
-    except (OverflowError, ValueError, TypeError):  # beyond the largest float, or not a number
+    except Exception:  # beyond the largest float, not a number, or whatever the item's own code raises
         return math.inf

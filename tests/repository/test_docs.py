@@ -142,7 +142,7 @@ def made(tmp_path_factory):
     (folder / "vader_lexicon.txt").write_text("w3\t1.5\nw4\t-0.5\n")
     rows = [{"prompt": f"w{i % 20} w{i // 20} w5", "answer": f"#### {i}"} for i in range(40)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    pairs = [{"chosen": f"w1 w{i % 20} w3", "rejected": f"w1 w{i % 20} w4"} for i in range(40)]
+    pairs = [{"chosen": f"w{i % 20} w{i // 20} w3", "rejected": f"w{i % 20} w{i // 20} w4"} for i in range(40)]
     with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
         file.write("\n".join(map(json.dumps, pairs)) + "\n")
     for path in ("examples", "scripts"):

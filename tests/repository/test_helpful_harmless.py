@@ -45,9 +45,11 @@ def parts(tmp_path, monkeypatch):
         tiny_model(tmp_path / "runs" / name / "model")
         scorer = transformers.LlamaForSequenceClassification(tiny_config(num_labels=1))
         scorer.save_pretrained(tmp_path / "runs" / name / "model")
-    dialogues = [{"chosen": f"\n\nHuman: w{i} w2\n\nAssistant: w3 w{i}"} for i in range(24)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dialogues))
-    return ["--model.path", "alpaca", "--data.source", "pairs.jsonl", "--data.evaluation", "pairs.jsonl"]
+    for name, second in (("train", 2), ("test", 3)):
+        rows = [{"chosen": f"\n\nHuman: w{i} w{second}\n\nAssistant: w3 w{i}"} for i in range(24)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data.source", "train.jsonl", "--data.evaluation", "test.jsonl", "--data.evaluation-split", "train"]
+    return ["--model.path", "alpaca", *data]
 
 
 def test_the_recipe_of_7b_has_a_plan(parts, capsys):

@@ -79,31 +79,11 @@ def room(name):
     return ".".join(name.split(".")[:2])
 
 
-@cache
-def functions(path):
-    """Name and length of every function of a file."""
-    found = []
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found.append((f"{path.name}:{node.lineno} {node.name}", node.end_lineno - first + 1))
-    return found
-
-
 def test_imports_are_read_correctly():
     assert {"nlgrpo.training.run", "nlgrpo.training.planning.table"} <= ours(FILES["nlgrpo.train"])
     assert {"nlgrpo.kernels.linearize", "nlgrpo.kernels.logprob"} <= ours(FILES["nlgrpo.kernels"])
     assert "nlgrpo.kernels.linearize" in reached("nlgrpo.objectives.registry")
     assert "torch.distributed" in imports(FILES["nlgrpo.runtime.distributed"])
-
-
-def test_the_package_is_a_table_of_contents():
-    shown = [path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")]
-    assert len(shown) <= 14, shown
-    assert {"train.py", "cli.py"} <= set(shown)
-    for name in ROOMS:
-        inside = [p for p in FILES[name].parent.iterdir() if not p.name.startswith("__") and p.suffix != ".so"]
-        assert len(inside) <= 14 or name == "nlgrpo.kernels", name
 
 
 @pytest.mark.parametrize("name", [name for name in ROOMS if name != "nlgrpo.kernels"])
@@ -175,20 +155,9 @@ def test_tensor_functions_stay_pure(name):
 
 
 def test_integrations_import_objectives_and_reward_calling_only():
-    allowed = {*PURE, *KERNELS, "nlgrpo.rewards", "nlgrpo.rewards.calling", "nlgrpo.rewards.outputs"}
+    allowed = {*PURE, *KERNELS, "nlgrpo.rewards"}
+    allowed |= {f"nlgrpo.rewards.{name}" for name in ("calling", "history", "outputs")}
     allowed |= {f"nlgrpo.runtime.supervision.{name}" for name in ("threads", "time_limit", "terminator")}
     allowed |= {"nlgrpo.integrations", "nlgrpo.runtime.supervision"}
     allowed |= {name for name in FILES if name.startswith("nlgrpo.integrations.")}
     assert "nlgrpo.objectives.registry" in reached("nlgrpo.integrations.trl") <= allowed
-
-
-@pytest.mark.parametrize("path", FILES.values(), ids=FILES.keys())
-def test_files_and_functions_are_short(path):
-    assert len(path.read_text("utf-8").splitlines()) < (250 if path.name == "train.py" else 450)
-    assert not [f"{name}: {length} lines" for name, length in functions(path) if length > 100]
-
-
-def test_most_functions_are_short():
-    lengths = sorted(length for path in FILES.values() for _, length in functions(path))
-    assert len(lengths) > 300
-    assert lengths[len(lengths) // 2] <= 15
