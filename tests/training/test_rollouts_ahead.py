@@ -23,7 +23,6 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.training.build import build
 from nlgrpo.training.rollouts.ahead import Rollouts
-from nlgrpo.training.run import open_folder
 
 SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
 
@@ -318,7 +317,7 @@ def fails_on_one(rank, folder, url):
     ranks = Ranks(rank, 2, torch.device("cpu"))
     cfg, _ = from_arguments([*arguments(folder / "run", []), "--vllm.servers", url])
     run = build(cfg, ranks)
-    open_folder(run)
+    run.open_folder()
     learner = run.learner()
     with run.engine(learner) as engine, run.logger() as log:
         stop = StopSignal()
