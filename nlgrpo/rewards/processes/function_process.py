@@ -6,7 +6,7 @@ import base64
 import functools
 import inspect
 import os
-import pickle
+import pickle  # nosec B403  # between our own processes
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
-import pickle
+import pickle  # nosec B403  # between our own processes
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
