@@ -1,6 +1,7 @@
 # make train      install into .venv and train (ARGS="..." are arguments of nlgrpo train)
 # make test       install the test dependencies and run the fast tests
-# make test-slow  tests marked slow: builds, many processes, or more than ten seconds
+# make test-slow  tests marked slow: builds, many processes, or more than ten seconds; without those of the next line
+# make test-records  tests that run the benchmarks, the notebooks and the scripts of the experiments
 # make test-vllm  tests with vLLM (its CPU build), in an environment of its own
 # make test-oldest  the fast tests with the oldest supported PyTorch, Triton, .., in an environment of its own
 # make test-newest  the same with the newest
@@ -30,7 +31,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
-.PHONY: train test test-slow test-vllm test-oldest test-newest test-asan fuzz chaos gpu gpu-tables check docs wheels clean
+.PHONY: train test test-slow test-records test-vllm test-oldest test-newest test-asan fuzz chaos gpu gpu-tables check docs wheels clean
 
 train: $(VENV)/installed
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
@@ -43,7 +44,11 @@ test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not records"
+
+# Not in CI: they take fifteen minutes. Run them by hand before a release.
+test-records: $(VENV)/installed-test
+	$(PYTEST) -m records
 
 # vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.
 test-vllm: $(VLLM)/installed

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.records]
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -117,7 +117,6 @@ def test_the_soak_notices_a_leak():
     assert "not flat: resident_mib, descriptors, threads" in done.stderr
 
 
-@pytest.mark.slow
 def test_the_plan_benchmark_runs():
     done = run("bench_plan.py", "--only", "gpt2, 2 optimizer steps", "--threads", "1")
     (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -126,7 +125,6 @@ def test_the_plan_benchmark_runs():
     assert row["planned_mib"] == max(row["phases_mib"].values())
 
 
-@pytest.mark.slow
 def test_the_sharded_plan_benchmark_runs():
     done = run("bench_plan_sharded.py", "--quick", "--only", "70B, 8 x 8 ranks, checkpointing")
     rows = {row["part"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}

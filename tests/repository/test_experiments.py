@@ -18,7 +18,7 @@ from nlgrpo.model import decoder
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.work_queue import WorkQueue
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.records]
 
 
 def run(script, *arguments, cwd):
