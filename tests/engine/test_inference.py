@@ -39,6 +39,9 @@ def high(completion_ids, **_):
 def even(completion_ids, **_):
     return [float(sum(ids)) if len(ids) % 2 == 0 else None for ids in completion_ids]
 
+def mostly(completion_ids, **_):
+    return [None if sum(ids) % 4 == 0 else float(sum(ids)) for ids in completion_ids]
+
 class Vote:
     def __call__(self, completion_ids, **_):
         return [1.0] * len(completion_ids)
@@ -203,6 +206,26 @@ def test_rewind_stops_at_the_first_sample_that_reaches_the_threshold(work):
     assert lengths[6] > 0
 
 
+def test_the_threshold_is_that_of_the_samples_that_have_a_reward(work):
+    """The reward abstains for a quarter of the samples, of the reference and of the model."""
+    found = responder(work, "rewind:0.8:6", reward="mostly", reference_samples=20)
+    batch = batch_of(found, [f"w{i}" for i in range(1, 20)])
+    responses, _ = found.respond(batch, seed=1)
+    draws = generate(found.model, batch.ids, 6, found.sampling, seed=1).completion_ids()
+    references = generate(found.model, batch.ids, 20, found.sampling, seed=1 ^ (1 << 59)).completion_ids()
+    numbers = set()
+    for p, response in enumerate(responses):
+        scored = sorted(sum(ids) for ids in references[20 * p : 20 * p + 20] if sum(ids) % 4)
+        numbers.add(len(scored))
+        threshold = scored[math.ceil(0.8 * len(scored) - 1e-9) - 1]
+        own = draws[6 * p : 6 * p + 6]
+        good = [sum(ids) % 4 != 0 and sum(ids) >= threshold for ids in own]
+        count = next((m + 1 for m, is_good in enumerate(good) if is_good), 6)
+        assert [list(one.tokens) for one in response.candidates] == own[:count]
+    assert len(numbers) > 3
+    assert max(numbers) < 20
+
+
 def test_the_draws_of_rewind_agree_with_the_estimator(work):
     """Mean score over many seeds against `RewindAndRepeat.chosen` on a large sample: four standard errors."""
     found = responder(work, "rewind:0.75:3", reference_samples=64)
@@ -354,7 +377,8 @@ def test_a_reward_that_abstains_for_all_candidates_or_fails_is_an_error(work):
     with pytest.raises(ValueError, match=r"rewards\.py:even is NaN for all candidates of the prompt 'w1 w2'"):
         found(PROMPTS)
     with pytest.raises(
-        ValueError, match=r"rewards\.py:even abstains for a sample of the reference for the prompt 'w1 w2'"
+        ValueError,
+        match=r"rewards\.py:even abstains for all 64 samples of the reference for the prompt 'w1 w2', so that",
     ):
         responder(work, "rewind:0.5:2", reward="even", sampling=Sampling(max_new_tokens=3))(PROMPTS)
     with pytest.raises(ValueError, match="takes 'target', which nothing provides"):

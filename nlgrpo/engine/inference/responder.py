@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.calibration.rewind import RewindAndRepeat
@@ -197,8 +196,7 @@ class Responder:
     ) -> tuple[list[list[Scored]], list[int]]:
         """Sample candidates one at a time until one reaches the threshold of its prompt; also count the tokens."""
         references = self._draw(self.reference or self.model, batch, self.reference_samples, sampling, seed ^ REFERENCE)
-        rewards = self._rewards(batch, self._scored(batch, references, stop, self.chooser))
-        threshold = again.threshold(rewards).tolist()
+        thresholds = self._thresholds(batch, again, self._scored(batch, references, stop, self.chooser))
         sampled, scored = list(map(_tokens, references)), [list[Scored]() for _ in batch.ids]
         waiting = list(range(len(batch.ids)))
         for draw in range(again.most):
@@ -207,18 +205,26 @@ class Responder:
             for p, [one], own in zip(waiting, self._scored(rest, drawn, stop, self.chooser), drawn, strict=True):
                 scored[p].append(one)
                 sampled[p] += _tokens(own)
-            waiting = [p for p in waiting if not _number(scored[p][-1]) >= threshold[p]]
+            waiting = [p for p in waiting if not _number(scored[p][-1]) >= thresholds[p]]
             if not waiting:
                 break
         return scored, sampled
 
-    def _rewards(self, batch: Batch, scored: Sequence[Sequence[Scored]]) -> Tensor:
-        """Rewards (P, n) of the reference's samples. Raises ValueError if the reward abstains."""
-        rewards = torch.tensor([[_number(one) for one in own] for own in scored], dtype=torch.float64)
-        for p in rewards.isnan().any(1).nonzero()[:, 0].tolist():
-            prompt = plain_text(batch.prompts[p])
-            raise ValueError(f"{self._by} abstains for a sample of the reference for the prompt {prompt!r}")
-        return rewards
+    def _thresholds(self, batch: Batch, again: RewindAndRepeat, references: Sequence[Sequence[Scored]]) -> list[float]:
+        """Threshold of each prompt: the quantile of the reference's samples that have a reward.
+
+        Raises ValueError for a prompt at which the reward abstains for all of them.
+        """
+        found = []
+        for prompt, own in zip(batch.prompts, references, strict=True):
+            rewards = torch.tensor([one.score for one in own if one.score is not None], dtype=torch.float64)
+            if not len(rewards):
+                raise ValueError(
+                    f"{self._by} abstains for all {len(own)} samples of the reference for the prompt "
+                    f"{plain_text(prompt)!r}, so that {again} has no threshold"
+                )
+            found.append(again.threshold(rewards[None]).item())
+        return found
 
     def _scored(
         self, batch: Batch, found: Sequence[Sequence[Candidate]], stop: Sequence[str], chooser: Chooser | None
