@@ -181,8 +181,8 @@ def _run_sync(call: Call) -> Outcome:
 def _cannot_interrupt(call: Call) -> str:
     return (
         f"reward {call.name!r} did not return within its timeout of {call.timeout:g} s, and nothing can interrupt it: "
-        "it runs code that is not Python's, or that holds the interpreter's lock. With process = true in its section "
-        f"it runs in a process of its own, which can be ended alone. Process {os.getpid()} is ended"
+        "it runs code that is not Python's, or that holds the interpreter's lock. A reward whose section has "
+        f"process = true runs in a process of its own, which can be ended alone. Process {os.getpid()} is ended"
     )
 
 
