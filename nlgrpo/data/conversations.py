@@ -107,7 +107,7 @@ class ChatOptions:
         messages = messages_of(prompt, where)
         if self.system_prompt is None or any(message["role"] in ("system", "developer") for message in messages):
             return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
+        return [self._system_message(), *messages]
 
     def with_row(self, row: Mapping[str, Any], where: str) -> ChatOptions:
         """Return the options for a row of the data. Raises ValueError for columns of another kind."""
@@ -124,14 +124,34 @@ class ChatOptions:
         added = [cast(Mapping[str, Any], without_none(tool)) for tool in tools or ()]
         return ChatOptions(self.system_prompt, self.from_text, {**self.template_kwargs, **given}, [*self.tools, *added])
 
-    def check_used(self, where: str, *, rendered: bool) -> None:
-        """Raise ValueError for arguments or tools of the template if no prompt is rendered by it."""
-        if (self.template_kwargs or self.tools) and not rendered:
+    def check_used(self, where: str, conversations: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+        """Raise ValueError for options that change no prompt.
+
+        ``conversations``: those among the prompts, as `conversation` returns them. Without any, the arguments and tools
+        of the template are not used; the system prompt is not if all have a system message of their own.
+        """
+        of_template = bool(self.template_kwargs or self.tools)
+        if not of_template and not self.system_prompt:
+            return
+        rendered = False
+        for messages in conversations:
+            rendered = True
+            if not self.system_prompt or messages[0] == self._system_message():
+                return
+        if rendered and self.system_prompt:
+            raise ValueError(
+                f"{where}: system_prompt = {self.system_prompt[:60]!r} is not used, because all conversations have a "
+                "system message of their own. Remove system_prompt, or their system messages."
+            )
+        if of_template:
             given = "chat_template_kwargs" if self.template_kwargs else "tools"
             raise ValueError(
                 f"{where}: {given} is for the chat template, but all prompts are texts, which it does not render. Set "
                 f"chat = true to make conversations of them, or remove {given}."
             )
+
+    def _system_message(self) -> dict[str, Any]:
+        return {"role": "system", "content": self.system_prompt}
 
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str

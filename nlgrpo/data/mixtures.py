@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +39,10 @@ class MixedPrompts:
     def first(self) -> list[int] | None:
         return self.sources[0].first
 
-    def has_conversation(self) -> bool:
-        """Whether a prompt of a source is a conversation."""
-        return any(source.has_conversation() for source in self.sources)
+    def conversations(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the prompts that are conversations, source by source."""
+        for source in self.sources:
+            yield from source.conversations()
 
     def __repr__(self) -> str:
         parts = (f"{share / BLOCK:.1%} {source}" for share, source in zip(self.shares, self.sources, strict=True))

@@ -61,8 +61,8 @@ class Prompts(Protocol):
     def first(self) -> list[int] | None:
         """Token ids of the first prompt of the source, for display; None without one."""
 
-    def has_conversation(self) -> bool:
-        """Whether a prompt is a conversation, which the chat template renders."""
+    def conversations(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the prompts that are conversations, which the chat template renders; of a stream, its first ones."""
 
     def all(self) -> PromptSet:
         """Return the prompts that are known: those of a stream are not."""
@@ -129,9 +129,9 @@ class PromptSet:
         """Token ids of the first prompt of the source; None without one."""
         return self.ids[0] if self.ids else None
 
-    def has_conversation(self) -> bool:
-        """Whether a prompt is a conversation."""
-        return any(not isinstance(prompt, str) for prompt in self.prompts)
+    def conversations(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the prompts that are conversations."""
+        return (prompt for prompt in self.prompts if not isinstance(prompt, str))
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -353,7 +353,7 @@ def load(
     """
     reader = Reader(source, tokenizer, SourceOptions(**options), max_prompt_tokens)
     found = read_all(reader, seed=seed, shuffle=shuffle)
-    reader.options.chat.check_used(source, rendered=found.has_conversation())
+    reader.options.chat.check_used(source, found.conversations())
     return found
 
 

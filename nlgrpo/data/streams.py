@@ -81,10 +81,12 @@ class PromptStream:
             if not missing:
                 return
 
-    def has_conversation(self) -> bool:
-        """Whether one of the first `SEARCHED` rows has a conversation."""
-        made = (self.reader.examples([row], self._maker, i) for i, row in enumerate(self._searched(), 1))
-        return any(not isinstance(example.prompt, str) for examples in made for example in examples)
+    def conversations(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the prompts of the first `SEARCHED` rows that are conversations."""
+        for i, row in enumerate(self._searched(), 1):
+            for example in self.reader.examples([row], self._maker, i):
+                if not isinstance(example.prompt, str):
+                    yield example.prompt
 
     def _searched(self) -> Iterator[Row]:
         o = self.reader.options

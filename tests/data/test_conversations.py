@@ -310,8 +310,8 @@ def test_a_system_message_that_the_template_rejects(tmp_path):
 def test_a_developer_is_a_system_where_the_template_has_none(tmp_path, tokenizer, rendered):
     developer, system = ([{"role": role, "content": "Be brief."}, *USER] for role in ("developer", "system"))
     assert load_rows(tmp_path, tokenizer, {"prompt": developer}).ids == [rendered(system)]
-    own = load_rows(tmp_path, tokenizer, {"prompt": developer}, system_prompt="Be kind.")
-    assert own.prompts == [developer]
+    own = load_rows(tmp_path, tokenizer, {"prompt": developer}, {"prompt": "Hi"}, system_prompt="Be kind.")
+    assert own.prompts == [developer, [{"role": "system", "content": "Be kind."}, *USER]]
 
 
 def test_roles_of_the_template_are_known(tmp_path):

@@ -410,7 +410,7 @@ def test_options_of_the_template_are_for_some_sources(tmp_path, streaming):
     common = {"streaming": streaming, "chat_template_kwargs": {"thinks": True}, "shuffle": False}
     cfg = config(data={"mixture": {texts: 1, talks: 1}} | common)
     prompts, _ = load_prompts(cfg, tokenizer, Limits)
-    assert prompts.has_conversation()
+    assert next(prompts.conversations())[0]["role"] == "user"
     assert len(all_prompts(cfg, tokenizer, Limits)) == 80
     for source in ({"source": texts}, {"mixture": {texts: 1}}):
         with pytest.raises(ValueError, match=r"texts.jsonl: chat_template_kwargs is for the chat template, but all"):
@@ -420,4 +420,23 @@ def test_options_of_the_template_are_for_some_sources(tmp_path, streaming):
         load_prompts(config(data=own), tokenizer, Limits)
     # A late conversation of a stream, and evaluation prompts that are texts.
     cfg = config(data={"source": talks, "evaluation": texts} | common)
-    assert load_prompts(cfg, tokenizer, Limits)[0].has_conversation()
+    assert len(list(load_prompts(cfg, tokenizer, Limits)[0].conversations())) == 5
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_system_prompt_that_no_conversation_gets(tmp_path, streaming):
+    """Conversations keep a system message of their own, so a prompt for the others may be for none."""
+    tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
+    plain = chats(tmp_path, 5)
+    instructed = [[{"role": "system", "content": "e"}, {"role": "user", "content": f"c {i}"}] for i in range(5)]
+    own = write_lines(tmp_path / "own.jsonl", [{"prompt": messages} for messages in instructed])
+    common = {"streaming": streaming, "shuffle": False}
+    alone = {"source": own, "system_prompt": "a"}
+    beside_others = {"mixture": {own: {"system_prompt": "a"}, plain: 1}, "system_prompt": "b"}
+    for data in (alone, beside_others):
+        with pytest.raises(ValueError, match=r"own.jsonl: system_prompt = 'a' is not used, because all .* Remove"):
+            load_prompts(config(data=data | common), tokenizer, Limits)
+    shared = config(data={"mixture": {own: 1, plain: 1}, "system_prompt": "a"} | common)
+    prompts, _ = load_prompts(shared, tokenizer, Limits)
+    assert {messages[0]["content"] for messages in prompts.conversations()} == {"a", "e"}

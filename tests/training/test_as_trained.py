@@ -148,6 +148,11 @@ def test_prompts_are_made_as_in_training(work, capsys):
     assert (row["ids"], row["prompt"]) == (truth, messages)
     [row] = generated(capsys, "2+2?", "--model", str(folder / "model"), "--system-prompt", "Sing.")
     assert row["prompt"][0] == {"role": "system", "content": "Sing."}
+    given = json.dumps(messages)
+    [row] = generated(capsys, given, "--model", str(folder / "model"))
+    assert row["prompt"] == messages
+    assert cli.main(["generate", given, "--model", str(folder / "model"), "--system-prompt", "Sing."]) == 1
+    assert "prompts: system_prompt = 'Sing.' is not used" in capsys.readouterr().err
     [row] = generated(capsys, "2+2?", "--model", str(folder / "model"), "--no-as-trained")
     assert row["prompt"] == "2+2?"
 

@@ -136,7 +136,7 @@ def _prompts(options: Generate, responder: Responder) -> Batch:
     if options.source is None:
         given = [messages_in(text, f"prompt {i}") for i, text in enumerate(options.prompts, 1)]
         batch = responder.batch(given, chat)  # the engine refuses prompts that are too long
-        asked.check_used("prompts", rendered=any(not isinstance(prompt, str) for prompt in batch.prompts))
+        asked.check_used("prompts", [prompt for prompt in batch.prompts if not isinstance(prompt, str)])
         return batch
     limit = responder.model.shape.context - responder.sampling.max_new_tokens
     if limit < 1:
@@ -149,7 +149,7 @@ def _prompts(options: Generate, responder: Responder) -> Batch:
         chat=chat, add_bos=responder.add_bos,
     )  # fmt: skip
     loaded = read_all(Reader(source, responder.tokenizer, how, limit), shuffle=False)
-    asked.check_used(options.source, rendered=loaded.has_conversation())
+    asked.check_used(options.source, loaded.conversations())
     notes = sources.unread([(source, options.split)])
     if loaded.dropped:
         notes.append(f"{options.source}: {loaded.dropped:,} prompts of more than {limit} tokens left out")

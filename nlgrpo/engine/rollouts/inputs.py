@@ -6,9 +6,10 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -137,17 +138,22 @@ def read_prompts(
 def _check_template_options(
     data: DataConfig, parts: Sequence[tuple[float, DataConfig]], sources: Sequence[prompt_dataset.Prompts]
 ) -> None:
-    """Raise ValueError for options of the chat template without a conversation that it renders.
+    """Raise ValueError for a system prompt and for options of the chat template that change no prompt.
 
     Those of [data] may be for some of the sources; what a source of a mixture sets is for this one.
     """
     for (_, part), source in zip(parts, sources, strict=True):
         options = ChatOptions(template_kwargs=part.chat_template_kwargs, tools=load_tools(part.tools))
-        if not options.template_kwargs and not options.tools:
-            continue
-        shared = (part.chat_template_kwargs, part.tools) == (data.chat_template_kwargs, data.tools)
-        rendered = any(one.has_conversation() for one in (sources if shared else [source]))
-        options.check_used(part.source, rendered=rendered)
+        same = (part.chat_template_kwargs, part.tools) == (data.chat_template_kwargs, data.tools)
+        options.check_used(part.source, _conversations(sources if same else [source]))
+        system = ChatOptions(system_prompt=part.system_prompt)
+        same = part.system_prompt == data.system_prompt
+        system.check_used(part.source, _conversations(sources if same else [source]))
+
+
+def _conversations(sources: Sequence[prompt_dataset.Prompts]) -> Iterator[list[dict[str, Any]]]:
+    for source in sources:
+        yield from source.conversations()
 
 
 def find_columns(
