@@ -52,7 +52,7 @@ test-records: $(VENV)/installed-test
 
 # vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.
 test-vllm: $(VLLM)/installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/with_vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/with_vllm $(ARGS)
 
 # Before a release. The compiled ops are built against that PyTorch, in build/: those of `make test` stay as they are.
 test-oldest test-newest: test-%: .venv-%/installed-test
@@ -138,7 +138,7 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-check: $(VENV)/installed
 	NLGRPO_BUILD_EXT=1 $(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,dev]"
-	touch $@
+	touch $(VENV)/installed-test $@
 
 # In containers (Docker or Podman); see [tool.cibuildwheel] in pyproject.toml.
 wheels: $(VENV)/installed-test

@@ -61,6 +61,7 @@ def test_a_colocated_run(models, tmp_path, more):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_two_ranks_have_an_engine_each_or_share_one(models, tmp_path, tensor_parallel):
     """Their update is that of one rank, whose engine samples the same completions."""
@@ -74,6 +75,7 @@ def test_two_ranks_have_an_engine_each_or_share_one(models, tmp_path, tensor_par
     assert of(tmp_path / "one", "reward") == pytest.approx(of(tmp_path / "two", "reward"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_of_a_run_that_samples_ahead(models, tmp_path, serve):
     """30 steps; the server is killed and restarted. No step used other weights than those of the step before."""
     server = serve(models["gpt2"])
@@ -168,6 +170,7 @@ def test_a_run_that_is_stopped_saves_and_leaves_no_process(models, tmp_path, num
     assert processes_of(trainer.pid) == []
 
 
+@pytest.mark.slow
 def test_ten_kills_at_random_times(models, tmp_path, serve):
     """The trainer is killed ten times while it samples ahead on a server; every start resumes, and nothing is left.
 
@@ -207,6 +210,7 @@ def test_ten_kills_at_random_times(models, tmp_path, serve):
     assert not (tmp_path / "run" / "paused-servers").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_colocated_run_resumes_and_leaves_no_process(models, tmp_path):
     arguments = command(models["gpt2"], tmp_path / "run", "--train.checkpoint-every", "2", steps=20)
     for enough in (3, 9):
