@@ -248,8 +248,11 @@ def test_keys_that_change_what_a_model_computes(key, value, folder):
 
 
 def test_neutral_values_of_these_keys_are_accepted(folder):
+    plain = decoder.load(folder)
     change(folder, logit_scale=1.0, num_local_experts=0, sliding_window=None, is_causal=True, residual_multiplier=1)
-    decoder.load(folder)
+    found = decoder.load(folder)
+    assert found.shape == plain.shape
+    assert all(torch.equal(x, y) for x, y in zip(found.parameters(), plain.parameters(), strict=True))
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import time
 
 import pytest
 from helpers import environment
+from user_rewards import swallows
 
 from nlgrpo.rewards.composite import Gated, Weighted
 from nlgrpo.rewards.reward_functions import Reward, RewardError, score
@@ -124,14 +125,6 @@ def backtracks(completions, **_):
 
 def has_a_large_power(completions, **_):
     return [float(7 ** (7 ** (7**3)) > 0)] * len(completions)  # holds it, too
-
-
-def swallows(completions, **_):
-    while True:
-        try:  # noqa: SIM105
-            time.sleep(600)
-        except:  # noqa: E722
-            pass
 
 
 def swallows_for_each(completions, **_):
