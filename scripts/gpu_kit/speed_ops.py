@@ -9,6 +9,7 @@ from typing import Any
 
 import bench_logprob
 import torch
+import torch.nn.functional as F
 from kernels_side import PLAIN, child
 
 from gpu_kit.child import Kit, message
@@ -16,6 +17,7 @@ from gpu_kit.measuring import in_turns, need, release
 from nlgrpo.kernels import sample_tokens
 
 T, WIDTHS, V = 16_384, (896, 3584), 151_936
+TOKENIZER = 151_665  # tokens of Qwen2.5's tokenizer: the head is cut to these rows, and their number is odd
 ROWS = (64, 256, 1024)
 ROTATED = 2**28  # bytes of logits among which calls take turns: several times the L2 cache
 
@@ -23,10 +25,35 @@ ROTATED = 2**28  # bytes of logits among which calls take turns: several times t
 def run(kit: Kit) -> None:
     sampler(kit)
     widths = kit.pick(WIDTHS, (64,))
+    cut_logits(kit, widths)
     for width in widths:
-        head(kit, width, ["ours", *kit.pick(["Liger-Kernel"], []), PLAIN])
+        head(kit, width, V, ["ours", *kit.pick(["Liger-Kernel"], []), PLAIN])
     if not kit.rehearse:
-        head(kit, widths[0], ["ours", "torch.compile"])  # compiling takes most of the time of this step
+        head(kit, widths[0], TOKENIZER, ["ours"])
+        head(kit, widths[0], V, ["ours", "torch.compile"])  # compiling takes most of the time of this step
+
+
+def cut_logits(kit: Kit, widths: tuple[int, ...]) -> None:
+    """Logits and a draw with all rows of the head, and with the first rows only, whose number is odd.
+
+    A row of logits then starts at an address that 16 bytes do not divide, which wide loads and tensor cores need.
+    """
+    dtype, all_rows = kit.pick(torch.bfloat16, torch.float32), kit.pick(V, 1000)
+    found: list[dict[str, float]] = []
+    for width in widths:
+        weight = torch.randn(all_rows, width, device=kit.device, dtype=dtype) / width**0.5
+        for rows in kit.pick(ROWS, (4, 8)):
+            hidden = torch.randn(rows, width, device=kit.device, dtype=dtype)
+            noise = torch.rand(rows, device=kit.device, dtype=torch.float64)
+            for vocab in (all_rows, kit.pick(TOKENIZER, 937)):
+                head_rows = weight[:vocab]
+                product = in_turns([partial(F.linear, hidden, head_rows)] * 4, kit.device)
+                logits = F.linear(hidden, head_rows)
+                draw = in_turns([partial(sample_tokens, logits, noise)] * 4, kit.device)
+                found.append({"width": width, "rows": rows, "vocab": vocab, "product": product, "sampler": draw})
+                kit.put(cut_logits=found)
+                del logits
+                release(kit.device)
 
 
 def sampler(kit: Kit) -> None:
@@ -47,9 +74,9 @@ def sampler(kit: Kit) -> None:
     kit.put(constants={"sampler_seconds_per_logit_byte": found[-1]["seconds_per_byte"]})
 
 
-def head(kit: Kit, width: int, sides: list[str]) -> None:
+def head(kit: Kit, width: int, vocab: int, sides: list[str]) -> None:
     """The head and the loss at one width: milliseconds of ``sides``, and of three bare products."""
-    sizes = kit.pick({"T": T, "D": width, "V": V}, {})
+    sizes = kit.pick({"T": T, "D": width, "V": vocab}, {})
     args = Namespace(device=kit.device, quick=kit.rehearse, sizes=sizes, repeats=5, op=[])
     case = bench_logprob.linear_policy_loss_case(args)
     x = case.arguments(torch.Generator().manual_seed(0), kit.device)  # drawn on the CPU: once for all sides
