@@ -8,7 +8,7 @@
 # make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
 # make fuzz       call the compiled CPU ops with hostile arguments, by libFuzzer (RUNS=10000000, SEED=1, ARGS="...")
 # make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); 40 minutes
-# make gpu        check and measure a GPU machine, at most eight minutes (ARGS="check" or "--rehearse")
+# make gpu        check and measure a GPU machine, at most ten minutes (ARGS="check" or "--rehearse")
 # make gpu-tables write the tables of the documentation from bench/results/gpu
 # make check      formatter, linter, type checker, import contracts, documentation without warnings
 # make docs       build the documentation into build/site

@@ -178,7 +178,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
         "loss": {"normalization": "dapo", "beta": args.beta, "kl_importance": False},
         "optim": {"lr": LEARNING_RATE},
         "train": {
-            "steps": steps + 1,  # the last one is profiled
+            "steps": steps + (args.device == "cpu"),  # on a CPU one more, which is profiled
             "seed": args.seed,
             "out": str(folder / "ours"),
             "restart": True,
@@ -215,9 +215,9 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
             train(run, learner, Rollouts(run, learner, sampler), StopSignal(), log)
-        RECORD.tokens.pop()
         if args.device != "cpu":
             return
+        RECORD.tokens.pop()
         profile.stop()
         RECORD.floors = {name: seconds_of(products) for name, products in phases_of(profile.events()).items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class ImplicitReward:
             side.branch(rows, tokens.shape[1])
             after = side.read(tokens).view(*tokens.shape, -1)
             before = torch.cat([self.last[i][source][:, None], after[:, :-1]], 1)
-            logprob, _ = linear_logprob(before.flatten(0, 1), model.head_weight, tokens.flatten())
+            logprob, _ = model.apply_head(before.flatten(0, 1), partial(linear_logprob, targets=tokens.flatten()))
             sums.append(logprob.double().view(tokens.shape).masked_fill(~inside, 0.0).sum(1))
             self.last[i] = after[place, last]
         self.values = self.values[source] + sums[0] - sums[1]
@@ -100,7 +101,7 @@ class ImplicitReward:
         self.last, self.values = [hidden[source] for hidden in self.last], self.values[source]
 
 
-def _hidden(hidden: Tensor, weight: Tensor) -> Tensor:
+def _hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Head that returns the hidden states themselves."""
     return hidden
 

@@ -262,7 +262,7 @@ class CachedDecoder:
             self.weights.append(block.llama_weights())
         self.cache = KVCache(attend.prompts, lengths)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        return self.head(model.norm(x[last]), weight)
+        return model.apply_head(model.norm(x[last]), self.head)
 
     def read(self, tokens: Tensor, select: Tensor | None = None, rope_table: Rope = None) -> Tensor:
         """Append n tokens (R, n) to the rows. Return the head's outputs (R, V) at each row's token ``select`` (R,).
@@ -285,7 +285,7 @@ class CachedDecoder:
         cache.advance(n)
         if select is not None:
             x = x[torch.arange(len(tokens), device=tokens.device) * n + select]
-        return self.head(model.norm(x), model.head_weight)
+        return model.apply_head(model.norm(x), self.head)
 
     def branch(self, rows: Sequence[int] | Tensor, tokens: int) -> None:
         """Replace the rows by copies of ``rows``, and allocate cache for ``tokens`` more tokens."""

@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nlgrpo.kernels import Segments, keys_of_segments, packed_attention, rotate_queries_and_keys
 
 Rope = tuple[Tensor, Tensor] | None  # cos and sin, each (T, r/2); None: no rotation
 KINDS = ("flash_attn", "varlen", "packed")
+LARGEST_HEAD = 256  # of flash attention
+HEAD_MULTIPLE = 8  # PyTorch's varlen attention takes heads of these sizes only; flash-attn pads others itself
 
 
 class PackedAttention:
@@ -26,6 +29,8 @@ class PackedAttention:
     Built once per micro-batch from the lengths of the sequences or their `Segments`, then called by every layer with
     ``qkv (T, H + 2 Hk, d)`` before the rotation: ``heads`` = H query heads, then Hk key heads, then Hk value heads; H
     is a multiple of Hk. ``window``: maximum number of tokens that a token sees. Returns ``(T, H, d)``.
+
+    Heads larger than `LARGEST_HEAD` run by `kernels.packed_attention` on any device.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class PackedAttention:
             self.bounds = (*self.segments.ends(device), *longest)
 
     def __call__(self, qkv: Tensor, rope: Rope, *, heads: int, layer: int, scale: float, window: int | None) -> Tensor:
-        if self.kind == "packed":
+        if self.kind == "packed" or qkv.shape[2] > LARGEST_HEAD:
             return packed_attention(qkv, rope, self.segments, heads=heads, scale=scale, window=window)
         kv_heads = (qkv.shape[1] - heads) // 2
         q, kv = rotate_queries_and_keys(qkv, rope, heads).split((heads, 2 * kv_heads), dim=1)
@@ -56,14 +61,23 @@ class PackedAttention:
             return flash_attn_varlen_func(
                 q, k, v, *self.bounds, softmax_scale=scale, causal=True, window_size=(left, 0), **exact
             )
+        return self._varlen(q, k, v, scale, left)
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
+        """Attention by PyTorch's ``varlen_attn``. Zeros fill heads up to a multiple of 8: they change no product."""
         from torch.nn.attention.varlen import varlen_attn
 
+        size = q.shape[2]
+        missing = -size % HEAD_MULTIPLE
+        if missing:
+            q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
         grouped: dict[str, Any] = {}
         if q.shape[1] != k.shape[1] and takes_fewer_key_heads(varlen_attn):
             grouped = {"enable_gqa": True}
         elif q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return cast(Tensor, varlen_attn(q, k, v, *self.bounds, scale=scale, window_size=(left, 0), **grouped))
+        out = cast(Tensor, varlen_attn(q, k, v, *self.bounds, scale=scale, window_size=(left, 0), **grouped))
+        return out[..., :size] if missing else out
 
 
 @functools.cache

@@ -37,7 +37,8 @@ from nlgrpo.model.tokenizer import save_tokenizer
 RECOMPUTED_WIDTH = (
     256  # of a model: in narrower ones, norms and activations take a tenth of the time, and little memory
 )
-Head = Callable[[Tensor, Tensor], Any]  # (hidden (S, D), weight (V, D)) -> any result
+# (hidden (S, D), weight (V, D)) -> any result. After `Decoder.limit_vocabulary` it also gets bias (V,), by this name.
+Head = Callable[..., Any]
 Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)
 
 
@@ -186,22 +187,43 @@ class Decoder(nn.Module):
         self._checkpointing = False
         self.offloaded = False  # set by `fsdp.shard`: the parameters are in the memory of the host
         self.tokens: int | None = None  # set by `limit_vocabulary`
+        self._bias: Tensor | None = None  # of `head_bias`
         self.each_gathered: Callable[[], Iterator[Block]] | None = None  # set by `fsdp.gathered`
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (V, D) of the language-model head; the embedding if it is tied. Only rows of ids that have a token."""
-        weight = lora.active_weight(self.embed if self.head is None else self.head)
-        return weight if self.tokens is None else weight[: self.tokens]
+        """Weight (V, D) of the language-model head; the embedding if it is tied."""
+        return lora.active_weight(self.embed if self.head is None else self.head)
 
     def limit_vocabulary(self, tokens: int | None) -> None:
-        """Leave out the rows of the head from id ``tokens`` on, in logits, samples and log-probs; None: no row.
+        """Give ids from ``tokens`` on the probability 0, in logits, samples and log-probs; None: no id.
 
-        Vocabularies are padded for fast products: the rows behind the tokenizer's have no token, and nobody can read
-        a sample of them.
+        Vocabularies are padded: the rows behind the tokenizer's have no token, and nobody can read a sample of them.
+        They stay in the product, and a bias of -inf takes them out of its result: a product with the other rows alone
+        takes 3 to 8 times as long on an H100, because their number may be odd (docs/experiments/gpu.md).
         """
         self.tokens = None if tokens is None or tokens >= self.shape.vocab else tokens
+        self._bias = None
+
+    def head_bias(self, like: Tensor) -> Tensor | None:
+        """Bias (V,) of the head in the dtype of ``like``: -inf for ids without a token, else 0; None if all do."""
+        if self.tokens is None:
+            return None
+        bias = self._bias
+        if bias is None or bias.dtype != like.dtype or bias.device != like.device:
+            with torch.inference_mode(False):  # training takes the same tensor, and saves it for its backward pass
+                bias = torch.zeros(self.shape.vocab, dtype=like.dtype, device=like.device)
+                bias[self.tokens :] = -torch.inf
+            self._bias = bias
+        return bias
+
+    def apply_head(self, hidden: Tensor, head: Head = linear) -> Any:
+        """Output of ``head`` for hidden states (S, D) after the final norm; by default the logits (S, V)."""
+        bias = self.head_bias(hidden)
+        if bias is None:
+            return head(hidden, self.head_weight)
+        return head(hidden, self.head_weight, bias=bias)
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -266,7 +288,8 @@ class Decoder(nn.Module):
 
         Without ``head``, returns the logits (T, V). With it, returns ``head(hidden (S, D), weight (V, D))`` for the
         hidden states at ``select (S,)``, such as `nlgrpo.kernels.linear_logprob` with its targets; the logits of all
-        tokens are never stored. The head runs here and not in the caller, because FSDP2 gathers the weight here.
+        tokens are never stored. After `limit_vocabulary` the head also gets ``bias=`` (V,). The head runs here and not
+        in the caller, because FSDP2 gathers the weight here.
 
         Raises ValueError if the lengths do not add up to T.
         """
@@ -278,8 +301,8 @@ class Decoder(nn.Module):
         attend = PackedAttention(segments, tokens.device, self.embed.weight.dtype)
         hidden = self.hidden(tokens, segments.positions(tokens.device), attend)
         if head is None:
-            return linear(hidden, self.head_weight)
-        return head(hidden if select is None else hidden[select], self.head_weight)
+            return self.apply_head(hidden)
+        return self.apply_head(hidden if select is None else hidden[select], head)
 
 
 def build(config: PretrainedConfig) -> Decoder:

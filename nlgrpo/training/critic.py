@@ -60,6 +60,9 @@ class Critic:
         """Values (S, 1) from the policy's hidden states (S, D); None for a separate critic."""
         return score(hidden, self.module.weight) if isinstance(self.module, nn.Linear) else None
 
+    def _head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        return self.on_policy(hidden)
+
     @torch.no_grad()
     def values_of(self, policy: Decoder, rollout: Rollout, batches: Sequence[MicroBatch]) -> Tensor:
         """Values (R, L) of the rollout's completions, packed into ``batches``; 0 past their ends."""
@@ -67,7 +70,7 @@ class Critic:
         for batch in batches:
             scored = None
             if self.shared:
-                scored = policy(batch.tokens, batch.segments, batch.select, lambda hidden, _: self.on_policy(hidden))
+                scored = policy(batch.tokens, batch.segments, batch.select, self._head)
             out[batch.row, batch.offset] = self.values(batch, scored).double()
         return out
 

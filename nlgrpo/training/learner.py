@@ -302,10 +302,11 @@ class Learner:
             loss, stats = packed_loss(logprob, *terms, level="sequence", token_ratios=ratio, **options)
             return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
-        def head(hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        def head(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
             per_token = weights[batch.row] if ratio is None else weights[batch.row] * ratio
             terms = (batch.targets, old_logprob, batch.pick(targets.advantages), per_token)
-            outputs = packed_loss_from_hidden(hidden, weight, *terms, temperature=self.temperature, **options)
+            more = options | {"bias": bias, "temperature": self.temperature}
+            outputs = packed_loss_from_hidden(hidden, weight, *terms, **more)
             return (*outputs, None if self.critic is None else self.critic.on_policy(hidden))
 
         loss, stats, logprob, entropy, scored = self.model(batch.tokens, batch.segments, batch.select, head)

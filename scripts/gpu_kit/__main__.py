@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="run every step on a CPU, at tiny sizes")
     parser.add_argument("--only", type=names, default=(), metavar="STEP,..", help="only these steps")
     parser.add_argument("--out", type=Path, help="folder of the JSON file (default: bench/results/gpu)")
-    parser.add_argument("--commit", help="commit that is measured, where the copied tree is no git checkout")
+    parser.add_argument("--commit", help="commit that is measured, where the tree is a copy")
     parser.add_argument("--list", action="store_true", help="list the steps")
     return parser.parse_args(arguments)
 
@@ -95,9 +95,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def header(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
-    commit, dirty = machine.commit()
-    if commit is None:
-        commit = options.commit
+    commit, dirty = (options.commit, None) if options.commit else machine.commit()
     return {
         "format": plan.FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

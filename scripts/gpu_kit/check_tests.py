@@ -16,7 +16,7 @@ from gpu_kit.child import Kit, Skip
 from gpu_kit.plan import ROOT
 
 PROCESSES = 12
-REPORT = 10.0  # seconds before its limit at which pytest is interrupted, and reports what it has run
+REPORT = 10.0  # seconds before its limit at which pytest is interrupted
 MARKED = re.compile(r"mark\.gpu|def \w+\([^)]*\bdevice\b")  # the fixture `device` marks its case for a GPU
 REHEARSED = "tests/kernels/test_dispatch.py"
 
@@ -42,6 +42,7 @@ def run(kit: Kit) -> None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(REPORT - 2)
+    process.kill()  # if it does not end by itself: its counts are written
     if not counts_file.is_file():
         raise RuntimeError(f"pytest ended with status {process.returncode}")
     counts = json.loads(counts_file.read_text("utf-8"))

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -72,56 +71,74 @@ class Runner:
         left = dict.fromkeys(self.group_seconds, math.inf) if self.rehearse else dict(self.group_seconds)
         try:
             with interruptible():
-                for step in steps:
-                    begin, spent = time.perf_counter(), cpu_seconds()
-                    self.record["steps"][step.name] = {"status": "stopped", "group": step.group, "seconds": 0.0}
-                    entry = self.one(step, min(self.limit(step), left[step.group]))
-                    left[step.group] -= time.perf_counter() - begin
-                    entry["cpu_seconds"] = round(cpu_seconds() - spent, 2)
-                    self.end(step, entry)
+                for together in started_together(steps):
+                    begin = time.perf_counter()
+                    self.run_together(together, left)
+                    left[together[0].group] -= time.perf_counter() - begin
         except Interrupted as stop:
             self.write()
             print(f"stopped by {stop}; finished steps are in {self.path}", file=sys.stderr)
             return 128 + stop.number
         return int(any(entry["status"] == "failed" for entry in self.record["steps"].values()))
 
+    def run_together(self, steps: Sequence[Step], left: dict[str, float]) -> None:
+        """Start ``steps``, and wait for one after another. ``left``: seconds that each group has left."""
+        running: list[Running] = []
+        try:
+            for step in steps:
+                limit = min(self.limit(step), left[step.group])
+                if limit < LEAST:
+                    error = f"no time left of the group's seconds: {step.group}"
+                    self.end(step, {"status": "skipped", "seconds": 0.0, "error": error})
+                else:
+                    self.record["steps"][step.name] = {"status": "stopped", "group": step.group, "seconds": 0.0}
+                    running.append(self.start(step, limit))
+            while running:
+                self.end(running[0].step, self.wait(running[0]))
+                running.pop(0).close()
+        except Interrupted:
+            for one in running:
+                stop(one.process)
+                self.record["steps"][one.step.name] |= read(one.out) | {"status": "stopped", "seconds": one.seconds}
+            raise
+        finally:
+            for one in running:
+                one.close()
+
     def limit(self, step: Step) -> float:
         return plan.REHEARSAL_SECONDS if self.rehearse else step.seconds
 
-    def one(self, step: Step, limit: float) -> dict[str, Any]:
-        """Run one step for at most ``limit`` seconds; return its entry in the JSON."""
-        if limit < LEAST:
-            return {"status": "skipped", "seconds": 0.0, "error": f"no time left of the group's seconds: {step.group}"}
-        with tempfile.TemporaryDirectory(prefix="nlgrpo-gpu-") as name:
-            out, log, folder = Path(name) / "values.json", Path(name) / "log", Path(name) / "folder"
-            folder.mkdir()
-            begin = time.perf_counter()
-            command = self.command or self._command
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    command(step, out, limit), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=self.environment() | {"TMPDIR": str(folder)}, cwd=plan.ROOT, start_new_session=True,
-                )  # fmt: skip
-            error = None
-            try:
-                process.wait(limit)
-            except subprocess.TimeoutExpired:
-                error = f"stopped at its time limit of {limit:.0f} s"
-            except Interrupted:
-                stop(process)
-                seconds = round(time.perf_counter() - begin, 2)
-                self.record["steps"][step.name] |= read(out) | {"status": "stopped", "seconds": seconds}
-                raise
-            stop(process)
-            entry = {"seconds": round(time.perf_counter() - begin, 2)} | read(out)
-            if "status" not in entry:
-                error = error or f"the process ended with status {process.returncode}"
-                entry |= {"status": "failed", "error": error}
-            if entry["status"] == "failed":
-                text = log.read_text("utf-8", "replace")[-TAIL:]
-                entry["output"] = plan.tidy(text)
-                print(text, file=sys.stderr)
-            return entry
+    def start(self, step: Step, limit: float) -> Running:
+        """Start the process of a step."""
+        folder = tempfile.TemporaryDirectory(prefix="nlgrpo-gpu-")
+        one = Running(step, limit, folder)
+        one.inside.mkdir()
+        command = self.command or self._command
+        with one.log.open("wb") as file:
+            one.process = subprocess.Popen(
+                command(step, one.out, limit), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=self.environment() | {"TMPDIR": str(one.inside)}, cwd=plan.ROOT, start_new_session=True,
+            )  # fmt: skip
+        return one
+
+    def wait(self, one: Running) -> dict[str, Any]:
+        """Wait for a step until its limit; return its entry in the JSON."""
+        error = None
+        try:
+            one.process.wait(max(0.0, one.limit - one.seconds))
+        except subprocess.TimeoutExpired:
+            error = f"stopped at its time limit of {one.limit:.0f} s"
+        seconds = one.seconds
+        stop(one.process)
+        entry = {"seconds": seconds} | read(one.out)
+        if "status" not in entry:
+            error = error or f"the process ended with status {one.process.returncode}"
+            entry |= {"status": "failed", "error": error}
+        if entry["status"] == "failed":
+            text = one.log.read_text("utf-8", "replace")[-TAIL:]
+            entry["output"] = plan.tidy(text)
+            print(text, file=sys.stderr)
+        return entry
 
     def end(self, step: Step, entry: dict[str, Any]) -> None:
         """Put the entry of a step that has ended into the JSON, and print a line."""
@@ -139,18 +156,54 @@ class Runner:
         return [sys.executable, "-m", "gpu_kit.child", step.name, *options]
 
 
+@dataclass
+class Running:
+    """A step that runs, with a temporary folder for its values, its output, and its own temporary files."""
+
+    step: Step
+    limit: float
+    folder: tempfile.TemporaryDirectory[str]
+    begin: float = field(default_factory=time.perf_counter)
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    @property
+    def out(self) -> Path:
+        return Path(self.folder.name) / "values.json"
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder.name) / "log"
+
+    @property
+    def inside(self) -> Path:
+        return Path(self.folder.name) / "folder"
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return round(time.perf_counter() - self.begin, 2)
+
+    def close(self) -> None:
+        self.folder.cleanup()
+
+
+def started_together(steps: Sequence[Step]) -> list[list[Step]]:
+    """Put steps that start with the step before them together."""
+    found: list[list[Step]] = []
+    for step in steps:
+        if step.beside and found and found[-1][-1].group == step.group:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
+
+
 def constants(steps: dict[str, Any]) -> dict[str, float]:
     """Return the constants that ``nlgrpo plan`` uses, of the steps that measured them."""
     found: dict[str, float] = {}
     for entry in steps.values():
         found |= {name: value for name, value in entry.get("values", {}).get("constants", {}).items() if value}
     return found
-
-
-def cpu_seconds() -> float:
-    """Seconds of the processor in all processes that have ended: what a step takes if others use the machine too."""
-    found = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return found.ru_utime + found.ru_stime
 
 
 def read(path: Path) -> dict[str, Any]:

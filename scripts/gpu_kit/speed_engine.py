@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nlgrpo.kernels import decode
 from nlgrpo.model import decoder as decoder_module
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.training.planning import ahead, memory
+from nlgrpo.training.planning.decoding_time import launches
 
 SAMPLES, PROMPT = 8, 256  # completions of a prompt; its tokens, about
 TOKENS, PROFILED = 33, 3  # of a completion; the first comes from the prefill
@@ -36,10 +38,22 @@ def run(kit: Kit) -> None:
         except Skip as reason:
             kit.put(**{name: f"skipped: {reason}"})
             continue
-        if number == 0:  # the smallest number of rows of the smallest model: launches bound it
-            first = found[0]
-            kit.put(constants={"launch_seconds": first["seconds_per_token"] / first["launches_per_token"]})
+        if number == 0:
+            kit.put(constants={"launch_seconds": launch_seconds(found)})
             peers(kit, name)
+
+
+def launch_seconds(rows: list[dict[str, Any]]) -> float | None:
+    """Seconds of a launch that the plan counts: median over the rows whose kernels take less than half of the time.
+
+    The plan counts ops of PyTorch. Some run several kernels, so ``launches_per_token`` is larger.
+    """
+    found = [
+        row["seconds_per_token"] / row["planned_launches"]
+        for row in rows
+        if "error" not in row and row["kernel_seconds_per_token"] < row["seconds_per_token"] / 2
+    ]
+    return statistics.median(found) if found else None
 
 
 def sampled(kit: Kit, name: str) -> list[dict[str, Any]]:
@@ -91,7 +105,7 @@ def one(kit: Kit, model: Decoder, name: str, rows: int) -> dict[str, Any]:
             for region in ("attention", "sampler")
         },
         "peak_bytes": measured_peak,
-        "planned_bytes": planned(kit, name, rows),
+        **planned(kit, name, rows),
         "top": whole.top,
     }
 
@@ -108,8 +122,8 @@ def timed(kit: Kit, sample: Any, prompts: list[list[int]]) -> float:
     return time.perf_counter() - begin
 
 
-def planned(kit: Kit, name: str, rows: int) -> float:
-    """Bytes that the plan counts for this sampling: weights in the compute dtype, cache, and what decoding adds."""
+def planned(kit: Kit, name: str, rows: int) -> dict[str, float]:
+    """What the plan counts for this sampling: launches of a token, and bytes of weights, cache and decoding."""
     folder = kit.folder / name.replace(" ", "")
     config_of(name).save_pretrained(folder)
     settings = {
@@ -120,7 +134,8 @@ def planned(kit: Kit, name: str, rows: int) -> float:
     longest = max(map(len, inputs(kit, rows, config_of(name).vocab_size)))
     work = ahead.workload(from_dict(settings, Config()), gpus=1, prompt=longest).work
     uses = memory.estimate(work).phases["sampling"]
-    return sum(size for use, size in uses.items() if use != "optimizer")
+    size = sum(size for use, size in uses.items() if use != "optimizer")
+    return {"planned_bytes": size, "planned_launches": launches(work)}
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

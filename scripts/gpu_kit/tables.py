@@ -1,6 +1,6 @@
 """Write the tables of GPU measurements into the documentation, and the plan's constants: ``make gpu-tables``.
 
-They come from the newest file of each card in ``bench/results/gpu``, and say "not measured" where there is none. What
+They come from the newest files of each card in ``bench/results/gpu``, and say "not measured" where there is none. What
 stands between two markers of a page is replaced. ``--check`` writes nothing, and ends with 1 if a file would change.
 """
 
@@ -27,16 +27,17 @@ TOP = 8  # kernels of an update that the page shows
 
 
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the newest file of each card; ``file`` is its name.
+    """Read the files of each card. A step comes from the newest file that ran it: ``check`` and ``speed`` make two.
 
     Raises ValueError, with the name of the file, for one that is no JSON, of another format, or of a rehearsal.
     """
+    records = [read(path) | {"file": path.name} for path in folder.glob("*.json")]
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("*.json")):
-        record = read(path) | {"file": path.name}
-        before = found.get(record["card"])
-        if before is None or before["date"] <= record["date"]:
-            found[record["card"]] = record
+    for record in sorted(records, key=lambda record: (record["date"], record["file"])):
+        before = found.get(record["card"], {"steps": {}, "constants": {}})
+        ran = {name: entry for name, entry in record["steps"].items() if entry["status"] != "skipped"}
+        steps = record["steps"] | before["steps"] | ran
+        found[record["card"]] = record | {"steps": steps, "constants": before["constants"] | record["constants"]}
     return dict(sorted(found.items()))
 
 
@@ -174,7 +175,8 @@ def engine(record: dict[str, Any]) -> str:
             rows.append([
                 model, number(row["rows"]), number(row["tokens_per_second"]), scaled(row, "seconds_per_token", 1e3),
                 scaled(row, "kernel_seconds_per_token", 1e3), number(row["launches_per_layer"]),
-                scaled(row, "sampler_seconds_per_token", 1e3), scaled(row, "attention_seconds_per_token", 1e3),
+                scaled(row, "sampler_seconds_per_token", 1e3) if row["sampler_seconds_per_token"] else NONE,
+                scaled(row, "attention_seconds_per_token", 1e3),
                 gib(row, "peak_bytes"), gib(row, "planned_bytes"),
             ])  # fmt: skip
     head = ["model", "rows", "tokens/s", "ms per token", "kernels, ms", "launches per layer", "sampler, ms",
@@ -207,7 +209,16 @@ def ops(record: dict[str, Any]) -> str:
         name = f"sample_tokens, {row['rows']} rows"
         rows.append([name, "ours", scaled(row, "seconds", 1e3), ""])
     head = ["op", "side", "ms, forward and backward", "GiB beyond the arguments"]
-    return "\n".join(["### Ops", "", table(head, rows) if rows else f"Ops: {NONE}."])
+    lines = ["### Ops", "", table(head, rows) if rows else f"Ops: {NONE}."]
+    cut = [
+        [number(row["width"]), number(row["rows"]), number(row["vocab"]), scaled(row, "product", 1e3),
+         scaled(row, "sampler", 1e3)]
+        for row in values(record, "ops").get("cut_logits", [])
+    ]  # fmt: skip
+    if cut:
+        lines += ["", "Logits with all rows of the head, and with the tokenizer's rows alone, whose number is odd:", ""]
+        lines += [table(["width", "rows", "vocabulary", "product, ms", "sampler, ms"], cut)]
+    return "\n".join(lines)
 
 
 def update(record: dict[str, Any]) -> str:

@@ -177,6 +177,7 @@ def _check_flash(
     require(k.shape == v.shape, f"keys {tuple(k.shape)} and values {tuple(v.shape)}")
     require(q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads with {k.shape[1]} key heads")
     require(q.shape[2] == k.shape[2] and q.shape[2] <= 256, f"heads of {q.shape[2]} and {k.shape[2]}")
+    require(q.shape[2] % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!")  # PyTorch's words
     require(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension is not contiguous")
     require(ends_q.dtype == ends_k.dtype == torch.int32, "the offsets are not int32")
     require(ends_q.is_contiguous() and ends_k.is_contiguous(), "the offsets are not contiguous")

@@ -102,6 +102,19 @@ def test_the_newest_file_of_each_card_counts(tree):
     assert {name: card["launch_seconds"] for name, card in cards.items()} == {"h100": 1.0}
 
 
+def test_a_step_comes_from_the_newest_file_that_ran_it(tree):
+    checked = {"smoke": {"status": "failed", "seconds": 1.0}, "engine": {"status": "ok", "seconds": 1.0}}
+    skipped = {"engine": {"status": "skipped", "seconds": 0.0}, "tests": {"status": "skipped", "seconds": 0.0}}
+    add(tree, "h100-80gb-hbm3-2026-12-01-2.json", date="2026-12-01T12:00:00+00:00", steps=checked, constants={})
+    add(tree, "h100-80gb-hbm3-2026-12-01-3.json", date="2026-12-01T13:00:00+00:00", steps=skipped, constants={})
+    add(tree, "h100-80gb-hbm3-2026-12-01.json")
+    (record,) = tables.newest(tree / "bench/results/gpu").values()
+    assert record["file"] == "h100-80gb-hbm3-2026-12-01-3.json"
+    assert record["constants"] == RECORD["constants"]
+    expected = RECORD["steps"] | checked | {"tests": skipped["tests"]}
+    assert record["steps"] == expected
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -42,6 +42,7 @@ def flash_attention(
 def varlen_attention(q, k, v, *ends, scale, window_size, enable_gqa=False):
     """That of newer versions of PyTorch, which takes key heads that several query heads share."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert q.shape[2] % 8 == 0  # PyTorch 2.11: "head_size must be a multiple of 8, this is ensured by padding!"
     deterministic = torch.are_deterministic_algorithms_enabled()  # PyTorch's own reads the flag of the process
     options = {"causal": True, "window_size": window_size, "deterministic": deterministic}
     return flash_attention(q, k, v, *ends, softmax_scale=scale, **options)
@@ -74,27 +75,35 @@ def kernel(request, monkeypatch):
     assert calls
 
 
-def inputs(segments, dtype=torch.float64, rotary=6):
-    """qkv of 6 query and 2 key heads, rope, and the upstream gradient."""
+def inputs(segments, dtype=torch.float64, rotary=6, size=8):
+    """qkv of 6 query and 2 key heads of ``size``, rope, and the upstream gradient."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(segments.lengths)
-    qkv = torch.randn(tokens, 10, 8, generator=generator, dtype=dtype, requires_grad=True)
+    qkv = torch.randn(tokens, 10, size, generator=generator, dtype=dtype, requires_grad=True)
     angle = torch.randn(tokens, rotary // 2, generator=generator, dtype=dtype)
     rope = (angle.cos(), angle.sin()) if rotary else None
-    return qkv, rope, torch.randn(tokens, 6, 8, generator=generator, dtype=dtype)
+    return qkv, rope, torch.randn(tokens, 6, size, generator=generator, dtype=dtype)
 
 
 @pytest.mark.parametrize("segments", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("rotary", [0, 6, 8])
-def test_calls_of_the_gpu_kernels(segments, window, rotary, kernel):
+@pytest.mark.parametrize(("rotary", "size"), [(0, 8), (6, 8), (8, 8), (6, 6), (6, 12), (6, 250)])
+def test_calls_of_the_gpu_kernels(segments, window, rotary, size, kernel):
     """The arguments are right if the kernels do what they document; the kernels themselves need a GPU."""
-    qkv, rope, upstream = inputs(segments, rotary=rotary)
+    qkv, rope, upstream = inputs(segments, rotary=rotary, size=size)
     attend = PackedAttention(segments, torch.device("cpu"), torch.float64)
     ours = attend(qkv, rope, heads=6, layer=0, scale=0.3, window=window)
     plain = packed_attention(qkv, rope, segments, heads=6, scale=0.3, window=window)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*(torch.autograd.grad(out, qkv, upstream) for out in (ours, plain)))
+
+
+@pytest.mark.parametrize("kind", ["flash_attn", "varlen"])
+def test_heads_that_are_too_large_for_flash_attention(kind):
+    qkv, rope, _ = inputs(SHARED, size=264)
+    attend = PackedAttention(SHARED, torch.device("cpu"), torch.float64, kind)
+    ours = attend(qkv, rope, heads=6, layer=0, scale=0.3, window=None)
+    assert torch.equal(ours, packed_attention(qkv, rope, SHARED, heads=6, scale=0.3))
 
 
 @pytest.mark.parametrize("segments", [ALONE, SHARED], ids=["alone", "shared"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -99,8 +100,8 @@ class TextImplicitReward(Prefixes):
             # The token before each token of a completion predicts it.
             spans = [range(end - count - 1, end - 1) for end, count in zip(ends, counts, strict=True)]
             before = torch.tensor([place for span in spans for place in span], device=device)
-            hidden = model(tokens, [sizes[i] for i in part], before, lambda hidden, weight: hidden)
-            logprob, _ = linear_logprob(hidden, model.head_weight, tokens[before + 1])
+            head = partial(linear_logprob, targets=tokens[before + 1])
+            logprob, _ = model(tokens, [sizes[i] for i in part], before, head)
             parts = logprob.double().cpu().split(counts)
             sums[part] = torch.stack([own.sum() for own in parts])
         return sums

@@ -145,8 +145,8 @@ def packed_loss_from_hidden(
 
     hidden (T, D), weight (V, D) and ``targets`` (T,): see `nlgrpo.kernels.linear_policy_loss`, which computes the
     gradient in the forward. ``advantages`` and ``weights`` are per token, (T,), as in PPO they differ within a
-    response. Ratios are token-level. ``options``: ref_logprob, eps_low, eps_high, dual_clip, beta, kl and surrogate.
-    Raises ValueError as `linear_policy_loss`.
+    response. Ratios are token-level. ``options``: bias, ref_logprob, eps_low, eps_high, dual_clip, beta, kl and
+    surrogate. Raises ValueError as `linear_policy_loss`.
     """
     loss, logprob, entropy, statistics = kernels.linear_policy_loss(
         hidden, weight, targets, old_logprob, advantages, token_weights=weights, temperature=temperature, **options

@@ -1,7 +1,6 @@
 """Every Triton kernel: on a GPU its error and its speed, elsewhere whether it compiles.
 
-The part that runs on a GPU is written without one and not measured yet. Its comparisons also run in Triton's
-interpreter.
+The comparisons also run in Triton's interpreter.
 """
 
 from __future__ import annotations
