@@ -55,7 +55,7 @@ STEPS = (
         "gloo in place of NCCL",
     ),
     Step(
-        "doctor", "check", 60, "nlgrpo doctor", "three of its checks; Triton's kernels are not timed", bfloat16=False
+        "doctor", "check", 90, "nlgrpo doctor", "three of its checks; Triton's kernels are not timed", bfloat16=False
     ),
     Step("tests", "check", 130, "pytest -m gpu", "one small file of tests that need no GPU, in one process"),
     Step(
@@ -76,7 +76,7 @@ STEPS = (
         "gloo in place of NCCL; operators of the CPU in place of kernels; no peaks of memory",
     ),
     Step(
-        "step", "speed", 110, "the whole GRPO step against TRL's",
+        "step", "speed", 150, "the whole GRPO step against TRL's",
         "float32; also the loop that stands in for a missing TRL",
     ),
     Step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -59,6 +60,8 @@ def rehearse(kit: Kit, case: Case, args: Namespace) -> None:
 
 def measured(kit: Kit, side: str, case: Case, args: Namespace) -> dict[str, Any]:
     """Medians of the steps of one side, in a process of its own; of ours also the seconds of each phase."""
+    begin = time.perf_counter()
     found = bench_step.measure(side, kit.folder, case, args, seed=0)
     result: dict[str, Any] = bench_step.summary([found], args.prompts * case.samples)
+    result["process_seconds"] = time.perf_counter() - begin
     return result | ({"phases": bench_step.phases([found])} if side == "ours" else {})

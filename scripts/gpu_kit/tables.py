@@ -29,15 +29,18 @@ TOP = 8  # kernels of an update that the page shows
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the files of each card. A step comes from the newest file that ran it: ``check`` and ``speed`` make two.
 
-    Raises ValueError, with the name of the file, for one that is no JSON, of another format, or of a rehearsal.
+    ``measured`` is the file of the newest constants. Raises ValueError, with the name of the file, for one that is no
+    JSON, of another format, or of a rehearsal.
     """
     records = [read(path) | {"file": path.name} for path in folder.glob("*.json")]
     found: dict[str, dict[str, Any]] = {}
     for record in sorted(records, key=lambda record: (record["date"], record["file"])):
         before = found.get(record["card"], {"steps": {}, "constants": {}})
+        measured = record if record["constants"] or not before["constants"] else before["measured"]
         ran = {name: entry for name, entry in record["steps"].items() if entry["status"] != "skipped"}
         steps = record["steps"] | before["steps"] | ran
-        found[record["card"]] = record | {"steps": steps, "constants": before["constants"] | record["constants"]}
+        constants = before["constants"] | record["constants"]
+        found[record["card"]] = record | {"steps": steps, "constants": constants, "measured": measured}
     return dict(sorted(found.items()))
 
 
@@ -72,7 +75,7 @@ def constants(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         name = next((name for name, gpu in GPUS.items() if gpu is of_device(record["card"])), None)
         if name is not None and record["constants"]:
             planned = {key: record["constants"].get(key) for key in machine.CONSTANTS}  # null: not measured
-            cards[name] = planned | {"file": record["file"], "date": record["date"][:10]}
+            cards[name] = planned | {"file": record["measured"]["file"], "date": record["measured"]["date"][:10]}
     return {"cards": cards}
 
 

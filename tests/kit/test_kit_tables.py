@@ -111,6 +111,7 @@ def test_a_step_comes_from_the_newest_file_that_ran_it(tree):
     (record,) = tables.newest(tree / "bench/results/gpu").values()
     assert record["file"] == "h100-80gb-hbm3-2026-12-01-3.json"
     assert record["constants"] == RECORD["constants"]
+    assert tables.constants([record])["cards"]["h100"]["file"] == "h100-80gb-hbm3-2026-12-01.json"
     expected = RECORD["steps"] | checked | {"tests": skipped["tests"]}
     assert record["steps"] == expected
 
