@@ -1,6 +1,7 @@
 """The command ``nlgrpo evaluate``: value and win rate of models under each inference procedure, with intervals.
 
     nlgrpo evaluate runs/length-bon runs/length-mean --n 64 --ns 1,2,4,8,16
+    nlgrpo evaluate runs/sweep half=runs/length-bon/checkpoints/step-00000200
     torchrun --nproc-per-node 8 -m nlgrpo.cli evaluate my-model --reference base --file evaluation.toml
 
 Every model samples n completions of the same prompts with the same noise. Completions and scores are stored by content
@@ -22,7 +23,8 @@ from nlgrpo.config.overrides import override
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
 from nlgrpo.evaluation import results
-from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate, is_run, path_of
+from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate
+from nlgrpo.evaluation.named_models import NamedModel, named
 from nlgrpo.objectives.registry import MajorityVote, parse
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.supervision import process_group
@@ -37,9 +39,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     recipe `blank`. Raises ValueError for invalid options.
     """
     given = list(arguments)
-    named: list[str] = []
+    names: list[str] = []
     while given and not given[0].startswith("-"):
-        named.append(given.pop(0))
+        names.append(given.pop(0))
     parser = argparse.ArgumentParser(prog="nlgrpo evaluate", allow_abbrev=False, description=ABOUT)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--reference", help="model to compare with; default: the initial model of the run")
@@ -57,10 +59,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
         help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", "rewind:0.85:32", ...',
     )
     parser.add_argument("--gold", default="", help="rewards that score what the other rewards choose")
+    parser.add_argument("--no-kl", action="store_true", help="leave out the KL to the reference, a third of the time")
     known, rest = parser.parse_known_args(given)
-    if not named:
+    if not names:
         raise ValueError("no model to evaluate; name runs or models first: nlgrpo evaluate runs/a")
-    base, of_run = _base(named, known.file)
+    models = named(names)
+    base, of_run = _base(models, known.file)
     cfg = _override(base, rest, known.n, of_run)
     ns = tuple(dict.fromkeys(_integers(known.ns)))
     if not ns or not all(1 <= n <= known.n for n in ns):
@@ -70,23 +74,26 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     if unknown:
         raise ValueError(f"--gold {unknown[0]}: unknown reward; the rewards are {', '.join(cfg.rewards)}")
     procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
-    return EvaluationOptions(tuple(named), known.reference or cfg.model.path, known.out, procedures, ns, gold), cfg
+    reference = known.reference or cfg.model.path
+    return EvaluationOptions(models, reference, known.out, procedures, ns, gold, not known.no_kl), cfg
 
 
 ABOUT = """Compare models with a reference under each inference procedure: nlgrpo evaluate MODEL [MODEL ...] [options]
 
-A model is the folder of a run, a Hugging Face directory, or a hub name; LABEL=PATH gives it a label. Configuration keys
+A model is the folder of a run, one of its checkpoints (RUN/checkpoints/step-00000300), a Hugging Face directory, or a
+hub name; LABEL=PATH gives it a label. The folder of a sweep stands for all its finished runs. Configuration keys
 such as --data.source, --rewards.NAME.function, --rollout.temperature and --evaluation.prompts are options too; they
 override the configuration of the first model that is a run. Under torchrun, write --samples instead of --n."""
 
 
-def _base(named: Sequence[str], file: Path | None) -> tuple[Config, bool]:
+def _base(models: Sequence[NamedModel], file: Path | None) -> tuple[Config, bool]:
     """Return the configuration that the options override, and whether it is that of a run."""
     if file is not None:
         return schema.read_toml(file, recipes.recipe("blank")), False
-    known = next((path_of(name) / "config.json" for name in named if is_run(path_of(name))), None)
-    if known is None:
+    runs = [model.run for model in models if model.run is not None]
+    if not runs:
         return recipes.recipe("blank"), False
+    known = runs[0] / "config.json"
     return schema.from_dict(json.loads(known.read_text("utf-8")), where=str(known)), True
 
 

@@ -22,6 +22,32 @@ from nlgrpo.config.schema import (
 )
 
 
+def maze() -> Config:
+    """Mazes, trained for pass@8: the model keeps several ways to try, so more mazes are solved in several samples."""
+    return _maze("maze", "bon:8:unbiased")
+
+
+def maze_grpo() -> Config:
+    """The same mazes by GRPO, which divides by the group's standard deviation: fewer are solved in several samples."""
+    plain = _maze("maze-grpo", "mean")
+    return dataclasses.replace(plain, loss=dataclasses.replace(plain.loss, scale="group"))
+
+
+def _maze(recipe: str, objective: str) -> Config:
+    """Mazes of 4 x 4 rooms, a verifier as the reward, no KL penalty and no clipping of gradients."""
+    return Config(
+        recipe=recipe,
+        model=ModelConfig("maze-lm"),
+        data=DataConfig(source="maze-train", evaluation="maze-test"),
+        rollout=RolloutConfig(prompts=16, samples=16, max_new_tokens=40),
+        rewards={"solved": RewardConfig("maze()", objective)},
+        loss=LossConfig(beta=0.0),
+        optim=OptimConfig(lr=1e-4, warmup_steps=10, max_grad_norm=0.0),
+        train=TrainConfig(steps=300, checkpoint_every=100, samples_every=100),
+        evaluation=EvaluationConfig(prompts=128, samples=256, ns=(1, 8, 64, 256)),
+    )
+
+
 def length_bon() -> Config:
     """Two conflicting length rewards, each under best-of-4 (IAMA, 6.1): the model learns to write short and long."""
     return _length("length-bon", "bon:4")
@@ -149,6 +175,8 @@ def blank() -> Config:
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
+    "maze": maze,
+    "maze-grpo": maze_grpo,
     "length-bon": length_bon,
     "length-mean": length_mean,
     "story-mix": story_mix,

@@ -17,13 +17,10 @@ from nlgrpo.data.conversations import ChatOptions, Prompt
 from nlgrpo.data.messages import brief
 from nlgrpo.data.prompt_encoding import Example, encode_examples
 from nlgrpo.data.prompt_templates import PromptMaker
-from nlgrpo.data.sources import Row, read
+from nlgrpo.data.sources import RESERVED, Row, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Columns that reward functions do not get: names of their other arguments, and names that TRL withholds.
-RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 
 
 @dataclass(frozen=True)

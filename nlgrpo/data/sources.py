@@ -1,8 +1,9 @@
 """Read the examples of a source as rows, dicts from column to value.
 
 A source is a file (``.jsonl .json .csv .txt``, each also with ``.gz``, or ``.parquet``), a folder of such files, a
-folder saved with ``datasets``' ``save_to_disk``, or the name of a data set on the hub (``owner/name`` or
-``owner/name:config``). Every error is a ValueError that names the file and the line.
+folder saved with ``datasets``' ``save_to_disk``, the name of a data set on the hub (``owner/name`` or
+``owner/name:config``), or a set of mazes (`mazes.SETS`), drawn when it is read. Every error is a ValueError that names
+the file and the line.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from nlgrpo.data import mazes
 from nlgrpo.data.folders import SUFFIXES, by_split, describes_itself, files_of, kind_of
 from nlgrpo.runtime.atomic_files import POINTER, is_pointer
 
 Row = dict[str, Any]
+# Columns that reward functions do not get: names of their other arguments, and names that TRL withholds.
+RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -41,6 +45,9 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
 
     Raises ValueError for a missing or unreadable source, and for a folder with files that would not be read.
     """
+    if source in mazes.SETS:
+        _check_generated(source, split, separator)
+        return iter(mazes.SETS[source].rows())
     path = _local(source, split, separator)
     if (files := _files(path, split, separator)) is not None:
         return _read_files(files, separator)
@@ -48,8 +55,8 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is a single file, which has no splits."""
-    return os.path.isfile(os.path.expanduser(source))
+    """Whether a source is a single file, or made by nlgrpo, which has no splits."""
+    return source in mazes.SETS or os.path.isfile(os.path.expanduser(source))
 
 
 def unread(read: Collection[tuple[str, str]]) -> list[str]:
@@ -64,6 +71,14 @@ def unread(read: Collection[tuple[str, str]]) -> list[str]:
                 more = f" and {len(paths) - 5:,} more" * (len(paths) > 5)
                 lines.append(f"not read in {source}: {names}{more} (split {split!r})")
     return lines
+
+
+def _check_generated(source: str, split: str, separator: str | None) -> None:
+    """Raise ValueError for options that a set of mazes does not have."""
+    if split != "train":
+        raise ValueError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(mazes.SETS)}.")
+    if separator is not None:
+        raise ValueError(_no_text(separator, source))
 
 
 def _local(source: str, split: str, separator: str | None) -> Path:
@@ -128,8 +143,8 @@ def stream(
     """
     import datasets
 
-    path = _local(source, split, separator)
-    if path.is_file():
+    path = Path(source) if source in mazes.SETS else _local(source, split, separator)
+    if is_file(source):
         options = {"source": source, "split": split, "separator": separator}
         data = datasets.IterableDataset.from_generator(read, gen_kwargs=options)
     elif (files := _files(path, split, separator)) is not None:

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from nlgrpo.data.conversations import Prompt
-from nlgrpo.data.prompt_dataset import RESERVED, Batch, PromptSet, Reader
-from nlgrpo.data.sources import Row, stream
+from nlgrpo.data.prompt_dataset import Batch, PromptSet, Reader
+from nlgrpo.data.sources import RESERVED, Row, stream
 
 CHUNK = 64  # rows that are tokenized together
 SEARCHED = 100_000  # rows in which a column or a conversation is looked for

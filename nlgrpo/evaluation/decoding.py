@@ -285,6 +285,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     evaluating = [reward for reward in loaded if reward.name == options.gold]
     find_columns(cfg, [*weighted, *evaluating], training, held_out)
     reward_functions.check_columns([*weighted, *evaluating], held_out.names)
+    reward_functions.check_rows([*weighted, *evaluating], held_out.prompts, held_out.rows)
     reward_scorers = scorers(cfg.rewards, objectives, weighted)
     gold = scorers(cfg.rewards, objectives, evaluating)
     refuse_pairwise([*reward_scorers, *gold])

@@ -17,19 +17,20 @@ from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.engine.rollouts.evaluation_samples import KEPT_PROMPTS, KEPT_SAMPLES, EvaluationSamples
 from nlgrpo.engine.rollouts.inputs import find_columns, load_rewards, read_prompts, refuse_environment, sampling_of
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
 from nlgrpo.evaluation.estimators import distinct_n
-from nlgrpo.model import decoder, hf_weights
+from nlgrpo.evaluation.named_models import NamedModel
+from nlgrpo.model import decoder
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import pack
 from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.registry import Objective, is_voted
-from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, final_answers, print_cause
+from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, check_rows, final_answers, print_cause
 from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -43,12 +44,14 @@ CHUNK = 4  # prompts per file of completions
 class EvaluationOptions:
     """Options in addition to the configuration."""
 
-    models: tuple[str, ...]
+    models: tuple[NamedModel, ...]
     reference: str
     out: Path
     procedures: tuple[str, ...]
     ns: tuple[int, ...]
     gold: tuple[str, ...]
+    kl: bool = True
+    """Whether to estimate each model's KL to the reference, which is one forward pass of the reference."""
 
 
 @dataclass(frozen=True)
@@ -73,28 +76,14 @@ class Evaluation:
         return WorkQueue(self.ranks, self.console)
 
 
-def path_of(name: str) -> Path:
-    return Path(name.partition("=")[2] or name)
-
-
-def is_run(path: Path) -> bool:
-    return (path / "model" / "config.json").is_file()
-
-
-def _label(name: str) -> str:
-    label, given, path = name.partition("=")
-    return label if given and path else Path(name).name or name
-
-
 def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
     """Load tokenizers, prompts and rewards; `draw` loads the weights, one model at a time."""
     refuse_environment(cfg, "nlgrpo evaluate")
-    labels = [REFERENCE, *map(_label, options.models)]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"models need different labels, got {', '.join(labels)}; set a label with LABEL=PATH")
-    named = [options.reference, *options.models]
+    if any(model.label == REFERENCE for model in options.models):
+        raise ValueError(f"the label {REFERENCE!r} is that of the reference; set another one with LABEL=PATH")
+    models = [NamedModel(REFERENCE, Path(options.reference)), *options.models]
     objectives, loaded = load_rewards(cfg, ranks.device)
-    found = [_candidate(label, name, options, cfg, ranks, loaded) for label, name in zip(labels, named, strict=True)]
+    found = [_candidate(model, options, cfg, ranks, loaded) for model in models]
     candidates = [candidate for candidate, _ in found]
     first = candidates[0]
     for other in candidates[1:]:
@@ -110,20 +99,21 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
 
 
 def _candidate(
-    label: str,
-    name: str,
+    model: NamedModel,
     options: EvaluationOptions,
     cfg: Config,
     ranks: Ranks,
     rewards: Sequence[Reward],
 ) -> tuple[RolloutCollector, dict[str, int]]:
     """Return what samples a model, and the numbers of prompts that it cannot evaluate, by reason."""
-    path = path_of(name) if label != REFERENCE else Path(name)
-    source = hf_weights.locate(path / "model" if is_run(path) else str(path))
+    exports = options.out / "checkpoints"
+    ranks.agree(lambda: model.directory(exports) if ranks.first else None)  # one rank exports a checkpoint
+    source = model.directory(exports)
     tokenizer = load_tokenizer(source)
-    model_cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=name))
+    model_cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=str(model.path)))
     prompts, held_out = read_prompts(model_cfg, tokenizer, shape_of(decoder.read_config(source)))
     find_columns(model_cfg, rewards, prompts, held_out)
+    check_rows(rewards, held_out.prompts, held_out.rows)
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
     seed = cfg.train.seed ^ (1 << 62)  # the seed of a run's own evaluation
     sampling = sampling_of(cfg, tokenizer, source)
@@ -132,7 +122,7 @@ def _candidate(
     engine = cfg.rollout.engine
     origin = Provenance.of(source, tokenizer, dtype, sampling, engine)
     store = open_store(options.out / "samples", origin, sampler, first=ranks.first)
-    return RolloutCollector(label, source, dtype, batch, sampler, CHUNK, store), held_out.left_out
+    return RolloutCollector(model.label, source, dtype, batch, sampler, CHUNK, store), held_out.left_out
 
 
 def tokenize_alike(a: RolloutCollector, b: RolloutCollector) -> bool:
@@ -192,7 +182,7 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
     chunks, read = candidate.chunks, candidate.store.read
     rollouts = [candidate.rollout(chunk) for chunk in chunks]
     texts = [candidate.sampler.texts(c.prompts, rollout) for c, rollout in zip(chunks, rollouts, strict=True)]
-    has_kl = all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
+    has_kl = e.options.kl and all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
     ids = [rollout.completion_ids() for rollout in rollouts]
     groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
     completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
@@ -204,8 +194,8 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
         weights={name: reward.weight for name, reward in e.cfg.rewards.items()},
         max_length=e.cfg.rollout.max_new_tokens,
         left_out=e.left_out,
-        prompts=[plain_text(p) for p in candidate.batch.prompts][:8],
-        completions=[rows[:8] for rows in completions[:8]],
+        prompts=[plain_text(p) for p in candidate.batch.prompts][:KEPT_PROMPTS],
+        completions=[rows[:KEPT_SAMPLES] for rows in completions[:KEPT_PROMPTS]],
         kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
         distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
         answers={
@@ -239,12 +229,12 @@ def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
     alike = [c for c in others if tokenize_alike(reference, c)]
     for c in others:
         if c not in alike:
-            e.console.print(
-                f"{c.label} has a different tokenizer than the reference: its KL is left out, lengths are in its tokens"
-            )
+            kl = "its KL is left out, " if e.options.kl else ""
+            e.console.print(f"{c.label} has a different tokenizer than the reference: {kl}lengths are in its tokens")
     for c in e.candidates:
         draw(e, c)
-    measure_kl(e, alike)
+    if e.options.kl:
+        measure_kl(e, alike)
     for c in e.candidates:
         for scorer in e.scorers:
             score(e, c, scorer)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nlgrpo import __version__
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of, where_same_rewards
-from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader
+from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, success_figures
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
     WEIGHTED_SUM,
@@ -56,7 +56,8 @@ def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Pat
 
     Each folder is a run or the output of `nlgrpo evaluate` or `nlgrpo sweep`. ``out`` is by default ``report.html`` in
     the folder, or in the current one for several folders. The figures are saved next to it: ``lengths.png``,
-    ``curves.png``, ``rewards.png``, ``best_of_n.png``, ``win_rates.png`` and ``fronts.png``. If ``out`` has another
+    ``curves.png``, ``rewards.png``, ``successes.png``, ``walks.png``, ``best_of_n.png``, ``win_rates.png`` and
+    ``fronts.png``. If ``out`` has another
     name, that name is their prefix. Missing or damaged files are left out and listed in the report.
 
     Raises ValueError for a folder of another kind, and if ``out`` does not end in .html.
@@ -142,11 +143,16 @@ class _Report:
         best = partial(evaluation_figures.best_of_n, table, looks)
         won = partial(evaluation_figures.win_rates, table, looks, places)
         fronts = partial(evaluation_figures.fronts, table, pairs, looks, places)
+        solved = partial(success_figures.successes, sampled)
+        seen = success_figures.maze_prompts(sampled)
+        walks = partial(success_figures.walks, sampled, seen)
         hollow = "Hollow points: another model is higher in both rewards. " + INTERVALS
         drawn: dict[str, tuple[str, bool, Callable[..., Figure], str]] = {
             "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
             "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
             "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
+            "Solved prompts": ("successes", bool(success_figures.binary_rewards(sampled)), solved, ""),
+            "Walks": ("walks", bool(seen), walks, WALKS),
             "Best-of-N rewards": ("best_of_n", bool(table.quantities()), best, INTERVALS),
             "Win rate over KL": ("win_rates", evaluation_figures.has_win_rates(table), won, self._about_kl()),
             "Reward trade-offs": ("fronts", bool(pairs), fronts, hollow),
@@ -255,6 +261,7 @@ class _Report:
         )
 
 
+WALKS = "All saved answers to two mazes, those nearest to solved in a third of the samples before training."
 SMOOTHED = "Dark lines: moving average over 5% of the steps."
 INTERVALS = "95% intervals: bootstrap over prompts."
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import traceback
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.data.conversations import text_of
-from nlgrpo.data.sources import nearest
+from nlgrpo.data.sources import RESERVED, nearest
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.calling import (
     PROVIDED,
@@ -165,6 +165,24 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
                 f"reward {reward.name!r} needs {', '.join(map(repr, missing))}. "
                 f"Columns of the data: {available}.{close}"
             )
+
+
+def check_rows(rewards: Sequence[Reward], prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for the first example that a reward cannot score, by its method ``check_row`` if it has one.
+
+    ``rows``: the examples; their prompts are in ``prompts``, as rewards get them.
+    """
+    for reward in rewards:
+        check = getattr(reward.function, "check_row", None)
+        if check is None:
+            continue
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            columns = {name: value for name, value in row.items() if name not in RESERVED}
+            try:
+                check(prompt, **columns)
+            except ValueError as error:
+                where = f"example {number} of the data"
+                raise ValueError(f"reward {reward.name!r} cannot score {where}: {error}") from error
 
 
 def missing_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from nlgrpo.rewards.classifiers import Classifier, Ensemble
 from nlgrpo.rewards.composite import Gated, Weighted
 from nlgrpo.rewards.environment import EnvironmentReward
 from nlgrpo.rewards.judge import Judge
+from nlgrpo.rewards.maze import Maze
 from nlgrpo.rewards.processes.code_execution import Code
 from nlgrpo.rewards.processes.function_process import FunctionProcess
 from nlgrpo.rewards.processes.math_answers import Math
@@ -31,6 +32,7 @@ from nlgrpo.runtime.user_code import nearest
 COMPOSITE: dict[str, type[Weighted | Gated]] = {"weighted": Weighted, "gated": Gated}
 REWARDS: dict[str, type] = {
     "length": Length, "overlong": Overlong, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "math": Math,
+    "maze": Maze,
     "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge, "reward_server": RewardServer,
     "environment": EnvironmentReward, **COMPOSITE,
 }  # fmt: skip
@@ -50,7 +52,7 @@ def load(
 ) -> Reward:
     """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
-    Targets: a built-in (``length overlong lexicon regex gsm8k math code classifier ensemble judge reward_server
+    Targets: a built-in (``length overlong lexicon regex gsm8k math maze code classifier ensemble judge reward_server
     environment weighted gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function
     ``package.module:function`` or ``path/to/file.py:function`` (relative to the current folder), or a model folder,
     which means ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of

@@ -37,6 +37,8 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     find_columns(cfg, rewards, prompts, held_out)
     for scored in (*([] if cfg.loss.offline else [prompts]), *([held_out] if cfg.evaluation.prompts else [])):
         reward_functions.check_columns(rewards, [*scored.names, *([ENVIRONMENT] if environment else [])])
+        examples = scored.all()  # those of a stream are not known yet
+        reward_functions.check_rows(rewards, examples.prompts, examples.rows)
     sampling = sampling_of(cfg, tokenizer, source)
     compute = compute_dtype(cfg.model.dtype, ranks.device)
     rows, seed = cfg.rollout.max_rows, cfg.train.seed

@@ -11,14 +11,15 @@ import torch
 from helpers import environment, tiny_model
 from transformers import AutoModelForCausalLM
 
-from nlgrpo import cli
+from nlgrpo import cli, train
 from nlgrpo.commands import evaluate
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.evaluation import model_evaluation
+from nlgrpo.evaluation import model_evaluation, named_models
 from nlgrpo.evaluation.estimators import best_of_n, maj_at_k, paired_test, selected_value, win_rate
 from nlgrpo.model import decoder
 from nlgrpo.objectives.registry import parse
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training.sweeps.state import Point, SweepState
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -289,13 +290,113 @@ def test_models_with_another_tokenizer_have_no_kl(work, capsys):
         ([], {"data__source": "nowhere.jsonl"}, "nowhere.jsonl"),
         ([], {"evaluation__prompts": 0}, "an evaluation needs at least one prompt"),
         (["nothing"], {}, "model 'nothing' is neither a directory"),
-        (["a={other}", "a={base}"], {}, "models need different labels, got reference, a, a"),
+        (["a={other}", "a={base}"], {}, "two models have the label 'a'; set another one with LABEL=PATH"),
+        (["reference={other}"], {}, "the label 'reference' is that of the reference"),
     ],
 )
 def test_invalid_options_are_refused(work, models, changes, says, capsys):
     named = [text.format(other=work / "other", base=work / "base") for text in models]
     assert cli.main(arguments(work, "refused", *named, **changes)) == 1
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+# --- runs, sweeps and checkpoints -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep(work):
+    """A sweep of two runs whose folders have names like "train.seed=1,loss.beta=0"; one of them has finished."""
+    folder = work / "sweep"
+    options = {
+        "model.path": work / "base",
+        "model.dtype": "float64",
+        "data.source": work / "prompts.jsonl",
+        "data.evaluation": work / "prompts.jsonl",
+        "rewards.short.function": f"{work / 'rewards.py'}:short",
+        "rollout.prompts": 2,
+        "rollout.samples": 4,
+        "rollout.max-new-tokens": 8,
+        "loss.beta": 0,
+        "optim.lr": 0.01,
+        "train.steps": 4,
+        "train.checkpoint-every": 2,
+        "train.out": folder / "train.seed=1,loss.beta=0",
+        "evaluation.prompts": 0,
+    }
+    parts = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    (work / "other-prompts.jsonl").write_text('{"prompt": "w9 w10"}\n{"prompt": "w11"}\n')
+    parts[parts.index("--data.source") + 1] = str(work / "other-prompts.jsonl")
+    assert train.main(["blank", *parts]) == 0
+    points = [
+        Point({"train.seed": seed}, folder / f"train.seed={seed},loss.beta=0", state)
+        for seed, state in ((1, "done"), (2, "failed"))
+    ]
+    SweepState(folder, {}, points).write()
+    return folder
+
+
+def test_names_of_models(work, sweep, monkeypatch):
+    monkeypatch.chdir(sweep)
+    run = sweep / "train.seed=1,loss.beta=0"
+    checkpoint = run / "checkpoints" / "step-00000002"
+    for given, label, path in (
+        ("train.seed=1,loss.beta=0", "train.seed=1,loss.beta=0", run),  # not the label "train.seed"
+        (f"ours={run}", "ours", run),
+        (str(sweep), "train.seed=1,loss.beta=0", run),  # without the run that failed
+        (f"all={sweep}", "all/train.seed=1,loss.beta=0", run),
+        (str(checkpoint), "train.seed=1,loss.beta=0/step-00000002", checkpoint),
+        (f"half={checkpoint}", "half", checkpoint),
+    ):
+        (model,) = named_models.named([given])
+        assert model.label == label
+        assert model.path.resolve() == path.resolve()
+        assert model.run.resolve() == run.resolve()
+    (model,) = named_models.named(["owner/name"])
+    assert (model.label, str(model.path), model.run) == ("name", "owner/name", None)
+    with pytest.raises(ValueError, match="two models have the label"):
+        named_models.named([str(run), str(sweep)])
+
+
+def test_a_sweep_without_a_finished_run_is_refused(tmp_path):
+    SweepState(tmp_path, {}, [Point({"train.seed": 1}, tmp_path / "train.seed=1", "failed")]).write()
+    with pytest.raises(ValueError, match="is a sweep of 1 runs; none has finished"):
+        named_models.named([str(tmp_path)])
+
+
+def test_a_run_a_sweep_and_checkpoints_are_evaluated(work, sweep):
+    """The last checkpoint is the model that the run exported; an earlier one is another model."""
+    checkpoints = sweep / "train.seed=1,loss.beta=0" / "checkpoints"
+    models = [f"last={checkpoints / 'step-00000004'}", f"half={checkpoints / 'step-00000002'}", sweep]
+    assert cli.main(arguments(work, "checkpoints", *models, evaluation__prompts=6)) == 0
+    found = read_evaluation(work / "checkpoints")
+    assert list(found) == ["reference", "last", "half", "train.seed=1,loss.beta=0"]
+    last, half, exported = (found[label] for label in list(found)[1:])
+    assert torch.equal(last.rewards["short"], exported.rewards["short"])
+    torch.testing.assert_close(last.kl["k1"], exported.kl["k1"], rtol=1e-4, atol=1e-5)  # float32 against float64
+    assert not torch.equal(half.rewards["short"], last.rewards["short"])
+    exports = work / "checkpoints" / "checkpoints"
+    names = [f"train.seed=1,loss.beta=0-step-0000000{step}" for step in (2, 4)]
+    assert sorted(path.name for path in exports.iterdir()) == names
+    before = kept(exports)
+    assert cli.main(arguments(work, "checkpoints", *models, evaluation__prompts=6)) == 0
+    assert kept(exports) == before
+
+
+def test_a_damaged_checkpoint_is_refused(work, sweep, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(sweep / "train.seed=1,loss.beta=0", run)
+    checkpoint = run / "checkpoints" / "step-00000002"
+    file = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-8])
+    assert cli.main(arguments(work, "damaged", checkpoint, evaluation__prompts=6)) == 1
+    assert f"checkpoint {checkpoint} is damaged" in " ".join(capsys.readouterr().err.split())
+    assert not [*(work / "damaged" / "checkpoints").glob("*")]
+
+
+def test_the_kl_can_be_left_out(work, monkeypatch):
+    monkeypatch.setattr(model_evaluation, "measure_kl", None)
+    assert cli.main([*arguments(work, "no-kl"), "--no-kl"]) == 0
+    assert read_evaluation(work / "no-kl")["other"].kl == {}
 
 
 def test_no_model_and_empty_prompts_are_refused(work, tmp_path, capsys):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nlgrpo.config.schema import OptimConfig
-from nlgrpo.model import decoder
+from nlgrpo.model import decoder, muon
 from nlgrpo.model.fsdp import shard
 from nlgrpo.model.muon import COEFFICIENTS, Muon, block_matrices, lr_factor, orthogonalize
 from nlgrpo.runtime import checkpoint
@@ -41,6 +41,15 @@ def test_a_singular_value_goes_through_the_polynomial(shape, steps):
     torch.testing.assert_close(found, u @ s.diag() @ v, rtol=1e-10, atol=1e-12)
     assert found.dtype == torch.float64
     torch.testing.assert_close(matrix, random(*shape, dtype=torch.float64), rtol=0, atol=0)  # unchanged
+
+
+def test_the_iterations_run_in_float32_on_a_cpu():
+    matrix = random(24, 60)
+    found, exact = orthogonalize(matrix), orthogonalize(matrix.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    narrow = orthogonalize(matrix.bfloat16().double())
+    torch.testing.assert_close(orthogonalize(matrix.bfloat16()).double(), narrow, rtol=0, atol=1e-5)
 
 
 def test_zero_has_no_direction():
@@ -80,7 +89,8 @@ def set_gradients(model, step):
     [{}, {"nesterov": False, "momentum": 0.5, "ns_steps": 2}, {"adjust_lr_fn": "original"}],
     ids=["defaults", "without nesterov", "original"],
 )
-def test_steps_are_those_of_pytorch_on_separate_matrices(case, changes):
+def test_steps_are_those_of_pytorch_on_separate_matrices(case, changes, monkeypatch):
+    monkeypatch.setitem(muon.ITERATED, "cpu", torch.bfloat16)  # as torch.optim.Muon
     model = decoder.build(test_decoder.random_model(case).config).float()
     for i, p in enumerate(model.parameters()):
         p.data = random(*p.shape, seed=i)
@@ -94,7 +104,7 @@ def test_steps_are_those_of_pytorch_on_separate_matrices(case, changes):
     matrices = [x for name, pieces in theirs.items() if cut[name] for x in pieces]
     others = [x for name, pieces in theirs.items() if not cut[name] for x in pieces]
     keys = {key: getattr(optim, key) for key in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}
-    muon = torch.optim.Muon(matrices, lr=optim.lr, weight_decay=0.1, **keys)
+    pytorch = torch.optim.Muon(matrices, lr=optim.lr, weight_decay=0.1, **keys)
     groups = [
         {"params": [x for x in others if x.dim() > 1], "weight_decay": 0.1},
         {"params": [x for x in others if x.dim() == 1], "weight_decay": 0.0},
@@ -102,14 +112,14 @@ def test_steps_are_those_of_pytorch_on_separate_matrices(case, changes):
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     for step in range(4):
         lr = 0.01 / (step + 1)
-        for group in [*optimizer.param_groups, *muon.param_groups, *adamw.param_groups]:
+        for group in [*optimizer.param_groups, *pytorch.param_groups, *adamw.param_groups]:
             group["lr"] = lr
         set_gradients(model, step)
         for name, p in model.named_parameters():
             for x, grad in zip(theirs[name], p.grad.split(cut[name]) if cut[name] else [p.grad], strict=True):
                 x.grad = grad.clone()
         optimizer.step()
-        muon.step()
+        pytorch.step()
         adamw.step()
     assert len(matrices) > len(model.blocks) * 4 - 1
     for name, p in model.named_parameters():

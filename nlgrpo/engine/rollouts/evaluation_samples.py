@@ -19,6 +19,7 @@ from torch import Tensor
 from nlgrpo.runtime.atomic_files import atomic_write
 
 FILE = "evaluation.json"
+KEPT_PROMPTS, KEPT_SAMPLES = 8, 16  # whose texts are saved
 
 
 @dataclass(frozen=True)

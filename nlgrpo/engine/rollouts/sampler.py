@@ -14,7 +14,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Conversation, Rollout
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.engine.rollouts.evaluation_samples import KEPT_PROMPTS, KEPT_SAMPLES, EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards import reward_functions
@@ -135,8 +135,8 @@ class Sampler:
             objectives={name: str(objective) for name, objective in objectives.items()},
             weights=dict(weights),
             max_length=self.sampling.max_new_tokens,
-            prompts=[p for *_, prompts, _ in parts for p in prompts][:8],
-            completions=[c for *_, completions in parts for c in completions][:8],
+            prompts=[p for *_, prompts, _ in parts for p in prompts][:KEPT_PROMPTS],
+            completions=[c[:KEPT_SAMPLES] for *_, completions in parts for c in completions][:KEPT_PROMPTS],
         )
 
 

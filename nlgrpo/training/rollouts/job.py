@@ -62,6 +62,7 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
     available = all_prompts(cfg, tokenizer, limits)
     objectives, loaded = load_rewards(cfg, queue.ranks.device)
     reward_functions.check_columns(loaded, available.names)
+    reward_functions.check_rows(loaded, available.prompts, available.rows)
     dtype = compute_dtype(cfg.model.dtype, queue.ranks.device)
     origin = Provenance.of(source, tokenizer, dtype, sampling_of(cfg, tokenizer, source), cfg.rollout.engine)
     seed = cfg.train.seed ^ (1 << 61)  # differs from the seeds of training and evaluation, so no sample repeats
