@@ -105,7 +105,7 @@ def test_blank_has_only_defaults_and_cannot_run():
         (["lenght-bon"], r"unknown recipe 'lenght-bon'; did you mean 'length-bon'\?"),
         (
             ["zzz"],
-            r"unknown recipe 'zzz'; recipes: maze, maze-grpo, length-bon, length-mean, story-mix, .*, helpful-harmless-bon8, blank, or",
+            r"unknown recipe 'zzz'; recipes: maze, maze-grpo, length-bon, .*, helpful-harmless-bon8, blank, or",
         ),
         ([""], r"unknown recipe ''"),
         (["length-bon", "length-mean"], "expected at most one recipe and one .toml file, got length-bon length-mean"),
