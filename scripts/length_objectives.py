@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nlgrpo.commands import sweep
-from nlgrpo.evaluation import report
+from nlgrpo.evaluation import comparison
 from nlgrpo.training.sweeps.state import read_sweep_state
 
 OBJECTIVES = ["mean", "bon:2", "bon:4", "bon:8", "bon:16", "soft:0.1", "soft:0.05"]
@@ -32,7 +32,7 @@ def main() -> int:
     points = [point for point in read_sweep_state(options.out) if point.overrides["objective"] in options.objectives]
     if status != 0 or any(point.state != "done" for point in points):
         return status or 1
-    print(report.compare([point.folder for point in points], options.out / "lengths.png"))
+    print(comparison.compare([point.folder for point in points], options.out / "lengths.png"))
     return 0
 
 

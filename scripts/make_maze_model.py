@@ -54,7 +54,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Decoder:
     """A Llama with random weights, as transformers draws them."""
-    done = tokenizer.convert_tokens_to_ids(mazes.DONE)
+    done = tokenizer.get_vocab()[mazes.DONE]
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=448, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None, eos_token_id=done,
@@ -121,7 +121,7 @@ def solved(model: Decoder, tokenizer: PreTrainedTokenizerFast, name: str, sample
     """Sample answers to a set of mazes; return whether each is right, (P, samples) of 0 and 1."""
     rows = [str(row["prompt"]) for row in mazes.SETS[name].rows()]
     prompts = [tokenizer(row)["input_ids"] for row in rows]
-    stop = tokenizer.convert_tokens_to_ids(mazes.DONE)
+    stop = tokenizer.get_vocab()[mazes.DONE]
     rollout = generate(model, prompts, samples, Sampling(max_new_tokens=LIMIT, stop_ids=(stop,)), seed=seed)
     answers = tokenizer.batch_decode(rollout.completion_ids())
     right = [mazes.parse(rows[i // samples]).solved_by(answer) for i, answer in enumerate(answers)]
@@ -139,7 +139,7 @@ def passes(right: Tensor) -> dict[str, list[float]]:
 
 def save(model: Decoder, tokenizer: PreTrainedTokenizerFast, card: str, folder: Path) -> None:
     """Write the Hugging Face directory, readable by all users."""
-    done = tokenizer.convert_tokens_to_ids(mazes.DONE)
+    done = tokenizer.get_vocab()[mazes.DONE]
     decoder.save(model.bfloat16(), folder, tokenizer=tokenizer)
     generation = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LIMIT, eos_token_id=done, pad_token_id=done

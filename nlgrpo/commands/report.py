@@ -31,18 +31,19 @@ def write_report(arguments: Sequence[str]) -> int:
 
 @dataclass
 class Compare:
-    """Draw the length histograms and best-of-N curves of several runs into one picture."""
+    """Draw the lengths, or the solved prompts, and the best-of-N curves of several runs into one picture."""
 
-    runs: Positional[tuple[Path, ...]]
-    """Folders of the runs."""
+    runs: Positional[tuple[str, ...]]
+    """Folders of runs, or of sweeps for all their runs; LABEL=PATH gives a name. Runs that differ in the seed only are
+    one setting, with intervals over seeds and prompts."""
     out: Path = Path("compare.png")
     """The picture."""
 
 
 def compare(arguments: Sequence[str]) -> int:
     """Draw the picture and print its path."""
-    from nlgrpo.evaluation import report
+    from nlgrpo.evaluation import comparison
 
     options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
-    print(report.compare(options.runs, options.out))
+    print(comparison.compare(options.runs, options.out))
     return 0

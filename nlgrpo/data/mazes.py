@@ -231,18 +231,23 @@ class MazeSet:
 
     def rows(self) -> Iterator[dict[str, str | int]]:
         """Yield the mazes as rows of a data set; ``shortest`` is the number of moves of the shortest path."""
-        seen: set[str] = set()
-        for maze in draw(self.rooms, self.seed, self.split, self.shortest, self.longest):
-            text = maze.text()
-            if text not in seen:
-                seen.add(text)
-                yield {"prompt": text, "shortest": len(maze.shortest() or ())}
-            if len(seen) == self.count:
-                return
+        for text, shortest in _drawn(self):
+            yield {"prompt": text, "shortest": shortest}
+
+
+@lru_cache(maxsize=None)
+def _drawn(one: MazeSet) -> list[tuple[str, int]]:
+    """Texts and shortest paths of a set. Drawing thousands takes seconds, and an evaluation reads them per model."""
+    found: dict[str, int] = {}
+    for maze in draw(one.rooms, one.seed, one.split, one.shortest, one.longest):
+        found.setdefault(maze.text(), len(maze.shortest() or ()))
+        if len(found) == one.count:
+            break
+    return list(found.items())
 
 
 SETS = {
-    "maze-train": MazeSet(800, "train", seed=1),
+    "maze-train": MazeSet(4800, "train", seed=1),
     "maze-validation": MazeSet(128, "validation", seed=2),
     "maze-test": MazeSet(128, "test", seed=3),
     "maze-long": MazeSet(128, "test", seed=4, shortest=USUAL + 1, longest=None),

@@ -311,19 +311,24 @@ def comparison(
     grid = figure.add_gridspec(strips, 2, width_ratios=[1.35, 1], wspace=0.06)
     _lengths_of_models(figure, [grid[i, 0] for i in range(strips)], models, targets)
     right = figure.add_subplot(grid[:, 1])
-    for i, label in enumerate(models):
-        mean, low, high = np.array([[row.value, row.low, row.high] for row in values[label]]).T
-        right.fill_between(ns, low, high, color=_colour(i), alpha=0.2, linewidth=0)
-        marker = MARKERS[(i - 1) % len(MARKERS)] if i else "x"
-        right.plot(ns, mean, color=_colour(i), marker=marker, markersize=5, label=label)
-    right.set_xscale("log", base=2)
-    right.set_xticks(ns, [str(best_of) for best_of in ns])
-    right.minorticks_off()
-    right.set_xlabel("N (number of samples)")
+    values_over_n(right, values, ns)
     right.set_ylabel("weighted sum of best-of-N rewards")
     right.set_title("Value of best-of-N" + left_out(row.coverage for rows in values.values() for row in rows))
-    right.legend()
     return figure
+
+
+def values_over_n(axes: Axes, values: Mapping[str, Sequence[Any]], ns: Sequence[int]) -> None:
+    """Draw the rows of each model, the reference first, over N, with intervals."""
+    for i, (label, rows) in enumerate(values.items()):
+        mean, low, high = np.array([[row.value, row.low, row.high] for row in rows]).T
+        axes.fill_between(ns, low, high, color=_colour(i), alpha=0.2, linewidth=0)
+        marker = MARKERS[(i - 1) % len(MARKERS)] if i else "x"
+        axes.plot(ns, mean, color=_colour(i), marker=marker, markersize=5, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ns, [str(best_of) for best_of in ns])
+    axes.minorticks_off()
+    axes.set_xlabel("N (number of samples)")
+    axes.legend()
 
 
 def _lengths_of_models(

@@ -22,6 +22,8 @@ class NamedModel:
 
     label: str
     path: Path
+    given: str = ""
+    """The label that the user gave, of the whole sweep for its runs; "" without one."""
 
     @property
     def run(self) -> Path | None:
@@ -49,10 +51,20 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def named(given: Sequence[str]) -> tuple[NamedModel, ...]:
+    """Read models as `read`. Raises ValueError as it does, and for two models of one label."""
+    found = read(given)
+    labels = [model.label for model in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"two models have the label {label!r}; set another one with LABEL=PATH")
+    return tuple(found)
+
+
+def read(given: Sequence[str]) -> list[NamedModel]:
     """Read ``PATH`` or ``LABEL=PATH``; a path that exists is one, whatever its name. A sweep stands for its runs.
 
     Without a label, a run is named by its folder, and a checkpoint by the folders of its run and its own. Raises
-    ValueError for a sweep without a finished run, and for two models of one label.
+    ValueError for a sweep without a finished run.
     """
     found: list[NamedModel] = []
     for text in given:
@@ -60,14 +72,10 @@ def named(given: Sequence[str]) -> tuple[NamedModel, ...]:
         if (path / sweep_state.FILE).is_file():
             found += _of_sweep(path, label)
         elif is_checkpoint(path):
-            found.append(NamedModel(label or f"{path.resolve().parents[1].name}/{path.name}", path))
+            found.append(NamedModel(label or f"{path.resolve().parents[1].name}/{path.name}", path, label))
         else:
-            found.append(NamedModel(label or path.name or text, path))
-    labels = [model.label for model in found]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ValueError(f"two models have the label {label!r}; set another one with LABEL=PATH")
-    return tuple(found)
+            found.append(NamedModel(label or path.name or text, path, label))
+    return found
 
 
 def _split(text: str) -> tuple[str, Path]:
@@ -84,7 +92,7 @@ def _of_sweep(folder: Path, label: str) -> list[NamedModel]:
     if not finished:
         raise ValueError(f"{folder} is a sweep of {len(points)} runs; none has finished")
     start = f"{label}/" if label else ""
-    return [NamedModel(f"{start}{point.name}", point.folder) for point in finished]
+    return [NamedModel(f"{start}{point.name}", point.folder, label) for point in finished]
 
 
 def export(checkpoint: Path, folder: Path) -> Path:

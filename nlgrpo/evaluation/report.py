@@ -1,4 +1,4 @@
-"""The HTML report of runs, evaluations and sweeps with its figures, and the figure of `nlgrpo compare`.
+"""The HTML report of runs, evaluations and sweeps with its figures.
 
 A report is built from the files of a folder alone, so it can be written at any time, also for a run that was killed.
 Missing or damaged files are listed in the report's notes (`run_loader`).
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,33 +18,24 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from torch import Tensor
 
 from nlgrpo import __version__
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of, where_same_rewards
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, success_figures
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
     WEIGHTED_SUM,
     Entry,
     Estimate,
-    Row,
     changes,
     format_change,
     format_interval,
     summarize,
-    weighted_best_of_n,
 )
-from nlgrpo.evaluation.run_loader import NS, REFERENCE, TRAINING_KL, ReportData
-from nlgrpo.rewards.specs import parse_spec
+from nlgrpo.evaluation.run_loader import REFERENCE, TRAINING_KL, ReportData
 from nlgrpo.runtime import atomic_files
 from nlgrpo.training.tracking import run_files
 
-TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
 FILE = run_files.REPORT_FILE
 PROMPTS = 8
 
@@ -138,7 +127,7 @@ class _Report:
         table = evaluation_figures.Table(renamed)
         sampled = self._renamed(found.sampled)
         runs = self._renamed({model.label: model.logged for model in found.models if model.logged})
-        targets = length_targets([settings.config for settings in found.settings.values()])
+        targets = run_loader.length_targets([settings.config for settings in found.settings.values()])
         pairs = evaluation_figures.fronts_of(table, [WEIGHTED_SUM])
         best = partial(evaluation_figures.best_of_n, table, looks)
         won = partial(evaluation_figures.win_rates, table, looks, places)
@@ -266,15 +255,6 @@ SMOOTHED = "Dark lines: moving average over 5% of the steps."
 INTERVALS = "95% intervals: bootstrap over prompts."
 
 
-def length_targets(config: Any) -> list[float]:
-    """Targets of all ``length(target=..)`` rewards in a configuration, sorted."""
-    if isinstance(config, Mapping):
-        config = list(config.values())
-    if isinstance(config, list):
-        return sorted({target for item in config for target in length_targets(item)})
-    return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []
-
-
 def _result(label: str, found: ReportData) -> str:
     """Table of one run: mean and best-of-4 (or of fewer samples) of each reward, before and after training."""
     model = found.models[0]
@@ -323,130 +303,3 @@ def _sample(sampled: EvaluationSamples, prompt: int, j: int) -> str:
         value = values[prompt, j].item()
         scores.append(f"{name} {'-' if math.isnan(value) else f'{value:.3f}'}")
     return html_page.sample(sampled.completions[prompt][j], " · ".join(scores))
-
-
-# --- several runs -------------------------------------------------------------------------------------------------
-
-
-def compare(runs: Sequence[Path], out: Path) -> Path:
-    """Draw several runs in one figure and print a table of their rewards. Returns the path of the PNG, PDF or SVG file.
-
-    Left: length histograms of the reference (of the first run) and of each trained model (IAMA, Fig. 3a). Right: the
-    weighted sum of best-of-N rewards over N, with 95% intervals. If ``out`` is a folder, the file is ``compare.png``.
-
-    Raises ValueError if a folder is not a run or its evaluation is not finished, if rewards or weights differ, and if
-    there is no prompt at which the same rewards score a completion of every model.
-    """
-    out = Path(out) / "compare.png" if Path(out).is_dir() or not Path(out).suffix else Path(out)
-    if out.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"cannot draw into {out}: the name must end in .png, .pdf or .svg")
-    if not runs:
-        raise ValueError("no runs to compare; give one or more folders written by `nlgrpo train`")
-    folders = list({Path(run).resolve(): Path(run) for run in runs}.values())
-    evaluated = {run: _evaluated(run) for run in folders}
-    configs = {run: run_loader.read_config(run, []) for run in folders}
-    models = _comparable(evaluated, configs)
-    targets = sorted({t for config in configs.values() for t in length_targets(config)})
-    n = min(s.lengths.shape[1] for s in models.values())
-    ns = [best_of for best_of in NS if best_of <= n]
-    values = {label: _curve(label, s, ns, where_same_rewards(models.values())) for label, s in models.items()}
-    drawn = figures.render(partial(figures.comparison, models, values, ns, targets), form=out.suffix[1:])
-    with atomic_files.into(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.atomic_write_bytes(out, drawn)
-    Console().print(_compare_table(values, ns, sizes_of(models.values())))
-    return out
-
-
-def _curve(label: str, sampled: EvaluationSamples, ns: Sequence[int], where: Tensor) -> list[Row]:
-    """Weighted sum of best-of-N for each N, over the prompts ``where`` it can be compared."""
-    behind = sampled.scored(), sampled.prompts_of_rewards()
-    found = [Estimate.of(x.masked_fill(~where, math.nan), *behind) for x in weighted_best_of_n(sampled, ns)]
-    if found[0].coverage.prompts == 0:
-        each = ", ".join(f"{name} on {int(there.sum())}" for name, there in sampled.applies().items())
-        raise ValueError(
-            f"{label}: no prompt has a weighted sum that can be compared. Of {len(sampled.lengths)} prompts, the "
-            f"rewards score {each}, and all models need the same ones at a prompt"
-        )
-    return [Row(label, "", x.value, x.low, x.high, x.coverage) for x in found]
-
-
-def _evaluated(run: Path) -> dict[str, EvaluationSamples]:
-    if run_loader.kind_of(run) != "run":
-        raise ValueError(f"{run} is not a run; use `nlgrpo report` for evaluations and sweeps")
-    if _table(run_loader.read_config(run, []), "evaluation").get("prompts") == 0:
-        raise ValueError(
-            f"{run} was trained with evaluation.prompts = 0; run `nlgrpo evaluate {run} --evaluation.prompts 64` to "
-            "evaluate its model"
-        )
-    sampled = read_evaluation(run)
-    if set(sampled) < {"before", "after"}:
-        missing = " or ".join(when for when in ("before", "after") if when not in sampled)
-        raise ValueError(f"{run} has no evaluation {missing} training; run the command that started it again to resume")
-    return sampled
-
-
-def _comparable(
-    evaluated: Mapping[Path, Mapping[str, EvaluationSamples]], configs: Mapping[Path, Mapping[str, Any]]
-) -> dict[str, EvaluationSamples]:
-    """Samples by legend label, the reference first. Labels of runs with the same objective include the folder."""
-    first_run, first = next(iter(evaluated.items()))
-    models, taken = {REFERENCE: first["before"]}, set[str]()
-    labels = [figures.objective_label(sampled["after"]) for sampled in evaluated.values()]
-    for (run, sampled), label in zip(evaluated.items(), labels, strict=True):
-        after = sampled["after"]
-        if after.weights != first["after"].weights:
-            raise ValueError(
-                f"the reward weights of {run} are {after.weights}, those of {first_run} {first['after'].weights}; "
-                "only runs with the same rewards and weights can be compared"
-            )
-        ours, theirs = (_table(configs[folder], "rewards") for folder in (run, first_run))
-        for name in ours.keys() & theirs.keys():
-            if _meaning(_table(ours, name)) != _meaning(_table(theirs, name)):
-                raise ValueError(
-                    f"reward {name!r} of {run} is {_table(ours, name)}, that of {first_run} {_table(theirs, name)}; "
-                    "only runs with the same rewards can be compared"
-                )
-        models[label if labels.count(label) == 1 else f"{label} · {run_loader.unique_label(run, taken)}"] = after
-    return models
-
-
-def _meaning(reward: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Parsed specification of a reward: target, arguments and scale, with resolved paths."""
-    try:
-        target, arguments = parse_spec(reward.get("function", ""))
-    except ValueError:
-        target, arguments = str(reward.get("function")), {}
-    place, colon, name = target.rpartition(":") if target.rpartition(":")[0].endswith(".py") else (target, "", "")
-    return _place(place) + colon + name, {k: _place(v) for k, v in arguments.items()}, reward.get("scale", 1.0)
-
-
-def _place(value: Any) -> Any:
-    """Resolve a value that is the path of an existing file or folder; return any other value unchanged."""
-    path = os.path.expanduser(value) if isinstance(value, str) else ""
-    return os.path.realpath(path) if path and os.path.exists(path) else value
-
-
-def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Section of a configuration that was read from a file; empty if it is missing or not a table."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _compare_table(values: Mapping[str, Sequence[Row]], ns: Sequence[int], evaluated: str) -> Table:
-    """Table with a column per model, or for more than three trained models a row per model, to fit 80 columns."""
-    title = f"weighted sum of best-of-N rewards ({evaluated}, 95% intervals)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("N", justify="right")
-    many = len(values) > 4
-    for label in ("model", "value") if many else values:
-        table.add_column(Text(label))
-    for i, best_of in enumerate(ns):
-        rows = [of_model[i] for of_model in values.values()]
-        if many:
-            for row in rows:
-                table.add_row(str(best_of), Text(row.reward), Text(format_interval(row)))
-            table.add_section()
-        else:
-            table.add_row(str(best_of), *(Text(format_interval(row, "\n")) for row in rows))
-    return table

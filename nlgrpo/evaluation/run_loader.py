@@ -398,3 +398,15 @@ def _weighted_sums(label: str, sampled: EvaluationSamples, names: Sequence[str],
     behind = sampled.scored(), sampled.prompts_of_rewards()
     rows = zip(names, values, strict=True)
     return [Entry(label, WEIGHTED_SUM, name, Estimate.of(row, *behind)) for name, row in rows]
+
+
+TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
+
+
+def length_targets(config: Any) -> list[float]:
+    """Targets of all ``length(target=..)`` rewards in a configuration, sorted."""
+    if isinstance(config, Mapping):
+        config = list(config.values())
+    if isinstance(config, list):
+        return sorted({target for item in config for target in length_targets(item)})
+    return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []

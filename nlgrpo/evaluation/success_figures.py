@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from nlgrpo.data import mazes
 from nlgrpo.data.mazes import Maze
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.evaluation.figures import GREY, figure_of, shortened
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, left_out
+from nlgrpo.evaluation.figures import GREY, figure_of, shortened, values_over_n
 
 # Shares of a prompt's samples that are right, from none to all, and the colour of each group of prompts.
 GROUPS = ("never", "up to 1/4", "up to 1/2", "up to 3/4", "more", "always")
@@ -61,6 +62,26 @@ def successes(sampled: Mapping[str, EvaluationSamples], *, narrow: bool = False)
         axes.set_title(f"{shortened(name, 40)}: prompts by the share of their samples that are right")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3 if narrow else len(GROUPS))
+    return figure
+
+
+def comparison(
+    models: Mapping[str, EvaluationSamples], values: Mapping[str, Sequence[Any]], ns: Sequence[int]
+) -> Figure:
+    """Draw the prompts of one binary reward by their successes (left), and its pass@N ``values`` (right)."""
+    (name,) = next(iter(models.values())).rewards
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
+    _stacked(left, {label: shares_of_prompts(sampled.rewards[name]) for label, sampled in models.items()})
+    left.set_title("Prompts by the share of their samples that are right")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(GROUPS))
+    values_over_n(right, values, ns)
+    right.set_ylim(0, 1)
+    right.set_ylabel("pass@N")
+    right.set_title(
+        "Prompts with a right answer among N" + left_out(row.coverage for rows in values.values() for row in rows)
+    )
     return figure
 
 

@@ -20,6 +20,7 @@ from nlgrpo.evaluation.estimators import (
     paired_test,
     pass_at_k,
     procedure_value,
+    two_way_interval,
     win_rate,
     worst_of_n,
 )
@@ -162,3 +163,68 @@ def test_an_interval_is_the_outer_one_of_two_of_scipys(shape, prompts):
     near = 0.03 * (plain.high - plain.low)
     assert low.item() == pytest.approx(min(bca.low, plain.low), abs=near)
     assert high.item() == pytest.approx(max(bca.high, plain.high), abs=near)
+
+
+# --- over seeds and prompts -------------------------------------------------------------------------------------------
+
+
+def anova(y):
+    """Mean, standard error and degrees of freedom by loops, in NumPy."""
+    y = np.asarray(y)
+    S, P = y.shape
+    mean = y.mean()
+    seeds = sum(P * (y[s].mean() - mean) ** 2 for s in range(S)) / (S - 1)
+    prompts = sum(S * (y[:, p].mean() - mean) ** 2 for p in range(P)) / (P - 1)
+    rest = sum((y[s, p] - y[s].mean() - y[:, p].mean() + mean) ** 2 for s in range(S) for p in range(P))
+    rest /= (S - 1) * (P - 1)
+    total = seeds + prompts - rest
+    free = total**2 / (seeds**2 / (S - 1) + prompts**2 / (P - 1) + rest**2 / ((S - 1) * (P - 1)))
+    return mean, (total / (S * P)) ** 0.5, free
+
+
+def test_a_two_way_interval_is_that_of_the_random_effects_model():
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 1, generator=generator), torch.randn(1, 9, generator=generator)
+    y = 0.3 + 0.5 * a + b + 0.2 * torch.randn(4, 9, generator=generator)
+    mean, error, free = anova(y.double())
+    found, low, high, p_value = two_way_interval(y)
+    assert found == pytest.approx(mean)
+    assert (low, high) == pytest.approx(scipy.stats.t.interval(0.95, free, mean, error))
+    assert p_value == pytest.approx(2 * scipy.stats.t.sf(abs(mean) / error, free))
+    assert two_way_interval(y, level=0.8)[1:3] == pytest.approx(scipy.stats.t.interval(0.8, free, mean, error))
+
+
+@pytest.mark.parametrize(("seed", "prompt", "rest"), [(0.0, 0.3, 0.1), (0.1, 0.3, 0.1), (0.05, 0.05, 0.05)])
+def test_a_two_way_interval_covers_the_mean(seed, prompt, rest):
+    generator = torch.Generator().manual_seed(1)
+    hits = 0
+    for _ in range(600):
+        a, b = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 1), (1, 40)))
+        e = torch.randn(5, 40, generator=generator, dtype=torch.float64)
+        _, low, high, _ = two_way_interval(seed * a + prompt * b + rest * e)
+        hits += low <= 0 <= high
+    assert 0.92 < hits / 600 < 0.98
+
+
+def test_prompts_alone_would_not_cover_another_seed():
+    """The fault that the interval mends: seeds that differ, seen over prompts only."""
+    generator = torch.Generator().manual_seed(2)
+    hits = 0
+    for _ in range(300):
+        a, b = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((5, 1), (1, 40)))
+        _, low, high = bootstrap((0.3 * a + 0.3 * b).mean(0), resamples=200)
+        hits += float(low) <= 0 <= float(high)
+    assert hits / 300 < 0.7
+
+
+def test_equal_values_have_an_interval_of_width_0():
+    assert two_way_interval(torch.full((3, 5), 0.25)) == (0.25, 0.25, 0.25, 0.0)
+    assert two_way_interval(torch.zeros(3, 5)) == (0.0, 0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (5, 1), (2, 2, 2)])
+def test_fewer_seeds_or_prompts_have_no_two_way_interval(shape):
+    with pytest.raises(ValueError, match=r"expected values \(S, P\) of at least 2 seeds and 2 prompts"):
+        two_way_interval(torch.zeros(shape))
+    with pytest.raises(ValueError, match="1 NaN or infinite values"):
+        two_way_interval(torch.tensor([[1.0, math.nan], [0.0, 1.0]]))

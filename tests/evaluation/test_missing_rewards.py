@@ -13,7 +13,7 @@ from rich.console import Console
 from nlgrpo.commands import sweep
 from nlgrpo.config.recipes import recipe
 from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples, left_out, write_evaluation
-from nlgrpo.evaluation import evaluation_figures, figures, report, results, rollout_tables, run_loader
+from nlgrpo.evaluation import comparison, evaluation_figures, figures, report, results, rollout_tables, run_loader
 from nlgrpo.evaluation.estimators import best_of_n, over_present, paired_test, procedure_value, procedure_win_rate
 from nlgrpo.evaluation.results import before_after_table, changes, entries, metrics, summarize, weighted_best_of_n
 from nlgrpo.evaluation.sharing import hub
@@ -285,7 +285,7 @@ def test_prompts_that_were_left_out_are_said_everywhere(tmp_path, capsys, monkey
     point = sweep_state.Point({"optim.lr": 1e-5}, run, "done")
     sweep._show(sweep_state.SweepState(tmp_path, {"evaluation": {"ns": [1, 2]}}, [point]))
     assert f"evaluated on {text}" in " ".join(capsys.readouterr().out.split())
-    report.compare([run], tmp_path)
+    comparison.compare([run], tmp_path)
     assert f"({text}, 95% intervals)" in " ".join(capsys.readouterr().out.split())
     data = {"reference": sampled, "model": sampled}
     assert all(f"r ({text})" in shown(table) for table in list(results.tables(data, ["mean"], ()))[:1])
@@ -306,7 +306,7 @@ def test_a_sweep_shows_the_sum_and_its_prompts(tmp_path, capsys):
 def test_a_comparison_is_over_the_prompts_with_the_same_rewards(tmp_path, capsys):
     whole = samples_of({"a": [[1.0, 1.0], [2.0, 2.0]], "b": [[3.0, 3.0], [4.0, 4.0]]})
     half = samples_of({"a": [[2.0, 2.0], [3.0, 3.0]], "b": [[NAN, NAN], [5.0, 5.0]]})
-    report.compare([run_in(tmp_path / "run", whole, half)], tmp_path)
+    comparison.compare([run_in(tmp_path / "run", whole, half)], tmp_path)
     text = " ".join(capsys.readouterr().out.split())
     assert "6.0000" in text
     assert "8.0000" in text
@@ -316,13 +316,13 @@ def test_a_comparison_is_over_the_prompts_with_the_same_rewards(tmp_path, capsys
 def test_a_reward_without_any_prompt_is_left_out_of_a_comparison(tmp_path, capsys):
     """The evaluation prompts have no task for it; the sum is that of the others, and says so."""
     sampled = samples_of({"a": [[1.0, 1.0], [2.0, 2.0]], "b": [[NAN, NAN], [NAN, NAN]]})
-    report.compare([run_in(tmp_path / "run", sampled, sampled)], tmp_path)
+    comparison.compare([run_in(tmp_path / "run", sampled, sampled)], tmp_path)
     text = " ".join(capsys.readouterr().out.split())
     assert "1.5000" in text
     assert "b: 0 prompts" in text
     ungraded = samples_of({"a": [[NAN, NAN]] * 2, "b": [[NAN, NAN]] * 2})
     with pytest.raises(ValueError, match=r"no prompt has a weighted sum .* Of 2 prompts, the rewards score a on 0, b"):
-        report.compare([run_in(tmp_path / "ungraded", ungraded, ungraded)], tmp_path)
+        comparison.compare([run_in(tmp_path / "ungraded", ungraded, ungraded)], tmp_path)
 
 
 def test_pictures_say_what_is_left_out():

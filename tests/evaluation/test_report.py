@@ -16,10 +16,12 @@ from PIL import Image
 
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
 from nlgrpo.evaluation import figures
+from nlgrpo.evaluation.comparison import compare
 from nlgrpo.evaluation.estimators import best_of_n
 from nlgrpo.evaluation.figures import Style
 from nlgrpo.evaluation.html_page import SCRIPT
-from nlgrpo.evaluation.report import compare, length_targets, write_report
+from nlgrpo.evaluation.report import write_report
+from nlgrpo.evaluation.run_loader import length_targets
 from nlgrpo.training import run_folder
 
 EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
