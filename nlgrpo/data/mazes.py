@@ -16,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 WALL, PATH, START, GOAL, NEWLINE, DONE = "WALL", "PATH", "START", "GOAL", "NEWLINE", "DONE"
@@ -235,7 +235,7 @@ class MazeSet:
             yield {"prompt": text, "shortest": shortest}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _drawn(one: MazeSet) -> list[tuple[str, int]]:
     """Texts and shortest paths of a set. Drawing thousands takes seconds, and an evaluation reads them per model."""
     found: dict[str, int] = {}

@@ -48,10 +48,21 @@ class Setting:
     by_seed: dict[Any, EvaluationSamples] = field(default_factory=dict)
 
     @property
-    def one(self) -> EvaluationSamples:
-        """The samples of the first seed, with the lengths of all seeds."""
-        first, *_ = self.by_seed.values()
-        return replace(first, lengths=torch.cat([sampled.lengths for sampled in self.by_seed.values()]))
+    def pooled(self) -> EvaluationSamples:
+        """Lengths and rewards of all seeds, as of one model with more prompts."""
+        each = list(self.by_seed.values())
+        if len(each) == 1:
+            return each[0]
+        return replace(
+            each[0],
+            rewards={name: torch.cat([sampled.rewards[name] for sampled in each]) for name in each[0].rewards},
+            lengths=torch.cat([sampled.lengths for sampled in each]),
+            prompts=[],
+            completions=[],
+            kl={},
+            distinct={},
+            answers={},
+        )
 
     def values(self, ns: Sequence[int]) -> Tensor:
         """Weighted sum of best-of-N, (S, len(ns), P); NaN where it is not defined."""
@@ -81,7 +92,7 @@ def compare(runs: Sequence[Path | str], out: Path) -> Path:
     ns = [best_of for best_of in NS if best_of <= n]
     where = where_same_rewards(samples)
     rows = {setting.label: _rows(setting, ns, where) for setting in settings}
-    models = {setting.label: setting.one for setting in settings}
+    models = {setting.label: setting.pooled for setting in settings}
     draw = partial(figures.comparison, models, rows, ns, targets)
     if len(models[REFERENCE].rewards) == 1 and success_figures.binary_rewards(models):
         draw = partial(success_figures.comparison, models, rows, ns)
@@ -266,7 +277,7 @@ def _differences(trained: Sequence[Setting], ns: Sequence[int], where: Tensor) -
     first, *others = trained
     table = Table(title=f"{first.label} less the others (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
     for name in ("N", "less", "difference", "p", "over"):
-        table.add_column(name, justify="right" if name in ("N", "p") else "left")
+        table.add_column(name, justify="right" if name in ("N", "p") else "left", no_wrap=name != "less")
     for other in others:
         seeds = sorted(first.by_seed.keys() & other.by_seed.keys(), key=str)
         paired = len(seeds) > 1
@@ -283,7 +294,7 @@ def _differences(trained: Sequence[Setting], ns: Sequence[int], where: Tensor) -
                 mean, low, high, p_value = two_way_interval(difference[:, there])
             else:
                 mean, low, high, p_value = paired_test(ours[0, i, there], theirs[0, i, there])
-            over = f"prompts and {len(seeds)} seeds" if paired else "prompts"
+            over = f"prompts, {len(seeds)} seeds" if paired else "prompts"
             shown = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
             table.add_row(str(best_of), Text(other.label), shown, _p_value(p_value), over)
     return table
