@@ -67,7 +67,11 @@ def encode_examples(
         if isinstance(prompt, str):
             ids = list(next(encoded))
             if ids == nothing and prompt.strip():
-                raise ValueError(f"{where}: the tokenizer has no token for {brief(prompt)}.")
+                raise ValueError(
+                    f"{where}: the tokenizer has no token for {brief(prompt)}. It was loaded as "
+                    f"{type(tokenizer).__name__}: for some model types transformers takes its own class, whatever the "
+                    "folder says, and its pre-tokenizer may not fit the vocabulary."
+                )
             ids = ids[:-1] if strip else ids
         else:
             ids = chat.with_row(row, where).encode(tokenizer, prompt, where)

@@ -141,8 +141,9 @@ class Detector:
             return None
         text = (
             f"all completions of a prompt have had the same linearised reward for {steps} steps, so nothing is "
-            "learned: the rewards are at their maximum, broken, cannot tell completions apart, or cancel each other; "
-            "look at samples.jsonl"
+            "learned: the rewards are at their maximum, broken, cannot tell completions apart, or cancel each other, "
+            "or the policy has collapsed, against which a lower optim.lr helps; look at samples.jsonl, which is "
+            "written with train.samples_every > 0"
         )
         return Diverged(text, step + 1 - steps)
 
