@@ -27,7 +27,7 @@ from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.tracking import run_files
 
 CONFIGS = ("config.json", "config.toml")
-NS = (1, 2, 4, 8, 16)
+NS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REFERENCE = "reference"
 TRAINING_KL = "kl/training"
 LOGGED = re.compile(
