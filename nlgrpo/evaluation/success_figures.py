@@ -160,6 +160,6 @@ def _walks_of_one(axes: Axes, maze: Maze, answers: Sequence[str], label: str) ->
     axes.set_ylim(edges[1][-1], edges[1][0])
     axes.set_aspect("equal")
     axes.set_axis_off()
-    different = len({answer for answer, good in zip(answers, right, strict=True) if good})
-    ways = f"{different} way{'s' * (different != 1)}"
-    axes.set_title(f"{shortened(label, 26)}\n{sum(right)} of {len(answers)} right, in {ways}", fontsize=9)
+    different = len(set(answers))
+    walks_of = f"{different} different walk{'s' * (different != 1)}"
+    axes.set_title(f"{shortened(label, 26)}\n{sum(right)} of {len(answers)} right, {walks_of}", fontsize=9)

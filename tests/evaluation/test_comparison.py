@@ -171,7 +171,7 @@ def test_walks_stop_at_the_first_wall(narrow):
     model = samples_of(torch.zeros(1, 6), [SMALL], answers)
     figure = success_figures.walks({"reference": model, "trained": model}, [0], narrow=narrow)
     axes = figure.axes[0]
-    assert axes.get_title() == "reference\n2 of 6 right, in 1 way"
+    assert axes.get_title() == "reference\n2 of 6 right, 5 different walks"
     walked = [line.get_xydata() for line in axes.lines if len(line.get_xydata()) > 1]
     assert [len(walk) for walk in walked] == [5, 5, 3, 5]
     ends = [line for line in axes.lines if line.get_marker() == "x"]
