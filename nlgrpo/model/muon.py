@@ -20,7 +20,7 @@ from nlgrpo.model import shards
 from nlgrpo.model.decoder import Block, Decoder
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
-# Dtype of the iterations for narrower matrices. A CPU takes 10 to 30 times as long in bfloat16 as in float32.
+# Dtype of the iterations for narrower matrices. A CPU takes more than ten times as long in bfloat16 as in float32.
 ITERATED = {"cpu": torch.float32, "cuda": torch.bfloat16}
 EPS = 1e-7
 

@@ -37,6 +37,8 @@ def newest(folder: Path) -> dict[str, dict[str, Any]]:
     for record in sorted(records, key=lambda record: (record["date"], record["file"])):
         before = found.get(record["card"], {"steps": {}, "constants": {}})
         measured = record if record["constants"] or not before["constants"] else before["measured"]
+        for entry in record["steps"].values():
+            entry["origin"] = f"{record['file']}, `{str(record['commit'])[:7]}`"
         ran = {name: entry for name, entry in record["steps"].items() if entry["status"] != "skipped"}
         steps = record["steps"] | before["steps"] | ran
         constants = before["constants"] | record["constants"]
@@ -141,8 +143,9 @@ def about(record: dict[str, Any]) -> str:
     lines = [
         f"## {record['card']}",
         "",
-        f"Driver {record['driver']}, {versions}, commit `{str(record['commit'])[:12]}`{changed}, "
-        f"{record['date'][:10]} (`bench/results/gpu/{record['file']}`).",
+        f"The newest of its files: driver {record['driver']}, {versions}, commit "
+        f"`{str(record['commit'])[:12]}`{changed}, {record['date'][:10]} "
+        f"(`bench/results/gpu/{record['file']}`). The table names the file of each step.",
         "",
         f"A large copy moves {scaled(ceilings, 'copy_bytes_per_second', 1e-12)} TB/s, read and written; a bfloat16 "
         f"product of 8192 x 8192 x 8192 runs at {scaled(ceilings, 'product_flops', 1e-12)} TFLOP/s; launching an "
@@ -156,8 +159,9 @@ def checks(record: dict[str, Any]) -> str:
     for one in plan.STEPS:
         entry = record["steps"].get(one.name, {"status": NONE})
         seconds = number(entry.get("seconds"))
-        rows.append([one.name, one.about, entry["status"], seconds, cell(entry.get("error", ""))])
-    return table(["step", "what it does", "result", "s", ""], rows)
+        origin = entry.get("origin", "")
+        rows.append([one.name, one.about, entry["status"], seconds, cell(entry.get("error", "")), origin])
+    return table(["step", "what it does", "result", "s", "", "file, commit"], rows)
 
 
 def cell(text: str) -> str:

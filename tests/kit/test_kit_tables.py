@@ -113,7 +113,10 @@ def test_a_step_comes_from_the_newest_file_that_ran_it(tree):
     assert record["constants"] == RECORD["constants"]
     assert tables.constants([record])["cards"]["h100"]["file"] == "h100-80gb-hbm3-2026-12-01.json"
     expected = RECORD["steps"] | checked | {"tests": skipped["tests"]}
+    origins = {name: entry.pop("origin") for name, entry in record["steps"].items()}
     assert record["steps"] == expected
+    assert origins["smoke"] == "h100-80gb-hbm3-2026-12-01-2.json, `0123456`"
+    assert origins["train"] == "h100-80gb-hbm3-2026-12-01.json, `0123456`"
 
 
 @pytest.mark.parametrize(
