@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.config import command_line
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.config.schema import Config
+from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives.advantages import subtract_baseline
@@ -39,6 +38,7 @@ from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.planning import table
 from nlgrpo.training.rollouts.ahead import Rollouts
 from nlgrpo.training.run import Run
+from nlgrpo.training.tracking import terminal
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
@@ -83,7 +83,8 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
     linear  = combine(terms, gradient)                           # sum_i dg/dR_i dR_i/dpi          (P, M)
     scored  = groups.has_reward(run.objectives, gradient)        # False where the rewards abstain (P, M)
     gain    = linear
-    if ref is not None and cfg.loss.kl_in == "reward" and learner.critic is None:  # with a critic: per token
+    in_reward = cfg.loss.kl_in == "reward" and progress.beta > 0
+    if ref is not None and in_reward and learner.critic is None:  # with a critic: per token
         penalty = learner.kl_reward(rollout, ref, progress.beta)
         gain = linear + ranks.gather(subtract_baseline(penalty, cfg.loss.baseline))
     adv     = groups.advantages(gain, cfg.loss.scale, scored)    # divided by a std, if requested  (P, M)
@@ -161,9 +162,10 @@ def finish(
         run.write_evaluation(before=before, after=after)
         log_evaluation(run, log, after)
         if run.ranks.first:
-            from nlgrpo.evaluation import results  # SciPy
+            from nlgrpo.evaluation import recorded, results  # SciPy
 
-            log.console.print(results.before_after_table(before, after, run.config.evaluation.ns))
+            beside = recorded.beside(to_dict(run.config))
+            log.console.print(results.before_after_table(before, after, run.config.evaluation.ns, beside))
     if run.ranks.first:
         from nlgrpo.evaluation import report  # matplotlib takes a second
         from nlgrpo.evaluation.sharing import hub
@@ -186,7 +188,7 @@ def launch(cfg: Config, *, dry_run: bool = False) -> None:
 
 
 def _launch(cfg: Config, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
-    console = Console(quiet=not ranks.first)
+    console = terminal.output(quiet=not ranks.first)
     seed_everything(cfg.train.seed + ranks.rank)
     if note := cpu_threads.use(cfg.run, ranks, restart=cfg.train.restart):
         console.print(note, highlight=False)

@@ -1,10 +1,12 @@
 """The record on mazes: pass@k of sweeps over seeds, with intervals over mazes and seeds, paired differences, a figure.
 
     python scripts/maze_record.py runs/mazes/main runs/mazes/grpo --out runs/mazes/record
+    python scripts/maze_record.py bench/results/mazes/counts.json --out bench/results/mazes
 
-Reads the evaluations of the runs of `nlgrpo sweep`. Writes ``counts.json`` (successes of each method, seed and maze,
-from which everything else follows), ``tables.md`` and ``pass_at_k.png``. pass@k is the unbiased estimate; an interval
-is that of `two_way_interval`, and for a single seed the bootstrap over mazes.
+Reads the evaluations of the runs of `nlgrpo sweep`, or a ``counts.json`` that it has written. Writes ``counts.json``
+(successes of each method, seed and maze, from which everything else follows), ``tables.md`` and ``pass_at_k.png``.
+With ``--recorded FILE``, also the figures of GRPO that `nlgrpo train maze` shows beside its own. pass@k is the unbiased
+estimate. An interval is that of `two_way_interval`, and for a single seed the bootstrap over mazes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 BASE, GRPO, OURS = "untrained", "GRPO", "bon:8:unbiased"
 KS = (1, 8, 64, 256)
 DRAWN = (BASE, GRPO, OURS)
+LABELS = {BASE: "before training", GRPO: "trained by GRPO", OURS: "trained for best-of-8 (nlgrpo)"}
+# Settings that a run must share with the recorded ones for their figures to be shown beside its own.
+SAME = {"model.path": "maze-lm", "data.evaluation": "maze-test", "evaluation.prompts": 128, "rollout.temperature": 1.0}
 STYLES = {BASE: figures.Style(), GRPO: figures.Style("#D55E00", "s"), OURS: figures.Style("#0072B2", "o")}
 
 
@@ -61,7 +66,11 @@ def name_of(config: dict, reward: str) -> str:
 def read(folders: Sequence[str]) -> dict[str, Method]:
     """Read the runs of sweeps. Raises ValueError for a run without an evaluation, and for one that comes twice."""
     found: dict[str, Method] = {}
-    for model in named(folders):
+    for file in (name for name in folders if name.endswith(".json")):
+        for name, saved in json.loads(Path(file).read_text("utf-8")).items():
+            counts = {int(seed): of_seed for seed, of_seed in saved["counts"].items()}
+            found.setdefault(name, Method(saved["samples"])).counts |= counts
+    for model in named([name for name in folders if not name.endswith(".json")]):
         run = model.run
         if run is None:
             raise ValueError(f"{model.path} is not a finished run")
@@ -149,13 +158,28 @@ def draw(methods: dict[str, Method]) -> Figure:
     return figure
 
 
-LABELS = {BASE: "before training", GRPO: "trained by GRPO", OURS: "trained for best-of-8 (nlgrpo)"}
+# --- the figures of GRPO in the package -------------------------------------------------------------------------------
+
+
+def recorded(method: Method, about: str) -> str:
+    """Content of the file that `nlgrpo.evaluation.recorded` reads. ``about``: how the figures were made."""
+    values = [[round(x, 4) for x in interval(of_k)] for of_k in method.passes(KS)]
+    content = {
+        "label": "GRPO, recorded",
+        "about": f"`nlgrpo train maze-grpo`, {len(method.counts)} seeds, intervals over prompts and seeds; {about}",
+        "same": SAME,
+        "reward": "maze()",
+        "pass_at_k": dict(zip(map(str, KS), values, strict=True)),
+    }
+    return json.dumps(content, indent=2) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="folders of sweeps or runs")
+    parser.add_argument("runs", nargs="+", help="folders of sweeps or runs, and files counts.json")
     parser.add_argument("--out", type=Path, required=True, help="folder of counts.json, tables.md and pass_at_k.png")
+    parser.add_argument("--recorded", type=Path, help="file of GRPO's figures, nlgrpo/data/assets/maze-grpo.json")
+    parser.add_argument("--about", default="docs/experiments/mazes.md", help="date and place of the recorded figures")
     args = parser.parse_args(argv)
     try:
         methods = read(args.runs)
@@ -169,6 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     atomic_write(args.out / "counts.json", json.dumps(counts) + "\n")
     atomic_write(args.out / "tables.md", text)
     atomic_write_bytes(args.out / "pass_at_k.png", figures.render(lambda: draw(methods)))
+    if args.recorded is not None:
+        atomic_write(args.recorded, recorded(methods[GRPO], args.about))
     print(text)
     return 0
 

@@ -7,7 +7,6 @@ of each point, and ``sweep.json``: the shared configuration and the state of eve
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -234,7 +232,7 @@ def _show(manifest: SweepState) -> None:
         ]
         cells = [*map(grid.shown, point.overrides.values()), *values, *["-"] * (2 - len(rows)), _kl(point)]
         table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", _state(point))
-    console = Console(width=None if sys.stdout.isatty() else terminal.PLAIN_WIDTH)
+    console = terminal.output(width=terminal.TABLE_WIDTH)
     console.print(table)
 
 

@@ -19,7 +19,10 @@ ABOUT = """Train a model: nlgrpo train [recipe] [file.toml] [--section.key value
 the plan and trains nothing.
 
 --rewards.NAME.function adds the reward NAME to those of the recipe. To replace the rewards, start from the recipe
-`blank`, or use a file with a [rewards] table. A reward of weight 0 is only logged."""
+`blank`, or use a file with a [rewards] table. A reward of weight 0 is only logged.
+
+The defaults below are those of `{recipe}`. `nlgrpo train RECIPE --help` shows those of another recipe. A file that
+names no recipe starts from `blank`, and its paths are relative to the working directory."""
 
 
 def key_types(config: type) -> dict[str, Any]:
@@ -56,7 +59,8 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
             rewards[named[1]] = RewardConfig()
     if not rewards and {"-h", "--help"} & set(arguments):
         rewards["NAME"] = RewardConfig()
-    return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=ABOUT)
+    about = ABOUT.replace("{recipe}", config.recipe)
+    return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=about)
 
 
 def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from nlgrpo.config.schema import (
     TrainConfig,
     read_toml,
 )
+from nlgrpo.data.folders import SUFFIXES
 
 
 def maze() -> Config:
@@ -41,7 +43,7 @@ def _maze(recipe: str, objective: str) -> Config:
         data=DataConfig(source="maze-train", evaluation="maze-test"),
         rollout=RolloutConfig(prompts=16, samples=16, max_new_tokens=40),
         rewards={"solved": RewardConfig("maze()", objective)},
-        loss=LossConfig(beta=0.0),
+        loss=LossConfig(beta=0.0, log_kl=True),
         optim=OptimConfig(lr=3e-5, warmup_steps=10, max_grad_norm=0.0),
         train=TrainConfig(steps=300, checkpoint_every=100, samples_every=100),
         evaluation=EvaluationConfig(prompts=128, samples=256, ns=(1, 8, 64, 256)),
@@ -187,7 +189,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "helpful-harmless-bon8": helpful_harmless_bon8,
     "blank": blank,
 }
-DEFAULT = "length-bon"
+DEFAULT = "maze"
 
 
 def recipe(name: str) -> Config:
@@ -225,7 +227,10 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
         cfg = _of_file(files[0], names[0] if names else None)
     else:
         cfg = recipe(names[0] if names else DEFAULT)
-    return override(cfg, rest), dry_run
+    cfg = override(cfg, rest)
+    if files:
+        _check_paths(cfg, files[0])
+    return cfg, dry_run
 
 
 def _of_file(path: Path, name: str | None) -> Config:
@@ -236,3 +241,17 @@ def _of_file(path: Path, name: str | None) -> Config:
     if name:
         return cfg
     return read_toml(path, recipe(cfg.recipe)) if cfg.recipe else dataclasses.replace(cfg, recipe=path.stem)
+
+
+def _check_paths(cfg: Config, file: Path) -> None:
+    """Raise ValueError for a file that is beside the configuration file, but not in the working directory."""
+    named = {"data.source": cfg.data.source, "data.evaluation": cfg.data.evaluation}
+    for name, reward in cfg.rewards.items():
+        named[f"rewards.{name}.function"] = reward.function
+    for key, value in named.items():
+        path = Path(value.rpartition(".py:")[0] + ".py" if ".py:" in value else value)
+        if path.suffix in (".py", ".gz", *SUFFIXES) and not os.path.isfile(path) and os.path.isfile(file.parent / path):
+            raise ValueError(
+                f"{file}: {key} = {value!r} is beside this file, but paths are relative to the working directory: "
+                f"write {str(file.parent / value)!r}, or start nlgrpo in {file.parent}"
+            )

@@ -32,7 +32,7 @@ AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
 @dataclass
 class ModelConfig:
     path: str = "story-lm"
-    """A Hugging Face model directory, a hub name, or the embedded "story-lm"."""
+    """A Hugging Face model directory, a hub name, or the embedded "story-lm" or "maze-lm"."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute dtype. auto: bfloat16 on a GPU (with float32 master weights), float32 on a CPU."""
     activation_checkpointing: bool = False
@@ -167,8 +167,11 @@ class LossConfig:
     dual_clip: float | None = None
     """ppo surrogate only: no gradient where the advantage is negative and the ratio is above this (TRL's delta)."""
     beta: float = 1e-4
-    """Weight of the KL divergence to the initial model. 0: no reference model is loaded. For dpo and ipo, their beta;
-    bon_sft and bonbon do not use it."""
+    """Weight of the KL divergence to the initial model. 0: no reference model is loaded, unless loss.log_kl. For dpo
+    and ipo, their beta; bon_sft and bonbon do not use it."""
+    log_kl: bool = False
+    """Online only, with beta = 0: load the reference model all the same, and log the KL to it. Costs its memory and one
+    forward pass per step."""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator in the loss, in the metrics and for target_kl. In the reward it is always k1."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -201,7 +204,7 @@ class LossConfig:
     @property
     def has_reference(self) -> bool:
         """Whether a frozen reference model is loaded."""
-        return self.paired if self.offline else self.beta > 0
+        return self.paired if self.offline else self.beta > 0 or self.log_kl
 
 
 @dataclass

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -31,10 +30,12 @@ from nlgrpo.engine.rollouts.evaluation_samples import (
 from nlgrpo.evaluation import figures, run_loader, success_figures
 from nlgrpo.evaluation.estimators import paired_test, two_way_interval
 from nlgrpo.evaluation.named_models import NamedModel, read
-from nlgrpo.evaluation.results import Estimate, Row, format_interval, weighted_best_of_n
+from nlgrpo.evaluation.results import Estimate, Row, binary_rewards, format_interval, weighted_best_of_n
 from nlgrpo.evaluation.run_loader import NS, REFERENCE
+from nlgrpo.objectives.registry import is_pairwise
 from nlgrpo.rewards.specs import parse_spec
 from nlgrpo.runtime import atomic_files
+from nlgrpo.training.tracking import terminal
 
 TESTED = 4  # most trained settings that are tested against each other
 
@@ -94,14 +95,16 @@ def compare(runs: Sequence[Path | str], out: Path) -> Path:
     rows = {setting.label: _rows(setting, ns, where) for setting in settings}
     models = {setting.label: setting.pooled for setting in settings}
     draw = partial(figures.comparison, models, rows, ns, targets)
-    if len(models[REFERENCE].rewards) == 1 and success_figures.binary_rewards(models):
+    what = "weighted sum of best-of-N rewards"
+    if (solved := _solved(models)) is not None:
+        what = f"pass@N of {solved}"
         draw = partial(success_figures.comparison, models, rows, ns)
     drawn = figures.render(draw, form=out.suffix[1:])
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.atomic_write_bytes(out, drawn)
-    console = Console()
-    console.print(_levels(rows, ns, sizes_of(samples)))
+    console = terminal.output(width=terminal.TABLE_WIDTH)
+    console.print(_levels(rows, ns, what, sizes_of(samples)))
     if 2 < len(settings) <= TESTED + 1:
         console.print(_differences(settings[1:], ns, where))
     return out
@@ -228,6 +231,16 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def _solved(models: Mapping[str, EvaluationSamples]) -> str | None:
+    """Name of the reward if it is the only one and the weighted sum of best-of-N is its pass@N; else None."""
+    names = {name for sampled in models.values() for name in sampled.rewards}
+    if len(names) > 1 or not binary_rewards(models):
+        return None
+    (name,) = names
+    plain = all(s.weights[name] == 1 and not is_pairwise(s.objectives[name]) for s in models.values())
+    return name if plain else None
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -253,10 +266,9 @@ def _rows(setting: Setting, ns: Sequence[int], where: Tensor) -> list[Row]:
     return found
 
 
-def _levels(values: Mapping[str, Sequence[Row]], ns: Sequence[int], evaluated: str) -> Table:
+def _levels(values: Mapping[str, Sequence[Row]], ns: Sequence[int], what: str, evaluated: str) -> Table:
     """Table with a column per model, or for more than three trained models a row per model, to fit 80 columns."""
-    title = f"weighted sum of best-of-N rewards ({evaluated}, 95% intervals)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=f"{what} ({evaluated}, 95% intervals)", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("N", justify="right")
     many = len(values) > 4
     for label in ("model", "value") if many else values:

@@ -35,6 +35,7 @@ from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training.losses import kl
+from nlgrpo.training.tracking import terminal
 
 REFERENCE = "reference"
 CHUNK = 4  # prompts per file of completions
@@ -93,7 +94,7 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
                 "tokenizers differ. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
     check_columns(loaded, list(first.batch.columns))
-    console = Console(quiet=not ranks.first)
+    console = terminal.output(width=terminal.TABLE_WIDTH, quiet=not ranks.first)
     scoring = scorers(cfg.rewards, objectives, loaded)
     return Evaluation(cfg, options, ranks, candidates, found[0][1], objectives, scoring, console)
 

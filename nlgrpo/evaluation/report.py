@@ -22,11 +22,13 @@ from matplotlib.figure import Figure
 from nlgrpo import __version__
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, success_figures
+from nlgrpo.evaluation import recorded as recorded_results
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
     WEIGHTED_SUM,
     Entry,
     Estimate,
+    binary_rewards,
     changes,
     format_change,
     format_interval,
@@ -46,8 +48,8 @@ def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Pat
     Each folder is a run or the output of `nlgrpo evaluate` or `nlgrpo sweep`. ``out`` is by default ``report.html`` in
     the folder, or in the current one for several folders. The figures are saved next to it: ``lengths.png``,
     ``curves.png``, ``rewards.png``, ``successes.png``, ``walks.png``, ``best_of_n.png``, ``win_rates.png`` and
-    ``fronts.png``. If ``out`` has another
-    name, that name is their prefix. Missing or damaged files are left out and listed in the report.
+    ``fronts.png``. If ``out`` has another name, that name is their prefix. Missing or damaged files are left out and
+    listed in the report.
 
     Raises ValueError for a folder of another kind, and if ``out`` does not end in .html.
     """
@@ -140,7 +142,7 @@ class _Report:
             "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
             "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
             "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
-            "Solved prompts": ("successes", bool(success_figures.binary_rewards(sampled)), solved, ""),
+            "Solved prompts": ("successes", bool(binary_rewards(sampled)), solved, ""),
             "Walks": ("walks", bool(seen), walks, WALKS),
             "Best-of-N rewards": ("best_of_n", bool(table.quantities()), best, INTERVALS),
             "Win rate over KL": ("win_rates", evaluation_figures.has_win_rates(table), won, self._about_kl()),
@@ -256,28 +258,45 @@ INTERVALS = "95% intervals: bootstrap over prompts."
 
 
 def _result(label: str, found: ReportData) -> str:
-    """Table of one run: mean and best-of-4 (or of fewer samples) of each reward, before and after training."""
+    """Table of one run: each reward before and after training, of one sample and under best-of-N for evaluation.ns."""
     model = found.models[0]
+    config = found.settings[model.settings].config
     sampled = {"before": found.references.get(model.reference), "after": model.sampled}
     known = {when: s for when, s in sampled.items() if s is not None}
     if not known:
         return ""
-    ns = sorted({1, min(4, *(s.lengths.shape[1] for s in known.values()))})
     some = next(iter(known.values()))
+    most = min(s.lengths.shape[1] for s in known.values())
+    ns = sorted({1, *(n for n in _ns(config) if n <= most)})
+    binary = binary_rewards(known)
+    recorded = recorded_results.beside(config)
     rows = []
     both = changes(known["before"], known["after"], ns) if len(known) == 2 else []
     for i, columns in enumerate([(x.before, x.after) for x in both] or [(x,) for x in summarize(some, ns)]):
         name = columns[0].reward
-        row = [Cell(html_page.stacked(name, some.objectives.get(name, ""))), html_page.text(columns[0].procedure)]
+        row = [Cell(html_page.stacked(name, some.objectives.get(name, "")))]
+        row.append(html_page.text(columns[0].heading(binary=name in binary)))
         for x in columns:
             shown, *under = format_interval(x, gap="|").split("|")
             row.append(html_page.number(x.value, shown, " ".join(under)))
         row += [html_page.number(x.value, format_change(x)) for x in both[i : i + 1]]
+        if recorded is not None:
+            value, low, high = recorded.values.get(columns[0].n, (math.nan,) * 3)
+            shown = "-" if math.isnan(value) else f"{value:.4f}"
+            row.append(html_page.number(value, shown, "" if math.isnan(value) else f"[{low:.4f}, {high:.4f}]"))
         rows.append(row)
     heads = ["reward", "procedure", *known, *["change"] * bool(both)]
-    return html_page.table(heads, rows, kind="wraps") + html_page.soft(
-        "In brackets: 95% intervals (bootstrap over prompts)."
-    )
+    about = "In brackets: 95% intervals (bootstrap over prompts)."
+    if recorded is not None:
+        heads.append(recorded.label)
+        about += f" {recorded.label}: {recorded.about}."
+    return html_page.table(heads, rows, kind="wraps") + html_page.soft(about)
+
+
+def _ns(config: Mapping[str, Any]) -> list[int]:
+    """Values of evaluation.ns of a configuration that was read from a file."""
+    given = recorded_results.value_of(config, "evaluation.ns")
+    return [n for n in given if isinstance(n, int) and n > 0] if isinstance(given, list | tuple) else [1, 4]
 
 
 def _number(value: float) -> str:

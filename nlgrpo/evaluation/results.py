@@ -36,6 +36,7 @@ from nlgrpo.evaluation.estimators import (
     weighted_win_rate,
     worst_of_n,
 )
+from nlgrpo.evaluation.recorded import Recorded
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import BestOfN, MajorityVote, Objective, is_pairwise, is_voted, parse
 from nlgrpo.runtime import user_code
@@ -275,6 +276,11 @@ class Row:
     low: float
     high: float
     coverage: Coverage = field(default_factory=Coverage)
+    n: int = 1
+
+    def heading(self, *, binary: bool) -> str:
+        """The procedure as tables show it: best-of-N of a reward that is 0 or 1 is ``"pass@N"``."""
+        return f"pass@{self.n}" if binary and self.procedure in ("mean", f"best-of-{self.n}") else self.procedure
 
 
 @dataclass(frozen=True)
@@ -297,10 +303,11 @@ class _Values:
     scored: Tensor  # (P, n)
     applies: Tensor  # (m, P): rewards that score one of the prompt's samples
     rewards: dict[str, int] | None = None
+    n: int = 1
 
     def row(self) -> Row:
         found = Estimate.of(self.per_prompt, self.scored, self.rewards)
-        return Row(self.reward, self.procedure, found.value, found.low, found.high, found.coverage)
+        return Row(self.reward, self.procedure, found.value, found.low, found.high, found.coverage, self.n)
 
 
 def weighted_best_of_n(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
@@ -345,14 +352,25 @@ def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:
         for n in ns:
             if n == 1 or picks[name] != "diversity":
                 values = _picked(sampled, name, n, picks[name])
-                yield _Values(name, _procedure(picks[name], n), values, scored, scored.any(1)[None])
+                yield _Values(name, _procedure(picks[name], n), values, scored, scored.any(1)[None], n=n)
     if len(sampled.rewards) == 1:
         return
     pick = next(iter(picks.values())) if len(set(picks.values())) == 1 else "each"
     behind = sampled.scored(), torch.stack(list(sampled.applies().values())), sampled.prompts_of_rewards()
     for n in ns:
         if n == 1 or pick != "diversity":
-            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind)
+            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind, n=n)
+
+
+def binary_rewards(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
+    """Names of the rewards that are 0 or 1 wherever there is one, in all models that have them."""
+    names = list(dict.fromkeys(name for one in sampled.values() for name in one.rewards))
+    return [name for name in names if all(_is_binary(s.rewards[name]) for s in sampled.values() if name in s.rewards)]
+
+
+def _is_binary(rewards: Tensor) -> bool:
+    known = rewards[~rewards.isnan()]
+    return len(known) > 0 and bool(((known == 0) | (known == 1)).all())
 
 
 def _procedure(pick: str, n: int) -> str:
@@ -428,21 +446,39 @@ def format_change(change: Change, gap: str = " ") -> str:
     return f"{change.value:+.4f}" + note * (some < every)
 
 
-def before_after_table(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> Table:
+def before_after_table(
+    before: EvaluationSamples,
+    after: EvaluationSamples,
+    ns: Sequence[int] = (1, 4),
+    recorded: Recorded | None = None,
+) -> Table:
     """Table of each reward and procedure before and after training, with 95% intervals over prompts.
 
-    Raises ValueError if N exceeds the number of samples per prompt.
+    ``recorded``: figures of other models, for a single reward, in a column of their own. Raises ValueError if N exceeds
+    the number of samples per prompt.
     """
+    found = changes(before, after, ns)
+    binary = binary_rewards({"before": before, "after": after})
     title = f"before and after training ({after.size}, 95% intervals)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("reward", "procedure", "before", "after", "change"):
+    headings = ["reward", "procedure", "before", "after", "change"]
+    if recorded is not None:  # no room for the reward in 80 columns
+        (name,) = after.rewards
+        title = f"{name}, trained for {after.objectives[name]} ({after.size}, 95% intervals)"
+        headings = [*headings[1:], recorded.label]
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, caption_justify="left")
+    for heading in headings:
         table.add_column(heading, no_wrap=heading != "reward")
     previous = None
-    for change in changes(before, after, ns):
+    for change in found:
         # Put intervals below values and objectives below rewards, to fit 80 columns.
-        reward = change.after.reward
-        name = Text(f"{reward}\n{after.objectives.get(reward, '')}") if reward != previous else ""
-        cells = [format_interval(change.before, "\n"), format_interval(change.after, "\n")]
-        table.add_row(name, change.after.procedure, *map(Text, cells), format_change(change, "\n"))
-        previous = reward
+        row = change.after
+        name = f"{row.reward}\n{after.objectives.get(row.reward, '')}" if row.reward != previous else ""
+        cells = [name, row.heading(binary=row.reward in binary)]
+        cells += [format_interval(change.before, "\n"), format_interval(row, "\n"), format_change(change, "\n")]
+        if recorded is not None:
+            cells = [*cells[1:], _numbers(*recorded.values.get(row.n, (math.nan,) * 3), "\n")]
+        table.add_row(*map(Text, cells))
+        previous = row.reward
+    if recorded is not None:
+        table.caption = f"{recorded.label}: {recorded.about}"
     return table

@@ -15,6 +15,7 @@ from nlgrpo.data import mazes
 from nlgrpo.data.mazes import Maze
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, left_out
 from nlgrpo.evaluation.figures import GREY, figure_of, shortened, values_over_n
+from nlgrpo.evaluation.results import binary_rewards
 
 # Shares of a prompt's samples that are right, from none to all, and the colour of each group of prompts.
 GROUPS = ("never", "up to 1/4", "up to 1/2", "up to 3/4", "more", "always")
@@ -25,17 +26,6 @@ SPREAD = 0.5  # of the walks of one maze, in squares, so that equal ones are see
 
 
 # --- prompts by their successes ---------------------------------------------------------------------------------------
-
-
-def binary_rewards(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
-    """Names of the rewards that are 0 or 1 wherever there is one, in all models that have them."""
-    names = list(dict.fromkeys(name for one in sampled.values() for name in one.rewards))
-    return [name for name in names if all(_is_binary(s.rewards[name]) for s in sampled.values() if name in s.rewards)]
-
-
-def _is_binary(rewards: Tensor) -> bool:
-    known = rewards[~rewards.isnan()]
-    return len(known) > 0 and bool(((known == 0) | (known == 1)).all())
 
 
 def shares_of_prompts(rewards: Tensor) -> list[float]:

@@ -35,6 +35,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDED = {"maze-lm": "scripts/make_maze_model.py", "story-lm": "scripts/make_story_model.py STORIES.txt"}
+"""Models of the package, and the script that makes each."""
 # How to sample: for transformers and vLLM, and what nlgrpo knows beyond that (`engine.inference.as_trained`).
 SAMPLING_FILES = ("generation_config.json", "nlgrpo.json")
 
@@ -74,9 +76,8 @@ def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
         )
     if os.path.isdir(path):
         raise ValueError(f"{path} has no config.json, so it is not a Hugging Face model directory")
-    embedded = Path(str(files("nlgrpo.data"))) / "assets" / str(path_or_name)
-    if os.path.isfile(embedded / "config.json"):
-        return embedded
+    if str(path_or_name) in EMBEDDED:
+        return _embedded(str(path_or_name), config_only)
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
     if config_only:
         wanted = ["config.json"]
@@ -87,6 +88,19 @@ def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
             f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor available on the Hugging Face "
             f"hub ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
+
+
+def _embedded(name: str, config_only: bool) -> Path:
+    """Return the directory of a model of the package. Raises ValueError if the package came without its files."""
+    folder = Path(str(files("nlgrpo.data"))) / "assets" / name
+    needed = ["config.json"] if config_only else ["config.json", "model.safetensors", "tokenizer.json"]
+    missing = [file for file in needed if not os.path.isfile(folder / file)]
+    if missing:
+        raise ValueError(
+            f"the model {name!r} of this package is incomplete: {', '.join(missing)} missing in {folder}. Install "
+            f"nlgrpo again, or make the model in a clone of nlgrpo: python {EMBEDDED[name]} --out {folder.parent}"
+        )
+    return folder
 
 
 def begun_from(folder: Path) -> str | None:

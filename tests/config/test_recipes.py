@@ -35,11 +35,28 @@ def test_recipes_run_without_arguments(name, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "a plan writes nothing"
 
 
-def test_the_default_recipe_is_best_of_4_with_two_length_rewards():
-    """The experiment of IAMA 6.1 on the embedded model, with the paper's group, beta and no scaling of rewards."""
+def test_the_default_recipe_trains_mazes_for_pass_at_8():
     cfg, _ = from_arguments([])
-    assert cfg == recipe("length-bon")
-    assert DEFAULT == "length-bon"
+    assert cfg == recipe("maze")
+    assert DEFAULT == "maze" == next(iter(RECIPES))
+    assert (cfg.model.path, cfg.data.source, cfg.data.evaluation) == ("maze-lm", "maze-train", "maze-test")
+    assert [(reward.function, reward.objective) for reward in cfg.rewards.values()] == [("maze()", "bon:8:unbiased")]
+    assert (cfg.evaluation.prompts, cfg.evaluation.samples, cfg.evaluation.ns) == (128, 256, (1, 8, 64, 256))
+    assert (cfg.loss.beta, cfg.loss.log_kl, cfg.loss.scale) == (0.0, True, "none")
+
+
+def test_maze_grpo_differs_only_in_the_objective_and_the_scale():
+    lines = comparing.differences(schema.to_dict(recipe("maze")), schema.to_dict(recipe("maze-grpo")))
+    assert lines == [
+        "recipe: 'maze' -> 'maze-grpo'",
+        "rewards.solved.objective: 'bon:8:unbiased' -> 'mean'",
+        "loss.scale: 'none' -> 'group'",
+    ]
+
+
+def test_length_bon_is_best_of_4_with_two_length_rewards():
+    """The experiment of IAMA 6.1 on the embedded model, with the paper's group, beta and no scaling of rewards."""
+    cfg = recipe("length-bon")
     assert (cfg.model.path, cfg.data.source) == ("story-lm", "story-prompts")
     assert [(r.objective, r.weight) for r in cfg.rewards.values()] == [("bon:4", 0.5), ("bon:4", 0.5)]
     assert (cfg.rollout.samples, cfg.loss.beta, cfg.loss.scale) == (8, 1e-4, "none")

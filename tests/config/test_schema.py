@@ -240,7 +240,7 @@ def test_a_configuration_without_rewards_is_refused(capsys):
         (["--data.source", ""], "data.source is empty"),
         (["--model.path", "no-such-model"], "model 'no-such-model' is neither a directory, nor embedded"),
         (["--model.path", "."], "has no config.json"),
-        (["--rollout.max-new-tokens", "160"], "leaves no room for a prompt in the context of 160 tokens"),
+        (["length-bon", "--rollout.max-new-tokens", "160"], "leaves no room for a prompt in the context of 160 tokens"),
         (["--rewards.x.function", "nothere.py:f"], "there is no file 'nothere.py'"),
         (["--rewards.x.function", "lenght(target=3)"], "did you mean 'length'?"),
         (["nothere.toml"], "there is no configuration file nothere.toml"),
@@ -372,6 +372,43 @@ def test_a_file_without_a_recipe_names_the_run(toml):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data.source = 'mine.jsonl'", "data.source = 'mine.jsonl' is beside this file"),
+        ("data.evaluation = 'mine.jsonl'", "data.evaluation = 'mine.jsonl' is beside this file"),
+        ("[rewards.x]\nfunction = 'mine.py:f'", "rewards.x.function = 'mine.py:f' is beside this file"),
+    ],
+)
+def test_paths_in_a_file_are_relative_to_the_working_directory(tmp_path, monkeypatch, text, message):
+    (tmp_path / "configs").mkdir()
+    file = tmp_path / "configs" / "mine.toml"
+    file.write_text(text)
+    for name in ("mine.jsonl", "mine.py"):
+        (tmp_path / "configs" / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        read("configs/mine.toml")
+    assert "write 'configs/mine." in str(caught.value)
+    read("configs/mine.toml", "--data.source", "a", "--data.evaluation", "b", "--rewards.x.function", "gsm8k()")
+    monkeypatch.chdir(tmp_path / "configs")
+    read("mine.toml")
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.jsonl", "mine.py"):
+        (tmp_path / "configs" / name).unlink()
+    read("configs/mine.toml")  # nowhere: the reader of the file says so
+
+
+@pytest.mark.parametrize("name", ["", "length-bon", "blank"])
+def test_help_says_whose_defaults_it_shows(capsys, name):
+    with pytest.raises(SystemExit):
+        read(*[name] * bool(name), "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"The defaults below are those of `{name or 'maze'}`." in shown
+    source = {"": "maze-train", "length-bon": "story-prompts", "blank": "''"}[name]
+    assert f"(default: {source})" in shown
+
+
 @pytest.mark.parametrize("dash", ["-", "_"])
 def test_numbers_lists_and_none(dash):
     def key(name):
@@ -386,17 +423,26 @@ def test_numbers_lists_and_none(dash):
 
 
 def test_switches():
-    cfg = read("--train.restart", "--data.no-shuffle", "--loss.kl_importance")
+    cfg = read("length-bon", "--train.restart", "--data.no-shuffle", "--loss.kl_importance")
     assert (cfg.train.restart, cfg.data.shuffle, cfg.loss.kl_importance) == (True, False, True)
     assert recipe("length-bon").data.shuffle
-    cfg = read("--data.shuffle", "False", "--loss.kl_importance=true", "--train.restart", "true", "--optim.lr", "0.5")
+    cfg = read(
+        "length-bon",
+        "--data.shuffle",
+        "False",
+        "--loss.kl_importance=true",
+        "--train.restart",
+        "true",
+        "--optim.lr",
+        "0.5",
+    )
     assert (cfg.data.shuffle, cfg.loss.kl_importance, cfg.train.restart, cfg.optim.lr) == (False, True, True, 0.5)
-    assert not read("--data.shuffle=false").data.shuffle
+    assert not read("length-bon", "--data.shuffle=false").data.shuffle
 
 
 def test_a_switch_is_on_or_off(capsys):
     with pytest.raises(SystemExit):
-        read("--data.shuffle", "perhaps")
+        read("length-bon", "--data.shuffle", "perhaps")
     assert "perhaps" in capsys.readouterr().err
 
 
@@ -408,7 +454,9 @@ def test_dry_run_may_be_at_any_position():
 
 
 def test_a_reward_from_the_command_line_is_added_to_those_of_the_recipe():
-    cfg = read("--rewards.new.function", "gsm8k()", "--rewards.new.weight=2", "--rewards.long.weight", "0.25")
+    cfg = read(
+        "length-bon", "--rewards.new.function", "gsm8k()", "--rewards.new.weight=2", "--rewards.long.weight", "0.25"
+    )
     assert list(cfg.rewards) == ["short", "long", "new"]
     assert cfg.rewards["new"] == RewardConfig("gsm8k()", weight=2.0)
     assert cfg.rewards["long"].weight == 0.25
@@ -569,7 +617,7 @@ def test_random_arguments_end_in_a_plan_or_a_message(capsys, options, equals):
     for key, values in options:
         arguments += [f"--{key}={values[0]}", *values[1:]] if equals and values else [f"--{key}", *values]
     try:
-        status = train.main([*arguments, "--evaluation.prompts", "0", "--data.limit", "2", "--dry-run"])
+        status = train.main(["length-bon", *arguments, "--evaluation.prompts", "0", "--data.limit", "2", "--dry-run"])
     except SystemExit as ended:
         status = ended.code
     shown = capsys.readouterr()

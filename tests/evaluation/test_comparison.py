@@ -11,6 +11,7 @@ from nlgrpo.data import mazes
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
 from nlgrpo.evaluation import comparison, report, success_figures
 from nlgrpo.evaluation.estimators import paired_test, pass_at_k, two_way_interval
+from nlgrpo.evaluation.results import binary_rewards
 
 PROMPTS, SAMPLES = 12, 8
 
@@ -139,10 +140,10 @@ def test_only_rewards_of_0_and_1_are_binary():
     binary = samples_of(drawn(0.5, 0))
     other = samples_of(drawn(0.5, 1))
     other.rewards["score"] = torch.rand(PROMPTS, SAMPLES)
-    assert success_figures.binary_rewards({"a": binary, "b": other}) == ["solved"]
+    assert binary_rewards({"a": binary, "b": other}) == ["solved"]
     binary.rewards["solved"][0, 0] = 0.5
-    assert success_figures.binary_rewards({"a": binary, "b": other}) == []
-    assert success_figures.binary_rewards({"a": samples_of(torch.full((2, 2), math.nan))}) == []
+    assert binary_rewards({"a": binary, "b": other}) == []
+    assert binary_rewards({"a": samples_of(torch.full((2, 2), math.nan))}) == []
 
 
 # --- walks ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
-TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--data.limit", "4",
+TINY = ("length-bon", "--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8",
+        "--data.limit", "4",
         "--optim.lr", "1e-2", "--evaluation.prompts", "4", "--evaluation.samples", "4", "--data.source",
         "story-prompts", "--train.steps", "2")  # fmt: skip
 

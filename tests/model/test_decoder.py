@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from helpers import as_exported
+from helpers import REPOSITORY, as_exported
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
 from nlgrpo.kernels import linear_logprob
-from nlgrpo.model import decoder, lora, safetensors_writer
+from nlgrpo.model import decoder, hf_weights, lora, safetensors_writer
 
 TINY = {
     "vocab_size": 99,
@@ -225,6 +225,26 @@ def test_broken_directories_report_what_is_wrong(tmp_path):
         decoder.load(tmp_path)
     with pytest.raises(ValueError, match="neither a directory, nor embedded"):
         decoder.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [("maze-lm", "scripts/make_maze_model.py"), ("story-lm", "scripts/make_story_model.py STORIES.txt")],
+)
+def test_a_package_without_the_files_of_its_model_says_how_to_make_it(tmp_path, monkeypatch, name, script):
+    assets = tmp_path / "assets"
+    shutil.copytree(hf_weights.locate(name), assets / name)
+    monkeypatch.setattr(hf_weights, "files", lambda package: tmp_path)
+    decoder.load(name)
+    (assets / name / "model.safetensors").unlink()
+    assert hf_weights.locate(name, config_only=True) == assets / name
+    said = rf"the model '{name}' of this package is incomplete: model.safetensors missing in .*: python {script} --out"
+    with pytest.raises(ValueError, match=said):
+        decoder.load(name)
+    shutil.rmtree(assets)
+    with pytest.raises(ValueError, match=r"config.json, model.safetensors, tokenizer.json missing"):
+        decoder.load(name)
+    assert (REPOSITORY / script.split()[0]).is_file()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])

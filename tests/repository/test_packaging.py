@@ -112,7 +112,7 @@ def test_the_installed_command_works_in_any_folder(wheel, tmp_path):
     assert shown[-1] == "0 0"
     assert "    [3 tokens, length]" in shown
     listed = run(str(tmp_path / "venv" / "bin" / "nlgrpo"), "recipes", folder=elsewhere)
-    assert listed.startswith("length-bon ")
+    assert listed.startswith("maze ")
     assert not list(elsewhere.iterdir())
 
 

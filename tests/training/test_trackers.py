@@ -312,7 +312,8 @@ def test_trackio_does_not_continue_another_run_of_the_same_name(tmp_path, tracki
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
-TINY = ("--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8", "--data.limit", "4",
+TINY = ("length-bon", "--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "8",
+        "--data.limit", "4",
         "--optim.lr", "1e-2", "--evaluation.prompts", "0", "--data.source", "story-prompts",
         "--train.samples-every", "2")  # fmt: skip
 

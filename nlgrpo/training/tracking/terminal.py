@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from rich.text import Text
 from nlgrpo.runtime.timing import as_clock
 
 PLAIN_WIDTH = 120  # columns of a log file
+TABLE_WIDTH = 240  # columns of a log file for a table with a column per model
 PLAIN_LINES = 40  # approximate number of progress lines of a run in a log file
 WIDE = 110  # columns of a terminal that has room for a bar and the phases
 
@@ -54,7 +56,7 @@ class ProgressLine:
     def __init__(
         self, total_steps: int, resume_step: int, shown: Sequence[tuple[str, str]], console: Console | None = None
     ) -> None:
-        self.console = console or _console()
+        self.console = console or output()
         self._total, self._shown = total_steps, shown
         self._live = _live(self.console, total_steps, resume_step)
         self._times: deque[tuple[int, float]] = deque([(resume_step, time.monotonic())], maxlen=50)
@@ -91,9 +93,11 @@ def phase_shares(values: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {x / total:.0%}" for name, x in ordered if x >= 0.01 * total)
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+def output(*, width: int = PLAIN_WIDTH, quiet: bool = False) -> Console:
+    """Return a console on standard output. A file or a pipe has ``width`` columns, unless COLUMNS gives another."""
+    console = Console(quiet=quiet)
+    given = "COLUMNS" in os.environ
+    return console if console.is_terminal or given else Console(width=width, quiet=quiet)
 
 
 def _live(console: Console, total_steps: int, resume_step: int) -> Progress | None:
