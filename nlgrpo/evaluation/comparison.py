@@ -6,16 +6,14 @@ seeds and prompts. Trained settings are tested against each other, paired by pro
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -27,47 +25,15 @@ from nlgrpo.engine.rollouts.evaluation_samples import (
     sizes_of,
     where_same_rewards,
 )
-from nlgrpo.evaluation import figures, run_loader, success_figures
-from nlgrpo.evaluation.estimators import paired_test, two_way_interval
+from nlgrpo.evaluation import figures, run_loader, seeds, success_figures
 from nlgrpo.evaluation.named_models import NamedModel, read
 from nlgrpo.evaluation.results import Estimate, Row, binary_rewards, format_interval, weighted_best_of_n
 from nlgrpo.evaluation.run_loader import NS, REFERENCE
+from nlgrpo.evaluation.seeds import Setting
 from nlgrpo.objectives.registry import is_pairwise
 from nlgrpo.rewards.specs import parse_spec
 from nlgrpo.runtime import atomic_files
 from nlgrpo.training.tracking import terminal
-
-TESTED = 4  # most trained settings that are tested against each other
-
-
-@dataclass
-class Setting:
-    """Samples of the runs of one configuration by seed. ``label``: name in the picture and the tables."""
-
-    label: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    by_seed: dict[Any, EvaluationSamples] = field(default_factory=dict)
-
-    @property
-    def pooled(self) -> EvaluationSamples:
-        """Lengths and rewards of all seeds, as of one model with more prompts."""
-        each = list(self.by_seed.values())
-        if len(each) == 1:
-            return each[0]
-        return replace(
-            each[0],
-            rewards={name: torch.cat([sampled.rewards[name] for sampled in each]) for name in each[0].rewards},
-            lengths=torch.cat([sampled.lengths for sampled in each]),
-            prompts=[],
-            completions=[],
-            kl={},
-            distinct={},
-            answers={},
-        )
-
-    def values(self, ns: Sequence[int]) -> Tensor:
-        """Weighted sum of best-of-N, (S, len(ns), P); NaN where it is not defined."""
-        return torch.stack([weighted_best_of_n(sampled, ns) for _, sampled in sorted(self.by_seed.items())])
 
 
 def compare(runs: Sequence[Path | str], out: Path) -> Path:
@@ -105,7 +71,7 @@ def compare(runs: Sequence[Path | str], out: Path) -> Path:
     atomic_files.atomic_write_bytes(out, drawn)
     console = terminal.output(width=terminal.TABLE_WIDTH)
     console.print(_levels(rows, ns, what, sizes_of(samples)))
-    if 2 < len(settings) <= TESTED + 1:
+    if 2 < len(settings) <= seeds.TESTED + 1:
         console.print(_differences(settings[1:], ns, where))
     return out
 
@@ -122,43 +88,21 @@ class _Run:
     before: EvaluationSamples
     after: EvaluationSamples
 
-    @property
-    def seed(self) -> Any:
-        """The seed of the run; None if its configuration has none."""
-        return section(self.config, "train").get("seed")
-
-    @property
-    def setting(self) -> str:
-        """The configuration without the seed and the folder."""
-        train = {key: value for key, value in section(self.config, "train").items() if key not in ("seed", "out")}
-        return json.dumps({**self.config, "train": train, "label": self.model.given}, sort_keys=True, default=str)
-
 
 def _settings(given: Sequence[Path | str]) -> list[Setting]:
     """Return the settings of runs in their order, the reference first: the models before training of the first one."""
     runs = _runs(given)
     _check_rewards(runs)
-    grouped: list[list[_Run]] = []
-    for run in runs:
-        group = next((group for group in grouped if _another_seed(run, group)), None)
-        if group is None:
-            grouped.append([run])
-        else:
-            group.append(run)
-    first, *_ = grouped
-    found = [Setting(REFERENCE, {}, {run.seed: run.before for run in first})]
-    labels = [_label(group) for group in grouped]
+    keys = [(f"{run.model.given} {seeds.without_seed(run.config)}", seeds.seed_of(run.config)) for run in runs]
+    groups = [[runs[number] for number in group] for group in seeds.grouped(keys)]
+    found = [Setting(REFERENCE, {}, {seeds.seed_of(run.config): run.before for run in groups[0]})]
+    labels = [_label(group) for group in groups]
     taken: set[str] = set()
-    for group, label in zip(grouped, labels, strict=True):
+    for group, label in zip(groups, labels, strict=True):
         if labels.count(label) > 1:
             label = f"{label} · {run_loader.unique_label(group[0].model.path, taken)}"
-        found.append(Setting(label, group[0].config, {run.seed: run.after for run in group}))
+        found.append(Setting(label, group[0].config, {seeds.seed_of(run.config): run.after for run in group}))
     return found
-
-
-def _another_seed(run: _Run, group: Sequence[_Run]) -> bool:
-    """Whether a run has the setting of a group and a seed that the group does not have yet."""
-    return run.seed is not None and run.setting == group[0].setting and all(run.seed != other.seed for other in group)
 
 
 def _label(group: Sequence[_Run]) -> str:
@@ -176,7 +120,7 @@ def _runs(given: Sequence[Path | str]) -> list[_Run]:
         if run_loader.kind_of(folder) != "run":
             raise ValueError(f"{folder} is not a run; use `nlgrpo report` for evaluations and sweeps")
         config = run_loader.read_config(folder, [])
-        if section(config, "evaluation").get("prompts") == 0:
+        if seeds.section(config, "evaluation").get("prompts") == 0:
             raise ValueError(
                 f"{folder} was trained with evaluation.prompts = 0; run `nlgrpo evaluate {folder} --evaluation.prompts "
                 "64` to evaluate its model"
@@ -200,12 +144,12 @@ def _check_rewards(runs: Sequence[_Run]) -> None:
                 f"the reward weights of {run.model.path} are {run.after.weights}, those of {first.model.path} "
                 f"{first.after.weights}; only runs with the same rewards and weights can be compared"
             )
-        ours, theirs = section(run.config, "rewards"), section(first.config, "rewards")
+        ours, theirs = seeds.section(run.config, "rewards"), seeds.section(first.config, "rewards")
         for name in ours.keys() & theirs.keys():
-            if _meaning(section(ours, name)) != _meaning(section(theirs, name)):
+            if _meaning(seeds.section(ours, name)) != _meaning(seeds.section(theirs, name)):
                 raise ValueError(
-                    f"reward {name!r} of {run.model.path} is {section(ours, name)}, that of {first.model.path} "
-                    f"{section(theirs, name)}; only runs with the same rewards can be compared"
+                    f"reward {name!r} of {run.model.path} is {seeds.section(ours, name)}, that of {first.model.path} "
+                    f"{seeds.section(theirs, name)}; only runs with the same rewards can be compared"
                 )
 
 
@@ -225,12 +169,6 @@ def _place(value: Any) -> Any:
     return os.path.realpath(path) if path and os.path.exists(path) else value
 
 
-def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Section of a configuration that was read from a file; empty if it is missing or not a table."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
 def _solved(models: Mapping[str, EvaluationSamples]) -> str | None:
     """Name of the reward if it is the only one and the weighted sum of best-of-N is its pass@N; else None."""
     names = {name for sampled in models.values() for name in sampled.rewards}
@@ -246,22 +184,18 @@ def _solved(models: Mapping[str, EvaluationSamples]) -> str | None:
 
 def _rows(setting: Setting, ns: Sequence[int], where: Tensor) -> list[Row]:
     """Weighted sum of best-of-N for each N, over the prompts ``where`` it can be compared, and over seeds."""
-    one = next(iter(setting.by_seed.values()))
+    one = setting.pooled
     behind = one.scored(), one.prompts_of_rewards()
-    values = setting.values(ns).masked_fill(~where, math.nan)
     found = []
-    for of_n in values.unbind(1):
-        there = ~of_n.isnan().any(0)
-        estimate = Estimate.of(of_n[0].masked_fill(~there, math.nan), *behind)
-        if len(of_n) > 1 and there.sum() > 1:
-            value, low, high, _ = two_way_interval(of_n[:, there])
-            estimate = replace(estimate, value=value, low=low, high=high)
-        found.append(Row(setting.label, "", estimate.value, estimate.low, estimate.high, estimate.coverage))
+    for n, values in zip(ns, weighted_best_of_n(one, ns), strict=True):
+        counted = values.view(one.seeds, -1).masked_fill(~where, math.nan).flatten()
+        estimate = Estimate.of(counted, *behind, seeds=one.seeds)
+        found.append(Row(setting.label, "", estimate.value, estimate.low, estimate.high, estimate.coverage, n))
     if found[0].coverage.prompts == 0:
         each = ", ".join(f"{name} on {int(applies.sum())}" for name, applies in one.applies().items())
         raise ValueError(
-            f"{setting.label}: no prompt has a weighted sum that can be compared. Of {len(one.lengths)} prompts, the "
-            f"rewards score {each}, and all models need the same ones at a prompt"
+            f"{setting.label}: no prompt has a weighted sum that can be compared. Of {one.sizes['prompts']} prompts, "
+            f"the rewards score {each}, and all models need the same ones at a prompt"
         )
     return found
 
@@ -290,31 +224,6 @@ def _differences(trained: Sequence[Setting], ns: Sequence[int], where: Tensor) -
     table = Table(title=f"{first.label} less the others (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
     for name in ("N", "less", "difference", "p", "over"):
         table.add_column(name, justify="right" if name in ("N", "p") else "left", no_wrap=name != "less")
-    for other in others:
-        seeds = sorted(first.by_seed.keys() & other.by_seed.keys(), key=str)
-        paired = len(seeds) > 1
-        sides = [first, other] if not paired else [_only(setting, seeds) for setting in (first, other)]
-        ours, theirs = (side.values(ns).masked_fill(~where, math.nan) for side in sides)
-        if not paired:
-            ours, theirs = ours.mean(0, keepdim=True), theirs.mean(0, keepdim=True)
-        for i, best_of in enumerate(ns):
-            difference = ours[:, i] - theirs[:, i]
-            there = ~difference.isnan().any(0)
-            if there.sum() < 2:
-                continue
-            if paired:
-                mean, low, high, p_value = two_way_interval(difference[:, there])
-            else:
-                mean, low, high, p_value = paired_test(ours[0, i, there], theirs[0, i, there])
-            over = f"prompts, {len(seeds)} seeds" if paired else "prompts"
-            shown = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
-            table.add_row(str(best_of), Text(other.label), shown, _p_value(p_value), over)
+    for found in seeds.differences(first, others, ns, where):
+        table.add_row(str(found.n), Text(found.other), found.shown, found.shown_p, found.over)
     return table
-
-
-def _only(setting: Setting, seeds: Sequence[Any]) -> Setting:
-    return replace(setting, by_seed={seed: setting.by_seed[seed] for seed in seeds})
-
-
-def _p_value(p_value: float) -> str:
-    return "" if math.isnan(p_value) else "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"

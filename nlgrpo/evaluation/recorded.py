@@ -34,8 +34,8 @@ def beside(config: Mapping[str, Any]) -> Recorded | None:
     if any(value_of(config, key) != value for key, value in content["same"].items()):
         return None
     rewards = config.get("rewards")
-    names = list(rewards) if isinstance(rewards, Mapping) else []
-    if [value_of(rewards, f"{name}.function") for name in names] != [content["reward"]]:
+    rewards = rewards if isinstance(rewards, Mapping) else {}
+    if [value_of(rewards, f"{name}.function") for name in rewards] != [content["reward"]]:
         return None
     values = {int(k): (value, low, high) for k, (value, low, high) in content["pass_at_k"].items()}
     return Recorded(content["label"], content["about"], values)

@@ -20,8 +20,8 @@ import torch
 from matplotlib.figure import Figure
 
 from nlgrpo import __version__
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of
-from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, success_figures
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of, where_same_rewards
+from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, seeds, success_figures
 from nlgrpo.evaluation import recorded as recorded_results
 from nlgrpo.evaluation.html_page import Cell
 from nlgrpo.evaluation.results import (
@@ -104,6 +104,7 @@ class _Report:
         sections = {
             "Result": _result(self.one.label, self.found) if self.one else "",
             "Models": "" if self.one else self.models(),
+            "Differences": self.differences(),
             **pictures,
             "All results": self.numbers(),
             "Samples": self.samples(),
@@ -111,6 +112,12 @@ class _Report:
         }
         parts = [html_page.notes(self.found.notes), *(html_page.section(name, part) for name, part in sections.items())]
         return html_page.page(title, self.facts(), parts, [name for name, part in sections.items() if part])
+
+    @property
+    def over(self) -> str:
+        """What the intervals are over."""
+        several = any(model.by_seed for model in self.found.models)
+        return "bootstrap over prompts" + "; over prompts and seeds where there are several" * several
 
     def facts(self) -> list[str]:
         models, facts = self.found.models, []
@@ -187,6 +194,40 @@ class _Report:
         table = html_page.table(["model", "state", "steps", *keys], rows, kind="sorts")
         return table + (html_page.soft(f"{about}.") if about else "")
 
+    def differences(self) -> str:
+        """Table of tests between the trained models: best-of-N of the first one less that of each other one."""
+        trained = [
+            seeds.Setting(model.label, {}, model.by_seed or {None: model.sampled})
+            for model in self.found.models
+            if model.sampled is not None
+        ]
+        samples = [sampled for setting in trained for sampled in setting.by_seed.values()]
+        if not 1 < len(trained) <= seeds.TESTED + 1 or not run_loader.comparable(samples):
+            return ""
+        if any(sampled.weights != samples[0].weights for sampled in samples):
+            return ""
+        most = min(sampled.lengths.shape[1] for sampled in samples)
+        ns = [n for n in run_loader.NS if n <= most]
+        first, *others = trained
+        found = seeds.differences(first, others, ns, where_same_rewards(samples))
+        rows = [
+            [
+                html_page.number(one.n, str(one.n)),
+                html_page.text(one.other),
+                html_page.number(one.value, one.shown),
+                html_page.number(one.p_value, one.shown_p),
+                html_page.text(one.over),
+            ]
+            for one in found
+        ]
+        what = "the weighted sum of best-of-N rewards" if len(samples[0].rewards) > 1 else "best-of-N"
+        about = (
+            f"{first.label} less each other model: {what}, with 95% intervals over what the last column says, and the "
+            "p-value of no difference. Paired by prompt, and by seed where there are several."
+        )
+        heads = ["N", "less", "difference", "p", "over"]
+        return html_page.table(heads, rows, filters=["less"], kind="sorts") + html_page.soft(about) if rows else ""
+
     def _named(self, label: str) -> Cell:
         name = html_page.text(label)
         return Cell(html_page.swatch(self.looks[label]) + name.content, label)
@@ -196,8 +237,8 @@ class _Report:
         heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
         rows = [self._row(entry) for entry in self.found.entries]
         about = (
-            "Means over prompts with 95% intervals (bootstrap over prompts), with the prompts and samples behind them "
-            "if these are not all. Win rates and changes are relative to the reference on the prompts that both have. "
+            f"Means over prompts with 95% intervals ({self.over}), with the prompts and samples behind them if these "
+            "are not all. Win rates and changes are relative to the reference on the prompts that both have. "
             "p: p-value of no change (permutation test)."
         )
         return html_page.table(heads, rows, filters=heads[:3], kind="sorts") + html_page.soft(about) if rows else ""
@@ -254,7 +295,7 @@ class _Report:
 
 WALKS = "All saved answers to two mazes, those nearest to solved in a third of the samples before training."
 SMOOTHED = "Dark lines: moving average over 5% of the steps."
-INTERVALS = "95% intervals: bootstrap over prompts."
+INTERVALS = "95% intervals over prompts, and over seeds where there are several."
 
 
 def _result(label: str, found: ReportData) -> str:
@@ -286,7 +327,7 @@ def _result(label: str, found: ReportData) -> str:
             row.append(html_page.number(value, shown, "" if math.isnan(value) else f"[{low:.4f}, {high:.4f}]"))
         rows.append(row)
     heads = ["reward", "procedure", *known, *["change"] * bool(both)]
-    about = "In brackets: 95% intervals (bootstrap over prompts)."
+    about = "In brackets: 95% intervals over prompts, and over seeds if there are several."
     if recorded is not None:
         heads.append(recorded.label)
         about += f" {recorded.label}: {recorded.about}."

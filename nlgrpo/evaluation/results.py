@@ -33,6 +33,7 @@ from nlgrpo.evaluation.estimators import (
     procedure_value,
     procedure_win_rate,
     selected_value,
+    two_way_interval,
     weighted_win_rate,
     worst_of_n,
 )
@@ -56,11 +57,25 @@ class Estimate:
     coverage: Coverage = field(default_factory=Coverage)
 
     @classmethod
-    def of(cls, per_prompt: Tensor, scored: Tensor, rewards: dict[str, int] | None = None) -> Estimate:
-        """Mean of ``per_prompt`` (P,) over the prompts with a value. Other arguments: see `Coverage.of`."""
-        there = per_prompt[~per_prompt.isnan()]
-        value, low, high = [x.item() for x in bootstrap(there)] if len(there) else [math.nan] * 3
-        return cls(value, low, high, Coverage.of(per_prompt, scored, rewards))
+    def of(
+        cls, per_prompt: Tensor, scored: Tensor, rewards: dict[str, int] | None = None, *, seeds: int = 1
+    ) -> Estimate:
+        """Mean of ``per_prompt`` (P,) over the prompts with a value. Other arguments: see `Coverage.of`.
+
+        With several ``seeds``, one after the other, the interval is over seeds and prompts, and a prompt counts if it
+        has a value for each of them.
+        """
+        of_seeds = per_prompt.reshape(seeds, len(per_prompt) // seeds)
+        counted = ~of_seeds.isnan().any(0)
+        there = of_seeds[:, counted]
+        coverage = Coverage.of(of_seeds.masked_fill(~counted, math.nan).flatten(), scored, rewards)
+        if seeds > 1 and there.shape[1] > 1:
+            value, low, high, _ = two_way_interval(there)
+        elif there.numel():
+            value, low, high = (x.item() for x in bootstrap(there.mean(0)))
+        else:
+            value = low = high = math.nan
+        return cls(value, low, high, coverage)
 
 
 @dataclass(frozen=True)
@@ -83,22 +98,33 @@ def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], g
     rows = []
     for label, sampled in found.items():
         for quantity, procedure, values, wins, scored in _measured(sampled, reference, procedures, gold):
-            entry = Entry(label, quantity, procedure, Estimate.of(values, scored))
+            seeds = sampled.seeds
+            entry = Entry(label, quantity, procedure, Estimate.of(values, scored, seeds=seeds))
             if label == name:
                 base[quantity, procedure] = values
             else:
-                won = None if wins is None else Estimate.of(wins, scored)
-                entry = compared(replace(entry, win_rate=won), values, base.get((quantity, procedure)), scored)
+                won = None if wins is None else Estimate.of(wins, scored, seeds=seeds)
+                reference_values = base.get((quantity, procedure))
+                entry = compared(replace(entry, win_rate=won), values, reference_values, scored, seeds=seeds)
             rows.append(entry)
     return rows
 
 
-def compared(entry: Entry, values: Tensor, base: Tensor | None, scored: Tensor) -> Entry:
-    """Return an entry with its change from the reference, at the prompts on which both have values, (P,) each."""
+def compared(entry: Entry, values: Tensor, base: Tensor | None, scored: Tensor, *, seeds: int = 1) -> Entry:
+    """Return an entry with its change from the reference, at the prompts on which both have values, (P,) each.
+
+    With several ``seeds``, the interval and the test are over seeds and prompts, as in `Estimate.of`.
+    """
     both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
     if base is None or not both.any():
         return entry
-    mean, low, high, p = paired_test(values[both], base[both])
+    if seeds > 1:
+        both = both.view(seeds, -1).all(0).repeat(seeds)
+        if both.sum() < 2 * seeds:
+            return entry
+        mean, low, high, p = two_way_interval((values - base)[both].view(seeds, -1))
+    else:
+        mean, low, high, p = paired_test(values[both], base[both])
     coverage = Coverage.of(values.masked_fill(~both, math.nan), scored)
     return replace(entry, change=Estimate(mean, low, high, coverage), p_value=p)
 
@@ -302,11 +328,12 @@ class _Values:
     per_prompt: Tensor
     scored: Tensor  # (P, n)
     applies: Tensor  # (m, P): rewards that score one of the prompt's samples
-    rewards: dict[str, int] | None = None
-    n: int = 1
+    rewards: dict[str, int] | None
+    n: int
+    seeds: int
 
     def row(self) -> Row:
-        found = Estimate.of(self.per_prompt, self.scored, self.rewards)
+        found = Estimate.of(self.per_prompt, self.scored, self.rewards, seeds=self.seeds)
         return Row(self.reward, self.procedure, found.value, found.low, found.high, found.coverage, self.n)
 
 
@@ -352,14 +379,16 @@ def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:
         for n in ns:
             if n == 1 or picks[name] != "diversity":
                 values = _picked(sampled, name, n, picks[name])
-                yield _Values(name, _procedure(picks[name], n), values, scored, scored.any(1)[None], n=n)
+                yield _Values(
+                    name, _procedure(picks[name], n), values, scored, scored.any(1)[None], None, n, sampled.seeds
+                )
     if len(sampled.rewards) == 1:
         return
     pick = next(iter(picks.values())) if len(set(picks.values())) == 1 else "each"
     behind = sampled.scored(), torch.stack(list(sampled.applies().values())), sampled.prompts_of_rewards()
     for n in ns:
         if n == 1 or pick != "diversity":
-            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind, n=n)
+            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind, n, sampled.seeds)
 
 
 def binary_rewards(sampled: Mapping[str, EvaluationSamples]) -> list[str]:

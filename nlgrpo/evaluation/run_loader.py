@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, read_evaluation
-from nlgrpo.evaluation import results
+from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, pooled, read_evaluation
+from nlgrpo.evaluation import figures, results, seeds
 from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
@@ -37,7 +37,10 @@ LOGGED = re.compile(
 
 @dataclass
 class Model:
-    """One trained model: configuration, logged metrics and results. Unknown fields are empty."""
+    """One trained model, or the models of several seeds: configuration, logged metrics and results.
+
+    Unknown fields are empty.
+    """
 
     label: str
     name: str  # of its folder or in its evaluation; models with the same name share a colour
@@ -47,6 +50,7 @@ class Model:
     sampled: EvaluationSamples | None = None
     reference: str = ""  # label of the reference that it is compared with
     entries: list[Entry] = field(default_factory=list)
+    by_seed: dict[Any, EvaluationSamples] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,6 +103,7 @@ def read(folders: Sequence[Path]) -> ReportData:
             _read_evaluation(found, folder, unique_label(folder, taken), taken)
         else:
             _read_run(found, folder, unique_label(folder, taken), name=several)
+    _join_seeds(found, taken)
     _add_weighted_sums(found)
     return found
 
@@ -146,7 +151,7 @@ def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
     )
 
 
-def _comparable(sampled: Sequence[EvaluationSamples]) -> bool:
+def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
     """Whether all have the same number of prompts and the same rewards."""
     return len({(len(s.lengths), *sorted(s.rewards)) for s in sampled}) == 1
 
@@ -163,7 +168,7 @@ def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state:
         notes.append(f"{run_files.FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
     model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
-    if len(sampled) == 2 and not _comparable(list(sampled.values())):
+    if len(sampled) == 2 and not comparable(list(sampled.values())):
         notes.append(f"{FILE} has different prompts or rewards before and after training; they are not compared.")
         sampled.pop("before")
     _evaluate_run(found, model, sampled)
@@ -292,6 +297,95 @@ def _read_sweep(found: ReportData, folder: Path, taken: set[str]) -> None:
             found.notes.append(f"{label} failed: {point.error or 'see its log'}")
 
 
+# --- runs that differ in the seed -------------------------------------------------------------------------------------
+
+
+def _join_seeds(found: ReportData, taken: set[str]) -> None:
+    """Replace the finished runs that differ in the seed only by one model, with intervals over seeds and prompts."""
+    configs = [found.settings[model.settings].config for model in found.models]
+    keys = [
+        (seeds.without_seed(config), seeds.seed_of(config) if _can_be_joined(found, model) else None)
+        for model, config in zip(found.models, configs, strict=True)
+    ]
+    joined: list[Model] = []
+    for group in seeds.grouped(keys):
+        models = [found.models[number] for number in group]
+        if len(group) > 1 and comparable([s for model in models for s in _before_and_after(found, model)]):
+            joined.append(_of_seeds(found, {keys[number][1]: found.models[number] for number in group}, taken))
+        else:
+            joined += models
+    found.models = joined
+    used = {model.reference for model in joined}
+    found.references = {label: sampled for label, sampled in found.references.items() if label in used}
+    found.reference_entries = [entry for entry in found.reference_entries if entry.model in used]
+
+
+def _can_be_joined(found: ReportData, model: Model) -> bool:
+    """Whether a run has what a mean over seeds needs: its configuration, and both evaluations."""
+    known = bool(found.settings[model.settings].config) and model.settings == model.label
+    return known and model.sampled is not None and model.reference in found.references
+
+
+def _before_and_after(found: ReportData, model: Model) -> list[EvaluationSamples]:
+    assert model.sampled is not None
+    return [found.references[model.reference], model.sampled]
+
+
+def _of_seeds(found: ReportData, by_seed: Mapping[Any, Model], taken: set[str]) -> Model:
+    """Return one model for runs that differ in the seed, and add its reference and its configuration."""
+    ordered = dict(sorted(by_seed.items(), key=lambda item: str(item[0])))
+    models = list(ordered.values())
+    first = models[0]
+    pairs = [_before_and_after(found, model) for model in models]
+    before = pooled([pair[0] for pair in pairs])
+    after = pooled([pair[1] for pair in pairs])
+    label = _unique(f"{_name_without_seed(first)}, {len(models)} seeds", taken)
+    config = found.settings[first.label].config
+    train = dict(seeds.section(config, "train")) | {"seed": list(ordered)}
+    found.settings[label] = Settings({**config, "train": train}, found.settings[first.label].versions)
+    for model in models:
+        del found.settings[model.label]
+    states = dict.fromkeys(model.state for model in models)
+    joined = Model(label, label, label, ", ".join(states), _mean_over_seeds(models), after)
+    joined.by_seed = {seed: model.sampled for seed, model in ordered.items() if model.sampled is not None}
+    _evaluate_run(found, joined, {"before": before, "after": after})
+    return joined
+
+
+def _name_without_seed(model: Model) -> str:
+    """Name of a run's folder in a sweep without its seed; for a folder that is named otherwise, the objective."""
+    parts = model.name.split(",")
+    kept = [part for part in parts if not part.startswith("seed=")]
+    if 0 < len(kept) < len(parts):
+        return ",".join(kept)
+    assert model.sampled is not None
+    return figures.objective_label(model.sampled)
+
+
+def _unique(label: str, taken: set[str]) -> str:
+    """Return the label, with a number if it is taken, and add it to ``taken``."""
+    number = 2
+    found = label
+    while found in taken:
+        found = f"{label} ({number})"
+        number += 1
+    taken.add(found)
+    return found
+
+
+def _mean_over_seeds(models: Sequence[Model]) -> list[dict[str, Any]]:
+    """Means of the logged metrics over runs, for the steps and metrics that all of them have."""
+    rows = []
+    for of_step in zip(*(model.logged for model in models), strict=False):
+        numbers = [key for key in of_step[0] if all(_is_number(row.get(key)) for row in of_step)]
+        rows.append({key: sum(row[key] for row in of_step) / len(of_step) for key in numbers})
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +395,7 @@ def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str
     rows, settings = _read_results(folder, notes)
     found.settings[label] = settings
     sampled = _read_samples_of_models(folder, notes)
-    if not rows and sampled and _comparable(list(sampled.values())):
+    if not rows and sampled and comparable(list(sampled.values())):
         rows = results.entries(sampled, _procedures(sampled), ())
     names = list(dict.fromkeys([*sampled, *(entry.model for entry in rows)]))
     reference = ""
@@ -390,14 +484,15 @@ def _add_weighted_sums(found: ReportData) -> None:
         if reference is not None and reference.lengths.shape[0] == len(sums[0]):
             base = values[model.reference].masked_fill(~model.sampled.same_rewards(reference), math.nan)
             scored = model.sampled.scored()
-            rows = [compared(row, x, y, scored) for row, x, y in zip(rows, sums, base, strict=True)]
+            pairs = zip(rows, sums, base, strict=True)
+            rows = [compared(row, x, y, scored, seeds=model.sampled.seeds) for row, x, y in pairs]
         model.entries += rows
 
 
 def _weighted_sums(label: str, sampled: EvaluationSamples, names: Sequence[str], values: Tensor) -> list[Entry]:
     behind = sampled.scored(), sampled.prompts_of_rewards()
     rows = zip(names, values, strict=True)
-    return [Entry(label, WEIGHTED_SUM, name, Estimate.of(row, *behind)) for name, row in rows]
+    return [Entry(label, WEIGHTED_SUM, name, Estimate.of(row, *behind, seeds=sampled.seeds)) for name, row in rows]
 
 
 TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")

@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 from nlgrpo.data import mazes
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
-from nlgrpo.evaluation import comparison, report, success_figures
+from nlgrpo.evaluation import comparison, report, run_loader, success_figures
 from nlgrpo.evaluation.estimators import paired_test, pass_at_k, two_way_interval
 from nlgrpo.evaluation.results import binary_rewards
 
@@ -102,6 +102,78 @@ def test_settings_of_the_same_seeds_are_paired_by_seed(tmp_path, capsys):
     mean, low, high, _ = two_way_interval(ours - theirs)
     assert f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]" in shown
     assert "prompts, 3 seeds" in shown
+
+
+def test_a_weight_or_a_score_is_no_pass_at_n(tmp_path, capsys):
+    halved = samples_of(drawn(0.4, 1))
+    halved.weights["solved"] = 0.5
+    run = run_in(tmp_path / "halved", 0, before=halved, after=halved)
+    comparison.compare([run], tmp_path)
+    assert "weighted sum of best-of-N rewards (12 prompts" in " ".join(capsys.readouterr().out.split())
+    comparison.compare([run_in(tmp_path / "plain", 0)], tmp_path)
+    assert "pass@N of solved (12 prompts x 8 samples, 95% intervals)" in " ".join(capsys.readouterr().out.split())
+
+
+# --- reports over seeds -----------------------------------------------------------------------------------------------
+
+
+def test_a_report_joins_the_seeds_of_a_setting(runs):
+    found = run_loader.read(runs)
+    assert [model.label for model in found.models] == ["objective=mean, 3 seeds", "objective=bon:8, 3 seeds"]
+    assert set(found.settings) == {model.label for model in found.models}
+    assert found.settings["objective=bon:8, 3 seeds"].config["train"]["seed"] == [10, 11, 12]
+    for model, objective, first, rate in zip(found.models, ("mean", "bon:8"), (0, 10), (0.35, 0.5), strict=True):
+        entries = {(entry.quantity, entry.procedure): entry for entry in model.entries}
+        for n, procedure in ((1, "mean"), (4, "bon:4")):
+            after = seeds_of(runs, objective, n)
+            before = torch.stack([pass_at_k(drawn(0.3, seed + 50), [n])[0] for seed in range(first, first + 3)])
+            entry = entries["solved", procedure]
+            truth = two_way_interval(after)
+            assert (entry.estimate.value, entry.estimate.low, entry.estimate.high) == pytest.approx(truth[:3])
+            mean, low, high, p_value = two_way_interval(after - before)
+            assert (entry.change.value, entry.change.low, entry.change.high) == pytest.approx((mean, low, high))
+            assert entry.p_value == pytest.approx(p_value)
+        correct = torch.cat([drawn(rate, seed) for seed in range(first, first + 3)])
+        assert torch.equal(model.sampled.rewards["solved"], correct)
+        assert model.sampled.size == f"{PROMPTS} prompts x {SAMPLES} samples"
+        assert entries["solved", "mean"].estimate.coverage.lines == []
+
+
+def test_a_report_tests_settings_against_each_other(tmp_path):
+    runs = [
+        run_in(tmp_path / f"objective={objective},seed={seed}", seed, objective, rate)
+        for objective, rate in (("mean", 0.35), ("bon:8", 0.5))
+        for seed in range(3)
+    ]
+    page = report.write_report(runs, tmp_path / "report.html").read_text()
+    ours, theirs = (torch.stack([pass_at_k(drawn(rate, seed), [2])[0] for seed in range(3)]) for rate in (0.35, 0.5))
+    mean, low, high, _ = two_way_interval(ours - theirs)
+    assert f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]" in page
+    assert "prompts, 3 seeds" in page
+    assert "objective=mean, 3 seeds less each other model" in page
+    one = report.write_report(runs[0], tmp_path / "one.html").read_text()
+    assert "less each other model" not in one
+
+
+def test_runs_that_cannot_be_joined_stay_apart(runs, tmp_path):
+    """An unfinished run, one with other prompts, one whose configuration is lost, and a repeated seed."""
+    (runs[0] / "evaluation.json").unlink()
+    fewer = {"before": samples_of(drawn(0.3, 1)[:5]), "after": samples_of(drawn(0.4, 1)[:5])}
+    other = run_in(tmp_path / "objective=bon:8,seed=13", 13, "bon:8", **fewer)
+    again = run_in(tmp_path / "again", 1)
+    (runs[2] / "config.json").unlink()
+    found = run_loader.read([*runs[:3], again])
+    assert len(found.models) == 4
+    assert [model.label for model in found.models if model.by_seed] == []
+    assert len(run_loader.read([*runs[3:], other]).models) == 4
+
+
+def test_curves_of_a_setting_are_means_over_seeds(runs):
+    for number, run in enumerate(runs[:3]):
+        rows = [{"step": step, "reward": number + step, "kl": None if number else 0.5} for step in range(4 - number)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (model, *_) = run_loader.read(runs).models
+    assert model.logged == [{"step": step, "reward": 1 + step} for step in range(2)]
 
 
 def test_labels_name_runs_whose_folders_have_an_equals_sign(runs, tmp_path, capsys):

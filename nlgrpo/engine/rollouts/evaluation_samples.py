@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,9 @@ class EvaluationSamples:
     ``left_out``: numbers of prompts of the source that could not be evaluated, by reason, such as
     ``{"dropped as too long": 5}``.
 
+    ``seeds``: the number of runs whose samples these are, one after the other (`pooled`). All have the same prompts, so
+    P is then the number of prompts times seeds.
+
     Raises ValueError if shapes or names do not agree, or for infinite rewards.
     """
 
@@ -103,6 +106,7 @@ class EvaluationSamples:
     distinct: dict[str, Tensor] = field(default_factory=dict)
     answers: dict[str, Tensor] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
+    seeds: int = 1
 
     def __post_init__(self) -> None:
         if not self.rewards or any(set(d) != set(self.rewards) for d in (self.objectives, self.weights)):
@@ -149,7 +153,7 @@ class EvaluationSamples:
     def sizes(self) -> dict[str, Any]:
         """Numbers of prompts and samples, and of the prompts that were left out, by reason."""
         prompts, samples = self.lengths.shape
-        return {"prompts": prompts, "samples": samples, "left_out": self.left_out}
+        return {"prompts": prompts // self.seeds, "samples": samples, "left_out": self.left_out}
 
     @property
     def size(self) -> str:
@@ -159,7 +163,9 @@ class EvaluationSamples:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain lists for ``json.dump``; NaN becomes None."""
         measured = {part: {name: _plain(x) for name, x in getattr(self, part).items()} for part in MEASURED}
-        return {**vars(self), **measured, "lengths": self.lengths.tolist()}
+        content = {**vars(self), **measured, "lengths": self.lengths.tolist()}
+        content.pop("seeds")  # pooled samples are not saved
+        return content
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvaluationSamples:
@@ -167,6 +173,33 @@ class EvaluationSamples:
         measured = {part: {name: _tensor(x) for name, x in data.get(part, {}).items()} for part in MEASURED}
         measured["answers"] = {name: x.long() for name, x in measured["answers"].items()}
         return cls(**{**data, **measured, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
+
+
+def pooled(of_seeds: Sequence[EvaluationSamples]) -> EvaluationSamples:
+    """Return the samples of runs that differ in the seed, as one: the prompts of the first, then of the second, ..
+
+    Raises ValueError for runs with different prompts, numbers of samples or rewards.
+    """
+    first = of_seeds[0]
+    if len(of_seeds) == 1:
+        return first
+    if len({(tuple(one.lengths.shape), *sorted(one.rewards)) for one in of_seeds}) > 1:
+        raise ValueError("the runs have different prompts, numbers of samples or rewards")
+
+    def joined(part: str) -> dict[str, Tensor]:
+        every = [getattr(one, part) for one in of_seeds]
+        shared = [name for name in every[0] if all(name in one for one in every)]
+        return {name: torch.cat([one[name] for one in every]) for name in shared}
+
+    return replace(
+        first,
+        lengths=torch.cat([one.lengths for one in of_seeds]),
+        rewards=joined("rewards"),
+        kl=joined("kl"),
+        distinct=joined("distinct"),
+        answers=joined("answers"),
+        seeds=len(of_seeds),
+    )
 
 
 def size_of(prompts: int, samples: int, left_out: Mapping[str, int]) -> str:
