@@ -14,8 +14,9 @@ from tyro.conf import Positional
 class Report:
     """Write an HTML report, with its pictures next to it, about runs, evaluations and sweeps."""
 
-    folders: Positional[tuple[Path, ...]]
-    """One or more folders written by `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep`."""
+    folders: Positional[tuple[str, ...]]
+    """Folders written by `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep`; LABEL=PATH gives a name. Runs that differ
+    in the seed only are one model, with intervals over seeds and prompts."""
     out: Path | None = None
     """The HTML file. None: report.html in the folder, or for several folders in the current one."""
 

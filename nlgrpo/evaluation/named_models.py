@@ -68,7 +68,7 @@ def read(given: Sequence[str]) -> list[NamedModel]:
     """
     found: list[NamedModel] = []
     for text in given:
-        label, path = _split(text)
+        label, path = split_label(text)
         if (path / sweep_state.FILE).is_file():
             found += _of_sweep(path, label)
         elif is_checkpoint(path):
@@ -78,7 +78,7 @@ def read(given: Sequence[str]) -> list[NamedModel]:
     return found
 
 
-def _split(text: str) -> tuple[str, Path]:
+def split_label(text: str) -> tuple[str, Path]:
     """Split ``LABEL=PATH``; the label is "" without one. Folders of a sweep have names like ``seed=1,lr=0.001``."""
     label, equals, path = text.partition("=")
     if os.path.exists(os.path.expanduser(text)) or not (equals and label and path):

@@ -24,6 +24,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_o
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, seeds, success_figures
 from nlgrpo.evaluation import recorded as recorded_results
 from nlgrpo.evaluation.html_page import Cell
+from nlgrpo.evaluation.named_models import split_label
 from nlgrpo.evaluation.results import (
     WEIGHTED_SUM,
     Entry,
@@ -42,28 +43,30 @@ FILE = run_files.REPORT_FILE
 PROMPTS = 8
 
 
-def write_report(folders: Path | Sequence[Path], out: Path | None = None) -> Path:
+def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = None) -> Path:
     """Write the HTML report of one or more folders, and its figures. Returns the path of the report.
 
-    Each folder is a run or the output of `nlgrpo evaluate` or `nlgrpo sweep`. ``out`` is by default ``report.html`` in
-    the folder, or in the current one for several folders. The figures are saved next to it: ``lengths.png``,
-    ``curves.png``, ``rewards.png``, ``successes.png``, ``walks.png``, ``best_of_n.png``, ``win_rates.png`` and
-    ``fronts.png``. If ``out`` has another name, that name is their prefix. Missing or damaged files are left out and
-    listed in the report.
+    Each folder is a run or the output of `nlgrpo evaluate` or `nlgrpo sweep`, with ``LABEL=`` before it for another
+    name. Runs that differ in the seed only are one model, with intervals over seeds and prompts. ``out`` is by default
+    ``report.html`` in the folder, or in the current one for several folders. The figures are saved next to it:
+    ``lengths.png``, ``curves.png``, ``rewards.png``, ``successes.png``, ``walks.png``, ``best_of_n.png``,
+    ``win_rates.png`` and ``fronts.png``. If ``out`` has another name, that name is their prefix. Missing or damaged
+    files are left out and listed in the report.
 
     Raises ValueError for a folder of another kind, and if ``out`` does not end in .html.
     """
-    given = [Path(folders)] if isinstance(folders, str | Path) else list(dict.fromkeys(map(Path, folders)))
+    given = [folders] if isinstance(folders, str | Path) else list(dict.fromkeys(folders))
+    paths = [split_label(str(folder))[1] for folder in given]
     if not given:
         raise ValueError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
-    out = Path(out) if out is not None else (given[0] if len(given) == 1 else Path()) / FILE
+    out = Path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / FILE
     out = out / FILE if out.is_dir() else out
     if out.suffix not in (".html", ".htm"):
         raise ValueError(f"cannot write {out}: the name must end in .html")
     found = run_loader.read(given)
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    name = ", ".join(folder.resolve().name for folder in given[:4]) + f" and {len(given) - 4} more" * (len(given) > 4)
+    name = ", ".join(folder.resolve().name for folder in paths[:4]) + f" and {len(paths) - 4} more" * (len(paths) > 4)
     atomic_files.atomic_write_bytes(out, _Report(found, out).html(name).encode(errors="replace"))
     return out
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, pooled, read_evaluation
 from nlgrpo.evaluation import figures, results, seeds
+from nlgrpo.evaluation.named_models import split_label
 from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
@@ -51,6 +52,7 @@ class Model:
     reference: str = ""  # label of the reference that it is compared with
     entries: list[Entry] = field(default_factory=list)
     by_seed: dict[Any, EvaluationSamples] = field(default_factory=dict)
+    given: str = ""  # the label that the user gave, of the whole sweep for its runs
 
 
 @dataclass
@@ -91,19 +93,27 @@ class ReportData:
         return label, True
 
 
-def read(folders: Sequence[Path]) -> ReportData:
-    """Load runs, evaluations and sweeps. Raises ValueError for a folder of another kind."""
+def read(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportData:
+    """Load runs, evaluations and sweeps, each with ``LABEL=`` before it for another name.
+
+    With ``join_seeds``, finished runs that differ in the seed only are one model. Raises ValueError for a folder of
+    another kind.
+    """
     found, taken = ReportData(), set[str]()
     several = len(folders) > 1
-    for folder in folders:
+    for text in folders:
+        given, folder = split_label(str(text))
         kind = kind_of(folder)
         if kind == "sweep":
-            _read_sweep(found, folder, taken)
-        elif kind == "evaluation":
-            _read_evaluation(found, folder, unique_label(folder, taken), taken)
+            _read_sweep(found, folder, given, taken)
+            continue
+        label = _unique(given, taken) if given else unique_label(folder, taken)
+        if kind == "evaluation":
+            _read_evaluation(found, folder, label, taken)
         else:
-            _read_run(found, folder, unique_label(folder, taken), name=several)
-    _join_seeds(found, taken)
+            _read_run(found, folder, label, given, name=several)
+    if join_seeds:
+        _join_seeds(found, taken)
     _add_weighted_sums(found)
     return found
 
@@ -159,7 +169,7 @@ def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 # --- runs and sweeps --------------------------------------------------------------------------------------------------
 
 
-def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state: str = "") -> None:
+def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, name: bool, state: str = "") -> None:
     """Add the run in ``folder``; with ``name``, its notes begin with its label."""
     notes: list[str] = []
     logged = _read_curves(folder / run_files.FILE)
@@ -168,6 +178,7 @@ def _read_run(found: ReportData, folder: Path, label: str, *, name: bool, state:
         notes.append(f"{run_files.FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
     model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
+    model.given = given
     if len(sampled) == 2 and not comparable(list(sampled.values())):
         notes.append(f"{FILE} has different prompts or rewards before and after training; they are not compared.")
         sampled.pop("before")
@@ -280,16 +291,16 @@ def _training_kl(logged: Sequence[Mapping[str, Any]]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _read_sweep(found: ReportData, folder: Path, taken: set[str]) -> None:
+def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) -> None:
     try:
         points = sweep_state.read_sweep_state(folder)
     except ValueError as error:
         found.notes.append(f"{error}.")
         return
     for point in points:
-        label = unique_label(point.folder, taken)
+        label = _unique(f"{given}/{point.name}", taken) if given else unique_label(point.folder, taken)
         if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.FILE, FILE)):
-            _read_run(found, point.folder, label, name=True, state=point.state)
+            _read_run(found, point.folder, label, given, name=True, state=point.state)
         else:
             found.settings[label] = Settings()
             found.models.append(Model(label, point.name, label, point.state))
@@ -304,7 +315,7 @@ def _join_seeds(found: ReportData, taken: set[str]) -> None:
     """Replace the finished runs that differ in the seed only by one model, with intervals over seeds and prompts."""
     configs = [found.settings[model.settings].config for model in found.models]
     keys = [
-        (seeds.without_seed(config), seeds.seed_of(config) if _can_be_joined(found, model) else None)
+        (f"{model.given} {seeds.without_seed(config)}", seeds.seed_of(config) if _can_be_joined(found, model) else None)
         for model, config in zip(found.models, configs, strict=True)
     ]
     joined: list[Model] = []
@@ -353,7 +364,9 @@ def _of_seeds(found: ReportData, by_seed: Mapping[Any, Model], taken: set[str]) 
 
 
 def _name_without_seed(model: Model) -> str:
-    """Name of a run's folder in a sweep without its seed; for a folder that is named otherwise, the objective."""
+    """Label that the user gave, or the name of a run's folder in a sweep without its seed, or the objective."""
+    if model.given:
+        return model.given
     parts = model.name.split(",")
     kept = [part for part in parts if not part.startswith("seed=")]
     if 0 < len(kept) < len(parts):

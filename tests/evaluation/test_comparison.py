@@ -139,6 +139,13 @@ def test_a_report_joins_the_seeds_of_a_setting(runs):
         assert entries["solved", "mean"].estimate.coverage.lines == []
 
 
+def test_labels_of_a_report_name_runs_and_settings(runs):
+    found = run_loader.read([f"A={runs[0]}", *(f"B={run}" for run in runs[3:]), runs[1]])
+    assert [model.label for model in found.models] == ["A", "B, 3 seeds", "objective=mean,seed=1"]
+    apart = run_loader.read([f"B={run}" for run in runs[3:]], join_seeds=False)
+    assert [model.label for model in apart.models] == ["B", "B (2)", "B (3)"]
+
+
 def test_a_report_tests_settings_against_each_other(tmp_path):
     runs = [
         run_in(tmp_path / f"objective={objective},seed={seed}", seed, objective, rate)
