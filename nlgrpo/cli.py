@@ -34,19 +34,19 @@ COMMANDS = {
     "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
     "report": (
         "nlgrpo.commands.report:write_report",
-        "Rewrite the report.html and figures of a run: nlgrpo report runs/length-bon",
+        "Rewrite the report.html and figures of a run: nlgrpo report runs/maze",
     ),
     "watch": (
         "nlgrpo.commands.watch:main",
-        "Follow runs that are training in a browser: nlgrpo watch runs/length-bon",
+        "Follow runs that are training in a browser: nlgrpo watch runs/maze",
     ),
     "compare": (
         "nlgrpo.commands.report:compare",
-        "Plot several runs in one figure: nlgrpo compare runs/length-bon runs/length-mean",
+        "Plot several runs in one figure: nlgrpo compare runs/maze runs/maze-grpo",
     ),
     "evaluate": (
         "nlgrpo.commands.evaluate:main",
-        "Evaluate models under best-of-N and other procedures: nlgrpo evaluate runs/length-bon runs/length-mean",
+        "Evaluate models under best-of-N and other procedures: nlgrpo evaluate runs/maze runs/maze-grpo",
     ),
     "rollout": (
         "nlgrpo.commands.rollout:main",

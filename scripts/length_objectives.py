@@ -1,4 +1,4 @@
-"""Completion lengths under every objective (IAMA, Figs. 3a and 5): one run of the default recipe each, one figure.
+"""Completion lengths under every objective (IAMA, Figs. 3a and 5): one run of `length-bon` each, one figure.
 
     python scripts/length_objectives.py [--out runs/lengths] [--objectives mean bon:2 ...] [-- --train.steps 600 ...]
 

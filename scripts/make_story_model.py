@@ -1,4 +1,4 @@
-"""Create nlgrpo's default model: a causal LM of half a million parameters that tells stories of all lengths.
+"""Create the model `story-lm`: a causal LM of half a million parameters that tells stories of all lengths.
 
     python scripts/make_story_model.py tinystories.txt --out nlgrpo/data/assets
 
@@ -63,7 +63,7 @@ def perplexity(model: GPT2LMHeadModel, documents: list[list[int]]) -> float:
 def build_model(tokenizer: PreTrainedTokenizerFast, dropout: float, heads: int) -> GPT2LMHeadModel:
     """A GPT-2 with tied embeddings, whose learned positions are initialized as sinusoids.
 
-    The default recipe trains lengths, and a length is one decision among a hundred tokens. Nearly all of the gradient's
+    `length-bon` trains lengths, and a length is one decision among a hundred tokens. Nearly all of the gradient's
     signal is in the end token's embedding, which sees the final state only. With randomly initialized positions, the
     final state of a trained model says little about the length of the text (R^2 of 0.04 to 0.2 for a linear probe of a
     window of 16 tokens in the middle of the context), so the policy cannot learn to avoid the lengths between the

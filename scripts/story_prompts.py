@@ -1,4 +1,4 @@
-"""Prompts of the default recipe: openings of stories, generated from templates."""
+"""Prompts of the recipes on stories: openings of stories, generated from templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default recipe with a policy that has one logit per length instead of a network: what can be reached.
+"""The recipe `length-bon` with a policy that has one logit per length instead of a network: what can be reached.
 
     python scripts/tabular_lengths.py
 

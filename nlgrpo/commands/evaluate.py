@@ -1,7 +1,7 @@
 """The command ``nlgrpo evaluate``: value and win rate of models under each inference procedure, with intervals.
 
-    nlgrpo evaluate runs/length-bon runs/length-mean --n 64 --ns 1,2,4,8,16
-    nlgrpo evaluate runs/sweep half=runs/length-bon/checkpoints/step-00000200
+    nlgrpo evaluate runs/maze runs/maze-grpo --n 64 --ns 1,2,4,8,16
+    nlgrpo evaluate runs/sweep half=runs/maze/checkpoints/step-00000200
     torchrun --nproc-per-node 8 -m nlgrpo.cli evaluate my-model --reference base --file evaluation.toml
 
 Every model samples n completions of the same prompts with the same noise. Completions and scores are stored by content

@@ -26,7 +26,7 @@ QUICK = ("--evaluation.prompts", "0", "--dry-run")
 
 
 def changed(**values):
-    """Return the default recipe with ``section__key`` values changed."""
+    """Return the recipe `length-bon` with ``section__key`` values changed."""
     cfg = recipe("length-bon")
     for name, value in values.items():
         section, key = name.split("__", 1)

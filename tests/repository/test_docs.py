@@ -152,7 +152,7 @@ def made(tmp_path_factory):
         patch.setattr("nlgrpo.evaluation.report.write_report", lambda run: run)  # figures take longer than these runs
         patch.setattr(figures, "render", lambda *_, **__: b"")
         small = ["--train.steps", "1", "--rollout.max-new-tokens", "8", "--evaluation.samples", "4"]
-        for name in ("length-bon", "length-mean"):
+        for name in ("maze", "maze-grpo", "length-bon", "length-mean"):
             run(["train", name, *small, "--evaluation.prompts", "2", "--evaluation.ns", "1", "4"])
         run(["train", "my.toml"])
         run(["rollout", "my.toml", "--samples", "8", "--out", "runs/rollouts"])
