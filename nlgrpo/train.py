@@ -70,7 +70,7 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
     drawn   = rollouts.draw()                                    # M completions of each prompt, and log-probs
     batch, rollout = drawn.batch, drawn.rollout                  # this rank's share of the P prompts
     clock.phase("reference")
-    ref     = learner.reference_logprobs(rollout)                # (P M, L), or None without a reference
+    ref     = learner.reference_logprobs(rollout) if run.needs_reference(step) else None  # (P M, L)
     ratios  = learner.corrected(rollout)                         # policy / sampler, or None: loss.correction = "none"
     clock.phase("rewards")
     scores, calibrated = rollouts.score(drawn, ref)    # {name: (P, M)}, NaN where a reward abstains

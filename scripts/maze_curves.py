@@ -49,7 +49,9 @@ class Curve:
         """KL of each step, seed and maze, (steps, S, P); empty if it was not measured."""
         if not all(self.kl.values()):
             return torch.zeros(0)
-        return torch.tensor([[of_step[seed] for seed in sorted(of_step)] for of_step in map(self.kl.get, self.steps)])
+        return torch.tensor(
+            [[of_step[seed] for seed in sorted(of_step)] for of_step in (self.kl[step] for step in self.steps)]
+        )
 
 
 def read(folder: Path) -> dict[str, Curve]:

@@ -43,7 +43,7 @@ def _maze(recipe: str, objective: str) -> Config:
         data=DataConfig(source="maze-train", evaluation="maze-test"),
         rollout=RolloutConfig(prompts=16, samples=16, max_new_tokens=40),
         rewards={"solved": RewardConfig("maze()", objective)},
-        loss=LossConfig(beta=0.0, log_kl=True),
+        loss=LossConfig(beta=0.0, log_kl_every=10),
         optim=OptimConfig(lr=3e-5, warmup_steps=10, max_grad_norm=0.0),
         train=TrainConfig(steps=300, checkpoint_every=100, samples_every=100),
         evaluation=EvaluationConfig(prompts=128, samples=256, ns=(1, 8, 64, 256)),

@@ -167,11 +167,11 @@ class LossConfig:
     dual_clip: float | None = None
     """ppo surrogate only: no gradient where the advantage is negative and the ratio is above this (TRL's delta)."""
     beta: float = 1e-4
-    """Weight of the KL divergence to the initial model. 0: no reference model is loaded, unless loss.log_kl. For dpo
-    and ipo, their beta; bon_sft and bonbon do not use it."""
-    log_kl: bool = False
-    """Online only, with beta = 0: load the reference model all the same, and log the KL to it. Costs its memory and one
-    forward pass per step."""
+    """Weight of the KL divergence to the initial model. 0: no reference model is loaded, unless
+    loss.log_kl_every. For dpo and ipo, their beta; bon_sft and bonbon do not use it."""
+    log_kl_every: int = 0
+    """Online, with beta = 0: log the KL to the initial model every N steps. Costs the memory of that model, and a
+    forward pass at those steps. 0: never."""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator in the loss, in the metrics and for target_kl. In the reward it is always k1."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -204,7 +204,7 @@ class LossConfig:
     @property
     def has_reference(self) -> bool:
         """Whether a frozen reference model is loaded."""
-        return self.paired if self.offline else self.beta > 0 or self.log_kl
+        return self.paired if self.offline else self.beta > 0 or self.log_kl_every > 0
 
 
 @dataclass

@@ -189,6 +189,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("loss.eps_high", "> 0", loss.eps_high > 0),
         need("loss.dual_clip", "> 1 + loss.eps_high", loss.dual_clip is None or loss.dual_clip > 1 + loss.eps_high),
         need("loss.beta", ">= 0", loss.beta >= 0),
+        need("loss.log_kl_every", ">= 0", loss.log_kl_every >= 0),
         need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
         need("loss.epochs", ">= 1", loss.epochs >= 1),
         need("loss.minibatches", ">= 1", loss.minibatches >= 1),

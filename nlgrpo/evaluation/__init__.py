@@ -2,8 +2,9 @@
 
 `estimators` are pure functions of reward tensors (best-of-N, win rates, intervals, paired tests). `model_evaluation`
 samples and scores models, and `results` builds the tables. `decoding` compares decoding methods. `report` writes the
-HTML report of the folders that `run_loader` reads, with `html_page` and the figures. Imports `training` and the rooms
-below it. Read `estimators.py` first.
+HTML report of the folders that `run_loader` reads, with `html_page` and the figures; `comparison` is one picture of
+several runs, and `seeds` joins runs that differ in the seed only. `recorded` has GRPO's figures on mazes. Imports
+`training` and the rooms below it. Read `estimators.py` first.
 """
 
 from nlgrpo.evaluation.estimators import (

@@ -229,7 +229,7 @@ class _Report:
             "p-value of no difference. Paired by prompt, and by seed where there are several."
         )
         heads = ["N", "less", "difference", "p", "over"]
-        return html_page.table(heads, rows, filters=["less"], kind="sorts") + html_page.soft(about) if rows else ""
+        return html_page.table(heads, rows, kind="sorts") + html_page.soft(about) if rows else ""
 
     def _named(self, label: str) -> Cell:
         name = html_page.text(label)

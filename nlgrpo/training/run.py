@@ -45,7 +45,7 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.supervision.divergence import Detector, Diverged
 from nlgrpo.runtime.supervision.phases import phase
-from nlgrpo.runtime.timing import Clock, flops_utilisation
+from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import critic, offline, run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
 from nlgrpo.training.losses.kl import AdaptiveBeta
@@ -232,6 +232,11 @@ class Run:
         if target is None or self.rates(step)["lr"] == 0:
             return beta
         return AdaptiveBeta(beta, target).step(kl)
+
+    def needs_reference(self, step: int) -> bool:
+        """Whether the completions of ``step`` are scored under the reference: for the penalty, or to log the KL."""
+        loss = self.config.loss
+        return loss.has_reference and (loss.beta > 0 or every(loss.log_kl_every, step + 1))
 
     def open_folder(self) -> None:
         """Create the folder, or check that it holds this run; collective. Raises ValueError as `run_folder.claim`."""

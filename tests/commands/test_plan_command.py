@@ -29,7 +29,7 @@ def models(tmp_path_factory):
 
 
 def record(capsys, *arguments, status=0):
-    assert plan.main([*map(str, arguments), "--json", "-"]) == status
+    assert plan.main(["length-bon", *map(str, arguments), "--json", "-"]) == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -103,7 +103,18 @@ def test_what_fits_with_no_settings_gets_alternatives(models, capsys):
 
 
 def test_the_table_names_what_matters(models, capsys):
-    arguments = ["plan", "--model.path", str(models / "7b"), "--gpu", "h100", "--gpus", "8", "--rollout.prompts", "8"]
+    arguments = [
+        "plan",
+        "length-bon",
+        "--model.path",
+        str(models / "7b"),
+        "--gpu",
+        "h100",
+        "--gpus",
+        "8",
+        "--rollout.prompts",
+        "8",
+    ]
     assert cli.main(arguments) == 0
     out = " ".join(capsys.readouterr().out.split())
     for text in ("6,738,415,616 parameters", "8 x h100 (79.1 GiB) in 1 node; sharded over 8", "at most about",
@@ -138,15 +149,26 @@ def test_ppo_counts_its_critic(models, capsys):
 
 def test_the_json_file_is_complete(models, tmp_path, capsys):
     file = tmp_path / "plan.json"
-    plan.main(["--model.path", str(models / "7b"), "--gpu", "h200", "--gpus", "8", "--rollout.prompts", "8",
-               "--json", str(file)])  # fmt: skip
+    options = ["--gpu", "h200", "--gpus", "8", "--rollout.prompts", "8"]
+    plan.main(["length-bon", "--model.path", str(models / "7b"), *options, "--json", str(file)])
     found = json.loads(file.read_text())
     assert found["peak_bytes"] == found["totals"][found["largest_phase"]]
     assert capsys.readouterr().out
 
 
 def test_the_memory_of_a_host_is_that_of_all_its_ranks(models, capsys):
-    arguments = ["plan", "--model.path", str(models / "7b"), "--gpu", "h100", "--gpus", "16", "--rollout.prompts", "16"]
+    arguments = [
+        "plan",
+        "length-bon",
+        "--model.path",
+        str(models / "7b"),
+        "--gpu",
+        "h100",
+        "--gpus",
+        "16",
+        "--rollout.prompts",
+        "16",
+    ]
     assert cli.main([*arguments, "--parallel.offload", "True"]) == 0
     shards = 18 * 6_738_415_616 / 16 * 8 / GIB
     assert f"{shards:.1f} GiB for 8 GPUs" in " ".join(capsys.readouterr().out.split())
@@ -190,7 +212,7 @@ def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, c
     half, single = record(capsys, *arguments), record(capsys, *arguments, "--model.dtype", "float32")
     ratio = single["phases"]["update"]["activations"] / half["phases"]["update"]["activations"]
     assert 1.5 < ratio < 2.5
-    plan.main([*map(str, arguments), "--model.dtype", "float32"])
+    plan.main(["length-bon", *map(str, arguments), "--model.dtype", "float32"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "the peak is in bfloat16, although the run computes in another dtype" in printed
 
@@ -211,7 +233,7 @@ def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, c
     ],
 )
 def test_nonsense_is_refused_in_one_line(arguments, message, capsys):
-    assert cli.main(["plan", *arguments]) == 1
+    assert cli.main(["plan", "length-bon", *arguments]) == 1
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 

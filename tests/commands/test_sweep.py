@@ -606,7 +606,8 @@ def test_several_ranks_are_started_by_torchrun():
 )
 def test_refused(arguments, said, call, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    status, _, err = call(*arguments, "--out", tmp_path / "out")
+    named = [] if arguments[:1] and not arguments[0].startswith("-") else ["length-bon"]
+    status, _, err = call(*named, *arguments, "--out", tmp_path / "out")
     assert status in (1, 2)
     assert said in " ".join(err.split())
     assert not (tmp_path / "out").exists()

@@ -42,7 +42,7 @@ def test_the_default_recipe_trains_mazes_for_pass_at_8():
     assert (cfg.model.path, cfg.data.source, cfg.data.evaluation) == ("maze-lm", "maze-train", "maze-test")
     assert [(reward.function, reward.objective) for reward in cfg.rewards.values()] == [("maze()", "bon:8:unbiased")]
     assert (cfg.evaluation.prompts, cfg.evaluation.samples, cfg.evaluation.ns) == (128, 256, (1, 8, 64, 256))
-    assert (cfg.loss.beta, cfg.loss.log_kl, cfg.loss.scale) == (0.0, True, "none")
+    assert (cfg.loss.beta, cfg.loss.log_kl_every, cfg.loss.scale) == (0.0, 10, "none")
 
 
 def test_maze_grpo_differs_only_in_the_objective_and_the_scale():

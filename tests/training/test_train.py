@@ -620,31 +620,32 @@ def test_unbiased_estimators_keep_their_own_baseline(work, objective):
 
 
 def test_the_kl_is_logged_without_a_penalty_and_changes_nothing_else(work):
-    """With beta = 0, loss.log_kl adds the metric: the exact KL estimate of the trained policy at its own samples."""
-    plain = arguments(work, "no kl", loss__beta=0.0)
-    assert train.main(plain) == 0
-    assert train.main([*arguments(work, "kl", loss__beta=0.0), "--loss.log-kl", "--loss.kl", "k1"]) == 0
-    assert train.main([*arguments(work, "in reward", loss__beta=0.0), "--loss.log-kl", "--loss.kl-in", "reward"]) == 0
-    without, logged, in_reward = (untimed(work / name) for name in ("no kl", "kl", "in reward"))
-    assert all("kl" not in line for line in without)
-    assert logged[0]["kl"] == 0  # the policy is the initial model
-    assert all(abs(line["kl"]) > 1e-6 for line in logged[1:])
-    for line, other in zip(in_reward, logged, strict=True):
-        assert line["kl"] >= 0  # k3
-        line["kl"] = other["kl"]
-    assert [{k: v for k, v in line.items() if k != "kl"} for line in logged] == without
+    """With beta = 0, loss.log_kl_every adds the metric at every second of the five steps."""
+    every_second = ["--loss.log-kl-every", "2"]
+    assert train.main(arguments(work, "no kl", loss__beta=0.0)) == 0
+    assert train.main([*arguments(work, "kl", loss__beta=0.0), *every_second]) == 0
+    assert train.main([*arguments(work, "in reward", loss__beta=0.0), *every_second, "--loss.kl-in", "reward"]) == 0
+    assert train.main(arguments(work, "tiny penalty", loss__beta=1e-30)) == 0
+    without, logged, in_reward, truth = (untimed(work / n) for n in ("no kl", "kl", "in reward", "tiny penalty"))
+    assert [line["step"] for line in logged if "kl" in line] == [1, 3]
+    for line, other in zip(logged, truth, strict=True):
+        if "kl" in line:
+            assert line["kl"] == other["kl"] > 1e-6
     assert in_reward == logged
+    assert [{k: v for k, v in line.items() if k != "kl"} for line in logged] == without
     assert weights(work / "no kl") == weights(work / "kl") == weights(work / "in reward")
 
 
 def test_the_plan_says_that_the_kl_is_only_logged(work, capsys):
-    assert train.main([*arguments(work, "planned", loss__beta=0.0), "--loss.log-kl", "--dry-run"]) == 0
+    assert train.main([*arguments(work, "planned", loss__beta=0.0), "--loss.log-kl-every", "3", "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "(KL: logged only)" in shown
+    assert "(KL: logged every 3 steps)" in shown
     assert re.search(r"in all phases: .*reference \d", shown)
     assert train.main([*arguments(work, "planned", loss__beta=0.0), "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "KL" not in shown.partition("objective")[2].partition("step")[0]
+    assert train.main([*arguments(work, "planned", loss__beta=0.0), "--loss.log-kl-every", "-1", "--dry-run"]) == 1
+    assert "loss.log_kl_every = -1: allowed is >= 0" in capsys.readouterr().err
 
 
 def test_diversity_together_with_rewards(work):

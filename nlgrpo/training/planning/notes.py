@@ -13,7 +13,7 @@ from nlgrpo.objectives.registry import Objective
 SMALL = 0.01  # a beta of DPO or IPO below this gets a note
 # Keys of [loss] that only the online algorithms read.
 ONLINE = (
-    "aggregate_memory", "baseline", "dual_clip", "kl_importance", "kl_in", "level", "log_kl", "normalization",
+    "aggregate_memory", "baseline", "dual_clip", "kl_importance", "kl_in", "level", "log_kl_every", "normalization",
     "scale", "surrogate",
 )  # fmt: skip
 

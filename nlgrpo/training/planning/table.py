@@ -161,7 +161,7 @@ def _online_rows(run: Run) -> dict[str, str]:
     objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
     estimator = loss.kl if loss.kl_in == "loss" else "k1"
     kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
-    kl += " (KL: logged only)" * (loss.beta == 0 and loss.log_kl)
+    kl += f" (KL: logged every {loss.log_kl_every} steps)" * (loss.beta == 0 and loss.log_kl_every > 0)
     if loss.jeffreys:
         best = f"log pi(best of {run.config.offline.n} reference samples)"
         return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}

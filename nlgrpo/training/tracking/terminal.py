@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,10 +93,9 @@ def phase_shares(values: Mapping[str, float]) -> str:
 
 
 def output(*, width: int = PLAIN_WIDTH, quiet: bool = False) -> Console:
-    """Return a console on standard output. A file or a pipe has ``width`` columns, unless COLUMNS gives another."""
+    """Return a console on standard output; a file or a pipe has ``width`` columns."""
     console = Console(quiet=quiet)
-    given = "COLUMNS" in os.environ
-    return console if console.is_terminal or given else Console(width=width, quiet=quiet)
+    return console if console.is_terminal else Console(width=width, quiet=quiet)
 
 
 def _live(console: Console, total_steps: int, resume_step: int) -> Progress | None:
