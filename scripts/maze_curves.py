@@ -49,9 +49,11 @@ class Curve:
         """KL of each step, seed and maze, (steps, S, P); empty if it was not measured."""
         if not all(self.kl.values()):
             return torch.zeros(0)
-        return torch.tensor(
-            [[of_step[seed] for seed in sorted(of_step)] for of_step in (self.kl[step] for step in self.steps)]
-        )
+        rows = []
+        for step in self.steps:
+            of_step = self.kl[step]
+            rows.append([of_step[seed] for seed in sorted(of_step)])
+        return torch.tensor(rows)
 
 
 def read(folder: Path) -> dict[str, Curve]:

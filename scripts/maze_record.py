@@ -1,7 +1,7 @@
 """The record on mazes: pass@k of sweeps over seeds, with intervals over mazes and seeds, paired differences, a figure.
 
     python scripts/maze_record.py runs/mazes/main runs/mazes/grpo --out runs/mazes/record
-    python scripts/maze_record.py bench/results/mazes/counts.json --out bench/results/mazes
+    python scripts/maze_record.py bench/results/mazes/counts.json --out bench/results/mazes --figure docs/maze.png
 
 Reads the evaluations of the runs of `nlgrpo sweep`, or a ``counts.json`` that it has written. Writes ``counts.json``
 (successes of each method, seed and maze, from which everything else follows), ``tables.md`` and ``pass_at_k.png``.
@@ -23,9 +23,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.evaluation import figures
+from nlgrpo.evaluation import figures, named_models
 from nlgrpo.evaluation.estimators import bootstrap, pass_at_k, two_way_interval
-from nlgrpo.evaluation.named_models import named
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 BASE, GRPO, OURS = "untrained", "GRPO", "bon:8:unbiased"
@@ -70,7 +69,7 @@ def read(folders: Sequence[str]) -> dict[str, Method]:
         for name, saved in json.loads(Path(file).read_text("utf-8")).items():
             counts = {int(seed): of_seed for seed, of_seed in saved["counts"].items()}
             found.setdefault(name, Method(saved["samples"])).counts |= counts
-    for model in named([name for name in folders if not name.endswith(".json")]):
+    for model in named_models.read([name for name in folders if not name.endswith(".json")]):
         run = model.run
         if run is None:
             raise ValueError(f"{model.path} is not a finished run")
@@ -178,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="folders of sweeps or runs, and files counts.json")
     parser.add_argument("--out", type=Path, required=True, help="folder of counts.json, tables.md and pass_at_k.png")
+    parser.add_argument("--figure", type=Path, help="file of the figure; default OUT/pass_at_k.png")
     parser.add_argument("--recorded", type=Path, help="file of GRPO's figures, nlgrpo/data/assets/maze-grpo.json")
     parser.add_argument("--about", default="docs/experiments/mazes.md", help="date and place of the recorded figures")
     args = parser.parse_args(argv)
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = {name: vars(method) for name, method in methods.items()}
     atomic_write(args.out / "counts.json", json.dumps(counts) + "\n")
     atomic_write(args.out / "tables.md", text)
-    atomic_write_bytes(args.out / "pass_at_k.png", figures.render(lambda: draw(methods)))
+    atomic_write_bytes(args.figure or args.out / "pass_at_k.png", figures.render(lambda: draw(methods)))
     if args.recorded is not None:
         atomic_write(args.recorded, recorded(methods[GRPO], args.about))
     print(text)

@@ -261,6 +261,6 @@ def _results(manifest: SweepState, point: Point, sampled: EvaluationSamples | No
 
 def _kl(point: Point) -> str:
     """Return the KL per token in the last step that has one, or a dash without a reference."""
-    values = [step["kl"] for step in run_files.read_jsonl(point.folder / run_files.FILE) if "kl" in step]
+    values = [row["kl"] for row in run_files.read_jsonl(point.folder / run_files.FILE) if "kl" in row]
     value = values[-1] if values else None
     return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "-"
