@@ -165,7 +165,7 @@ def recorded(method: Method, about: str) -> str:
     values = [[round(x, 4) for x in interval(of_k)] for of_k in method.passes(KS)]
     content = {
         "label": "GRPO, recorded",
-        "about": f"`nlgrpo train maze-grpo`, {len(method.counts)} seeds, intervals over prompts and seeds; {about}",
+        "about": f"nlgrpo train maze-grpo, {len(method.counts)} seeds, intervals over prompts and seeds; {about}",
         "same": SAME,
         "reward": "maze()",
         "pass_at_k": dict(zip(map(str, KS), values, strict=True)),

@@ -144,16 +144,18 @@ class _Report:
         best = partial(evaluation_figures.best_of_n, table, looks)
         won = partial(evaluation_figures.win_rates, table, looks, places)
         fronts = partial(evaluation_figures.fronts, table, pairs, looks, places)
+        binary = binary_rewards(sampled)
+        scores = {name for one in sampled.values() for name in one.rewards} - set(binary)
         solved = partial(success_figures.successes, sampled)
         seen = success_figures.maze_prompts(sampled)
         walks = partial(success_figures.walks, sampled, seen)
         hollow = "Hollow points: another model is higher in both rewards. " + INTERVALS
         drawn: dict[str, tuple[str, bool, Callable[..., Figure], str]] = {
+            "Solved prompts": ("successes", bool(binary), solved, ""),
+            "Walks": ("walks", bool(seen), walks, WALKS),
             "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
             "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
-            "Rewards": ("rewards", bool(sampled), partial(figures.rewards, sampled, looks), ""),
-            "Solved prompts": ("successes", bool(binary_rewards(sampled)), solved, ""),
-            "Walks": ("walks", bool(seen), walks, WALKS),
+            "Rewards": ("rewards", bool(scores), partial(figures.rewards, sampled, looks), ""),
             "Best-of-N rewards": ("best_of_n", bool(table.quantities()), best, INTERVALS),
             "Win rate over KL": ("win_rates", evaluation_figures.has_win_rates(table), won, self._about_kl()),
             "Reward trade-offs": ("fronts", bool(pairs), fronts, hollow),

@@ -82,7 +82,7 @@ def test_the_table_has_a_column_of_recorded_figures_in_80_columns():
         assert line.split()[1:] == ["0.5000", "0.5000", "+0.0000", f"{value:.4f}"]
         assert f"[{low:.4f}, {high:.4f}]" in text
     assert "…" not in text
-    assert "GRPO, recorded: `nlgrpo train maze-grpo`" in " ".join(text.split())
+    assert "GRPO, recorded: nlgrpo train maze-grpo" in " ".join(text.split())
 
 
 def test_an_n_that_was_not_recorded_has_a_dash():
