@@ -85,7 +85,9 @@ def test_the_wheel_holds_the_package_and_its_assets(wheel):
         assert "nlgrpo = nlgrpo.cli:main" in entry
     assert held == MODULES | {f"nlgrpo/kernels/{name}" for name in KERNELS} | ASSETS
     needed = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
-    assert {f"nlgrpo/data/assets/story-lm/{name}" for name in needed} < ASSETS
+    for model in ("maze-lm", "story-lm"):
+        assert {f"nlgrpo/data/assets/{model}/{name}" for name in needed} < ASSETS
+    assert "nlgrpo/data/assets/maze-grpo.json" in ASSETS
     assert {"nlgrpo/data/assets/prompts.jsonl", "nlgrpo/data/assets/eval_prompts.jsonl"} < ASSETS
     assert sum(files[name].file_size for name in held if "/story-lm/" in name) <= 3e6
     assert any(name.endswith("licenses/LICENSE") for name in files)
@@ -114,6 +116,19 @@ def test_the_installed_command_works_in_any_folder(wheel, tmp_path):
     listed = run(str(tmp_path / "venv" / "bin" / "nlgrpo"), "recipes", folder=elsewhere)
     assert listed.startswith("maze ")
     assert not list(elsewhere.iterdir())
+
+
+def test_the_installed_package_trains_mazes(wheel, tmp_path):
+    """The model, the mazes and the recorded figures of GRPO come with the wheel."""
+    installed(wheel, tmp_path / "venv")
+    small = ["--train.steps", "2", "--rollout.prompts", "2", "--evaluation.samples", "8", "--evaluation.ns", "1", "8"]
+    command = str(tmp_path / "venv" / "bin" / "nlgrpo")
+    shown = run(command, "train", "maze", *small, "--train.seed", "3", folder=tmp_path)
+    table = " ".join(shown[shown.index("solved, trained for bon:8:unbiased (128 prompts x 8 samples") :].split())
+    assert "GRPO, recorded: nlgrpo train maze-grpo, 5 seeds" in table
+    assert "pass@1" in table
+    assert "pass@8" in table
+    assert (tmp_path / "runs" / "maze" / "report.html").is_file()
 
 
 def test_an_editable_install_maps_the_kernels(tree, tmp_path):
