@@ -319,22 +319,29 @@ def _join_seeds(found: ReportData, taken: set[str]) -> None:
         for model, config in zip(found.models, configs, strict=True)
     ]
     joined: list[Model] = []
+    replaced: set[str] = set()  # references of single runs
     for group in seeds.grouped(keys):
         models = [found.models[number] for number in group]
-        if len(group) > 1 and comparable([s for model in models for s in _before_and_after(found, model)]):
+        if len(group) > 1 and _same_prompts([s for model in models for s in _before_and_after(found, model)]):
+            replaced |= {model.reference for model in models}
             joined.append(_of_seeds(found, {keys[number][1]: found.models[number] for number in group}, taken))
         else:
             joined += models
     found.models = joined
-    used = {model.reference for model in joined}
-    found.references = {label: sampled for label, sampled in found.references.items() if label in used}
-    found.reference_entries = [entry for entry in found.reference_entries if entry.model in used]
+    unused = replaced - {model.reference for model in joined}
+    found.references = {label: sampled for label, sampled in found.references.items() if label not in unused}
+    found.reference_entries = [entry for entry in found.reference_entries if entry.model not in unused]
 
 
 def _can_be_joined(found: ReportData, model: Model) -> bool:
     """Whether a run has what a mean over seeds needs: its configuration, and both evaluations."""
     known = bool(found.settings[model.settings].config) and model.settings == model.label
     return known and model.sampled is not None and model.reference in found.references
+
+
+def _same_prompts(sampled: Sequence[EvaluationSamples]) -> bool:
+    """Whether all have the same prompts, number of samples and rewards."""
+    return len({(tuple(s.lengths.shape), tuple(s.prompts), *sorted(s.rewards)) for s in sampled}) == 1
 
 
 def _before_and_after(found: ReportData, model: Model) -> list[EvaluationSamples]:

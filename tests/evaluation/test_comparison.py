@@ -175,6 +175,26 @@ def test_runs_that_cannot_be_joined_stay_apart(runs, tmp_path):
     assert len(run_loader.read([*runs[3:], other]).models) == 4
 
 
+def test_the_reference_of_an_evaluation_without_models_is_kept(runs, tmp_path):
+    (tmp_path / "evaluation").mkdir()
+    write_evaluation(tmp_path / "evaluation", reference=samples_of(drawn(0.3, 7)))
+    found = run_loader.read([tmp_path / "evaluation"])
+    assert list(found.references) == ["reference"]
+    assert found.reference_entries
+    assert len(run_loader.read([tmp_path / "evaluation", *runs]).references) == 3
+
+
+def test_runs_on_other_prompts_or_numbers_of_samples_are_not_joined(tmp_path):
+    texts = [f"prompt {number}" for number in range(PROMPTS)]
+    alike = {when: samples_of(drawn(0.4, 1), texts) for when in ("before", "after")}
+    other = {when: samples_of(drawn(0.4, 1), texts[::-1]) for when in ("before", "after")}
+    fewer = {when: samples_of(drawn(0.4, 1)[:, :4], texts) for when in ("before", "after")}
+    first = run_in(tmp_path / "seed=0", 0, **alike)
+    assert len(run_loader.read([first, run_in(tmp_path / "seed=1", 1, **other)]).models) == 2
+    assert len(run_loader.read([first, run_in(tmp_path / "seed=2", 2, **fewer)]).models) == 2
+    assert len(run_loader.read([first, run_in(tmp_path / "seed=3", 3, **alike)]).models) == 1
+
+
 def test_curves_of_a_setting_are_means_over_seeds(runs):
     for number, run in enumerate(runs[:3]):
         rows = [{"step": step, "reward": number + step, "kl": None if number else 0.5} for step in range(4 - number)]
