@@ -104,12 +104,18 @@ docs: $(VENV)/installed-check
 	$(DOCS) --quiet --strict
 	@echo "build/site/index.html"
 
-# The compiled CPU ops are built against the installed torch: install torch first, then build without isolation.
+# The compiled CPU ops are built against the installed torch, so torch comes first. They compile while pip installs the
+# other packages. pip compiles no bytecode: most modules are never imported, and Python compiles the others on first use.
+PIP_INSTALL := pip install --quiet --no-compile -c constraints.txt
+BUILD_OPS   := $(RUN)python setup.py --quiet build_ext --inplace
+
 $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PYTHON) -c 'import sys; sys.exit("nlgrpo needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)pip install --quiet -c constraints.txt setuptools torch
-	$(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e .
+	$(RUN)$(PIP_INSTALL) setuptools torch numpy
+	$(BUILD_OPS) & ops=$$!; \
+	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e . || failed=1; \
+	wait $$ops && test -z "$$failed"
 	touch $@
 
 # The compiled ops are those of the other environment, which has the same torch. The three packages are CUDA builds.
@@ -133,11 +139,13 @@ $(VLLM)/installed: $(VENV)/installed constraints-vllm.txt
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	NLGRPO_BUILD_EXT=1 $(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e ".[test]"
+	NLGRPO_BUILD_EXT=1 $(BUILD_OPS)
+	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e ".[test]"
 	touch $@
 
 $(VENV)/installed-check: $(VENV)/installed
-	NLGRPO_BUILD_EXT=1 $(RUN)pip install --quiet -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	NLGRPO_BUILD_EXT=1 $(BUILD_OPS)
+	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e ".[test,dev]"
 	touch $(VENV)/installed-test $@
 
 # In containers (Docker or Podman); see [tool.cibuildwheel] in pyproject.toml.
@@ -145,4 +153,4 @@ wheels: $(VENV)/installed-test
 	$(RUN)cibuildwheel --output-dir dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) .venv-oldest .venv-newest build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .venv-oldest .venv-newest build dist *.egg-info kernels/*.so

@@ -95,7 +95,7 @@ def add_torch(ext: Extension) -> None:
 extension = Extension(
     "nlgrpo.kernels._sanitized" if SANITIZE else "nlgrpo.kernels._ext",
     sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
-    depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
+    depends=["setup.py", *sorted(str(path) for path in Path("csrc").glob("*.h"))],
     define_macros=[("Py_LIMITED_API", "0x030b0000"), ("TORCH_TARGET_VERSION", TORCH_2_10)],
     extra_compile_args=[
         "-std=c++20",
