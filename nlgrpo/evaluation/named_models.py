@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +36,13 @@ class NamedModel:
     def directory(self, exports: Path) -> Path:
         """Return the model directory; a checkpoint is first exported into a folder of ``exports``.
 
-        Raises ValueError if there is no such model, and for a checkpoint that has adapters or is damaged.
+        Runs of different sweeps can have the same name, so the folder's name has a digest of the checkpoint's manifest,
+        which has the SHA-256 of its files. Raises ValueError if there is no such model, and for a checkpoint that has
+        adapters or is damaged.
         """
         if is_checkpoint(self.path):
-            return export(self.path, exports / f"{self.path.parents[1].name}-{self.path.name}")
+            digest = hashlib.sha256((self.path / "manifest.json").read_bytes()).hexdigest()[:12]
+            return export(self.path, exports / f"{self.path.parents[1].name}-{self.path.name}-{digest}")
         return hf_weights.locate(self.path / "model" if is_run(self.path) else str(self.path))
 
 

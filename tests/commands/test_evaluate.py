@@ -303,14 +303,12 @@ def test_invalid_options_are_refused(work, models, changes, says, capsys):
 # --- runs, sweeps and checkpoints -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def sweep(work):
-    """A sweep of two runs whose folders have names like "train.seed=1,loss.beta=0"; one of them has finished."""
-    folder = work / "sweep"
+def train_run(work, folder, seed):
+    """A finished run of four steps, with a checkpoint after two of them."""
     options = {
         "model.path": work / "base",
         "model.dtype": "float64",
-        "data.source": work / "prompts.jsonl",
+        "data.source": work / "other-prompts.jsonl",
         "data.evaluation": work / "prompts.jsonl",
         "rewards.short.function": f"{work / 'rewards.py'}:short",
         "rollout.prompts": 2,
@@ -319,14 +317,20 @@ def sweep(work):
         "loss.beta": 0,
         "optim.lr": 0.01,
         "train.steps": 4,
+        "train.seed": seed,
         "train.checkpoint-every": 2,
-        "train.out": folder / "train.seed=1,loss.beta=0",
+        "train.out": folder,
         "evaluation.prompts": 0,
     }
-    parts = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     (work / "other-prompts.jsonl").write_text('{"prompt": "w9 w10"}\n{"prompt": "w11"}\n')
-    parts[parts.index("--data.source") + 1] = str(work / "other-prompts.jsonl")
-    assert train.main(["blank", *parts]) == 0
+    assert train.main(["blank", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
+
+
+@pytest.fixture(scope="module")
+def sweep(work):
+    """A sweep of two runs whose folders have names like "train.seed=1,loss.beta=0"; one of them has finished."""
+    folder = work / "sweep"
+    train_run(work, folder / "train.seed=1,loss.beta=0", seed=0)
     points = [
         Point({"train.seed": seed}, folder / f"train.seed={seed},loss.beta=0", state)
         for seed, state in ((1, "done"), (2, "failed"))
@@ -376,10 +380,22 @@ def test_a_run_a_sweep_and_checkpoints_are_evaluated(work, sweep):
     assert not torch.equal(half.rewards["short"], last.rewards["short"])
     exports = work / "checkpoints" / "checkpoints"
     names = [f"train.seed=1,loss.beta=0-step-0000000{step}" for step in (2, 4)]
-    assert sorted(path.name for path in exports.iterdir()) == names
+    assert sorted(path.name.rpartition("-")[0] for path in exports.iterdir()) == names
     before = kept(exports)
     assert cli.main(arguments(work, "checkpoints", *models, evaluation__prompts=6)) == 0
     assert kept(exports) == before
+
+
+def test_checkpoints_of_runs_with_the_same_name_are_different_models(work, sweep, tmp_path):
+    """Sweeps name their runs by the options that differ, so runs of two sweeps can have the same name."""
+    first = sweep / "train.seed=1,loss.beta=0"
+    second = tmp_path / first.name
+    train_run(work, second, seed=7)
+    step = "checkpoints/step-00000002"
+    models = [f"one={first / step}", f"other={second / step}"]
+    assert cli.main(arguments(work, "same-name", *models, evaluation__prompts=6)) == 0
+    found = read_evaluation(work / "same-name")
+    assert not torch.equal(found["one"].kl["k1"], found["other"].kl["k1"])
 
 
 def test_a_damaged_checkpoint_is_refused(work, sweep, tmp_path, capsys):
