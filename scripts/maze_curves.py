@@ -1,11 +1,12 @@
 """pass@k of checkpoints over training: curves, and methods compared at equal pass@1 and at equal KL.
 
     nlgrpo evaluate "GRPO/1/50=runs/mazes/grpo/seed=1/checkpoints/step-00000050" .. --n 64 --out runs/mazes/curves
-    python scripts/maze_curves.py runs/mazes/curves --out runs/mazes/record
+    python scripts/maze_curves.py runs/mazes/curves --out runs/mazes/record --kl 0.2
 
 The labels of the models are METHOD/SEED/STEP; the reference is step 0 of all of them. Writes ``curves.json`` (successes
-and KL of each method, seed, step and maze), ``curves.md`` and, if there are several steps, ``curves.png``. A curve
-between two checkpoints is interpolated linearly. Intervals are over mazes and seeds (`two_way_interval`).
+and KL of each method, seed, step and maze), ``curves.md`` and, if there are several steps, ``curves.png``. Methods are
+compared with GRPO where it has the pass@1, or the KL, that they have at their end, and where both have the values of
+``--pass1`` and ``--kl`` for the first time. A curve between two checkpoints is interpolated linearly. Intervals are over mazes and seeds (`two_way_interval`).
 """
 
 from __future__ import annotations
@@ -135,6 +136,20 @@ def equal(curves: dict[str, Curve], what: str, targets: Sequence[float]) -> str:
     return table([what, "", *(f"pass@{k}" for k in KS)], rows)
 
 
+def ends(curves: dict[str, Curve], what: str) -> str:
+    """Table of each method at its last step less GRPO, where GRPO has the same pass@1 or KL."""
+    rows = []
+    of = {name: curve.passes()[:, 0] if what == "pass@1" else curve.divergence() for name, curve in curves.items()}
+    for name, curve in curves.items():
+        if name == GRPO or not of[name].numel():
+            continue
+        target = float(of[name][-1].mean())
+        base = at(curves[GRPO], of[GRPO], target)
+        cells = ["not reached"] * len(KS) if base is None else [cell(x, "+.3f") for x in curve.passes()[-1] - base]
+        rows.append([f"{target:.3f}", f"{name} at its end - {GRPO}", *cells])
+    return table([what, "", *(f"pass@{k}" for k in KS)], rows)
+
+
 def draw(curves: dict[str, Curve]) -> Figure:
     """pass@64 over pass@1 (left) and over the KL (right), a point per checkpoint."""
     figure = figures.figure_of((9.0, 4.0))
@@ -169,10 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     several = any(len(curve.steps) > 2 for curve in curves.values())
     if several:
         parts.append(over_training(curves))
-    if GRPO in curves and args.pass1:
-        parts.append(equal(curves, "pass@1", args.pass1))
-    if GRPO in curves and args.kl:
-        parts.append(equal(curves, "KL", args.kl))
+    if several and GRPO in curves:
+        parts.append(ends(curves, "pass@1"))
+        if args.pass1:
+            parts.append(equal(curves, "pass@1", args.pass1))
+        if curves[GRPO].divergence().numel():
+            parts.append(ends(curves, "KL"))
+            if args.kl:
+                parts.append(equal(curves, "KL", args.kl))
     args.out.mkdir(parents=True, exist_ok=True)
     saved = {
         name: {

@@ -26,17 +26,20 @@ from nlgrpo.data.folders import SUFFIXES
 
 def maze() -> Config:
     """Mazes, trained for pass@8: the model keeps several ways to try, so more mazes are solved in several samples."""
-    return _maze("maze", "bon:8:unbiased")
+    return _maze("maze", "bon:8:unbiased", lr=1e-4)
 
 
 def maze_grpo() -> Config:
     """The same mazes by GRPO, which divides by the group's standard deviation: fewer are solved in several samples."""
-    plain = _maze("maze-grpo", "mean")
+    plain = _maze("maze-grpo", "mean", lr=3e-5)
     return dataclasses.replace(plain, loss=dataclasses.replace(plain.loss, scale="group"))
 
 
-def _maze(recipe: str, objective: str) -> Config:
-    """Mazes of 4 x 4 rooms, a verifier as the reward, no KL penalty and no clipping of gradients."""
+def _maze(recipe: str, objective: str, lr: float) -> Config:
+    """Mazes of 4 x 4 rooms, a verifier as the reward, no KL penalty and no clipping of gradients.
+
+    The learning rates were chosen for each objective on validation mazes (docs/experiments/mazes.md).
+    """
     return Config(
         recipe=recipe,
         model=ModelConfig("maze-lm"),
@@ -44,7 +47,7 @@ def _maze(recipe: str, objective: str) -> Config:
         rollout=RolloutConfig(prompts=16, samples=16, max_new_tokens=40),
         rewards={"solved": RewardConfig("maze()", objective)},
         loss=LossConfig(beta=0.0, log_kl_every=10),
-        optim=OptimConfig(lr=3e-5, warmup_steps=10, max_grad_norm=0.0),
+        optim=OptimConfig(lr=lr, schedule="linear", warmup_steps=10, max_grad_norm=0.0),
         train=TrainConfig(steps=300, checkpoint_every=100, samples_every=100),
         evaluation=EvaluationConfig(prompts=128, samples=256, ns=(1, 8, 64, 256)),
     )

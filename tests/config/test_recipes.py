@@ -45,12 +45,13 @@ def test_the_default_recipe_trains_mazes_for_pass_at_8():
     assert (cfg.loss.beta, cfg.loss.log_kl_every, cfg.loss.scale) == (0.0, 10, "none")
 
 
-def test_maze_grpo_differs_only_in_the_objective_and_the_scale():
+def test_maze_grpo_differs_only_in_the_objective_the_scale_and_the_learning_rate():
     lines = comparing.differences(schema.to_dict(recipe("maze")), schema.to_dict(recipe("maze-grpo")))
     assert lines == [
         "recipe: 'maze' -> 'maze-grpo'",
         "rewards.solved.objective: 'bon:8:unbiased' -> 'mean'",
         "loss.scale: 'none' -> 'group'",
+        "optim.lr: 0.0001 -> 3e-05",
     ]
 
 

@@ -141,6 +141,9 @@ def test_methods_are_compared_at_equal_kl(scripts, tmp_path, capsys):
     (row,) = re.findall(r"\| 0\.45 \| bon:8 - GRPO \|(.*)\|", text)
     assert row.split("|")[1].strip() == f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
     assert "| 0.99 |" not in text  # GRPO never has it
+    mean, low, high, _ = two_way_interval(at("bon:8", 50, 100, 1.0) - at("GRPO", 50, 100, 0.3 / 0.6))
+    (row,) = re.findall(r"\| 0\.600 \| bon:8 at its end - GRPO \|(.*)\|", text)
+    assert row.split("|")[1].strip() == f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
     assert (tmp_path / "out" / "curves.png").stat().st_size > 1000
     saved = json.loads((tmp_path / "out" / "curves.json").read_text())
     assert saved["GRPO"]["counts"]["50"]["1"] == models["GRPO/1/50"].rewards["solved"].sum(1).int().tolist()
