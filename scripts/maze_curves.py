@@ -163,7 +163,7 @@ def draw(curves: dict[str, Curve]) -> Figure:
     panels[0].set_xlabel("pass@1")
     panels[1].set_xlabel("KL to the untrained model (nats per answer)")
     panels[0].set_ylabel(f"pass@{KS[-1]}")
-    panels[0].legend(loc="lower left")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(curves))
     return figure
 
 
